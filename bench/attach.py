@@ -45,9 +45,8 @@ def make_variant(variant: str, T: int) -> Callable[[], object]:
     model = make_model(T, "eager" if variant == "eager maps" else "sdpa")
     attached = hw.attach(model) if variant in ("attached", "profile") else None
 
-    runner = MetricRunner(
-        Accumulator(HEADS), [TopContexts(HEADS), *default_metrics(make_flags())]
-    )  # one for a whole corpus
+    # one for the full corpus
+    runner = MetricRunner(Accumulator(HEADS), default_metrics(make_flags()), observers=[TopContexts(HEADS)])
 
     @torch.no_grad()
     def run() -> object:

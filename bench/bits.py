@@ -23,8 +23,8 @@ from headwise.analysis.ablation.sensitivity import sensitivity
 from headwise.compression.allocate_bits import allocate_bits, report_allocation
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.compression.quantize import quantize
-from headwise.heads.balanced_basis import BASES
 from headwise.io.atomic_write import write_atomic
+from headwise.spec.weight_bits import BASES
 from headwise.training.default_synthetic_run import DEFAULT_RECIPE, default_corpora
 from headwise.ui.progress import show_progress
 
@@ -63,7 +63,9 @@ def measure_weight_bits(name: str, out: Path, num_selection: int, num_evaluation
     results["basis"] = {}
     for basis in BASES:
         for bits in (4, 3):
-            increase = paired.difference(paired.losses(quantize(model, {"*": bits}, basis=basis)), paired.full_losses)
+            increase = paired.difference(
+                paired.losses_per_text(quantize(model, {"*": bits}, basis=basis)), paired.full_losses_per_text
+            )
             results["basis"][f"{basis}, {bits}"] = vars(increase)
             print(
                 f"basis {basis}, {bits} bits: {increase.mean:+.4f} ({increase.low:.4f} to {increase.high:.4f})",

@@ -76,12 +76,12 @@ def make_generation_step(model: hw.Transformer, prompt: torch.Tensor) -> Callabl
     """Tokens one by one behind a prompt that has been read: the same cache, gone back to after every run."""
     cache = model.cache("static", prompt.shape[1] + NEW_TOKENS)
     model(prompt, cache=cache)
-    length, layers = cache.length, {layer_cache: layer_cache.state for layer_cache in cache.layers.values()}
+    length, states = cache.length, [layer_cache.snapshot() for layer_cache in cache.layers.values()]
 
     def step() -> None:
         cache.length = length
-        for layer_cache, state in layers.items():
-            layer_cache.state = state
+        for layer_cache, state in zip(cache.layers.values(), states, strict=True):
+            layer_cache.restore(state)
         for position in range(NEW_TOKENS):
             model(prompt[:, position : position + 1], cache=cache)
 

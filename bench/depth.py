@@ -20,7 +20,7 @@ from rich.console import Console
 import headwise as hw
 from headwise.analysis.roles.best_relation_heads import best_relation_heads
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.roles.roles import score_roles
+from headwise.analysis.roles.roles import score
 from headwise.text.treebank import read_conllu
 from headwise.ui.terminal_table import make_table
 
@@ -66,7 +66,7 @@ def heads_by_role(profile: Profile) -> dict[str, set[str]]:
 
 def testable_roles(profile: Profile) -> set[str]:
     """The roles that could have been found."""
-    scores = score_roles(profile.accumulator, profile.relation_metric)
+    scores = score(profile.accumulator, profile.relation_metric)
     return {ROLE_NAMES.get(score.role.name, score.role.name) for score in scores} - EXCLUDED_ROLES
 
 

@@ -27,6 +27,7 @@ from rich.console import Console
 import headwise as hw
 from bench.measure import machine
 from bench.prune import paragraphs
+from headwise.compression import PruneRequest
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.compression.recovery_finetune import recover
 from headwise.io.atomic_write import write_atomic
@@ -66,7 +67,9 @@ class DistillBenchmark:
         if not saved.is_file():
             with show_progress() as progress:
                 selection = paragraphs(part, 16, TOKENS, model)
-                hw.plan_pruning(model, keep=0.5, ranking="gradient", corpus=selection, progress=progress).save(saved)
+                hw.plan_pruning(
+                    model, PruneRequest(keep=0.5, ranking="gradient", corpus=selection), progress=progress
+                ).save(saved)
         self.plan = hw.Plan.load(saved)
         self.text = (DATA / "wikitext-2" / part).read_text(encoding="utf-8")
         texts = {
@@ -96,7 +99,7 @@ class DistillBenchmark:
             )  # fmt: skip
             if result.stop_reason == "interrupted":
                 raise KeyboardInterrupt
-        losses = {corpus: trial.losses(model).tolist() for corpus, trial in self.trials.items()}
+        losses = {corpus: trial.losses_per_text(model).tolist() for corpus, trial in self.trials.items()}
         write_atomic(self.result_path(method, seed), json.dumps(losses).encode())
         print(
             self.result_path(method, seed).stem,

@@ -24,7 +24,7 @@ from rich.console import Console
 
 import headwise as hw
 import headwise.heads.projections as projections
-import headwise.kernels.autotuned_linear as products
+import headwise.kernels.matmul_tuner as products
 from bench import engines
 from bench.measure import machine
 from headwise.io.atomic_write import write_atomic
@@ -130,7 +130,7 @@ def compare(name: str, rounds: int, tokens: int, others: dict[str, Callable[[], 
         "weights": weights,
         "chosen": {
             f"{s.outputs}×{s.inputs}, by {s.weight_layout}": kernel
-            for s, kernel in products.tuned_matmul_choices().items()
+            for s, kernel in native.matmul_tuner.choices.items()
             if s.rows == 1
         },
     }  # fmt: skip

@@ -22,7 +22,7 @@ from headwise.analysis.metrics import (
 )
 from headwise.analysis.metrics.directed_relations import CONTROL_RELATIONS
 from headwise.analysis.recording.tokenized_corpus import DEFAULT_DOCUMENTS
-from headwise.analysis.roles.profile import NUM_REPEATED_SEQUENCES, REPEATED_LENGTH
+from headwise.analysis.roles.collect import NUM_REPEATED_SEQUENCES, REPEATED_LENGTH
 from headwise.analysis.roles.roles import ROLE_OF_RELATION
 from headwise.text.annotated_document import Document, Relation
 from headwise.text.corpus import Corpus

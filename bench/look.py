@@ -67,8 +67,8 @@ def profile_pass(
     model: hw.Transformer, batch: TokenBatch, row_stride: int = 1, detail: str = "full"
 ) -> Callable[[], None]:
     """Our pass: all surface measures and evidence, in row blocks; or what the fused kernel tells."""
-    metrics = [TopContexts(HEADS), *default_metrics(make_flags())]
-    runner = MetricRunner(Accumulator(HEADS), metrics, row_stride, detail)  # one for a whole corpus
+    metrics, observers = default_metrics(make_flags()), [TopContexts(HEADS)]
+    runner = MetricRunner(Accumulator(HEADS), metrics, row_stride, detail, observers)  # one for the full corpus
 
     def work() -> None:
         runner.reset_batch()  # every text is new

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from bench.measure import machine
-from headwise.kernels.autotuned_linear import MATMUL_KERNELS
+from headwise.kernels.matmul_tuner import MATMUL_KERNELS
 from headwise.kernels.prepacked_fp16 import PREPACKERS
 from headwise.ui.terminal_table import make_table
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import headwise as hw
 from bench.measure import machine
 from headwise.analysis.ablation.head_outputs import mean_activations
+from headwise.compression import PruneRequest
 from headwise.compression.plan_report import report
 from headwise.compression.pruning_curve import pruning_curve
 from headwise.compression.recovery_finetune import recover
@@ -59,9 +60,10 @@ def main() -> None:
     means = mean_activations(model, selection)
     with show_progress() as progress:
         saved = options.out / "half.json"
-        plan = hw.Plan.load(saved) if saved.is_file() else hw.plan_pruning(
-            model, keep=HALF, corpus=selection, means=means, progress=progress
-        )  # fmt: skip
+        request = PruneRequest(keep=HALF, corpus=selection)
+        plan = (
+            hw.Plan.load(saved) if saved.is_file() else hw.plan_pruning(model, request, means=means, progress=progress)
+        )
         plan.save(saved)
         curve = pruning_curve(
             model,

@@ -18,7 +18,7 @@ import torch
 import headwise as hw
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.causal_test import causal_test
-from headwise.analysis.roles.profile import ProfileSampleCollector
+from headwise.analysis.roles.collect import ProfileSampleCollector
 from headwise.analysis.roles.profile_result import Profile
 from headwise.model import ModelProtocol, eval_mode
 
@@ -61,10 +61,8 @@ def main() -> None:
     if missing:
         model = hw.load("smollm2")
         corpus = TokenizedCorpus.of(model, None)
-        profile, samples = (
-            hw.profile(model, corpus, causal=False, prompts=options.prompts),
-            ProfileSampleCollector(True),
-        )
+        profile = hw.profile(model, corpus, causal=False, prompts=options.prompts)
+        samples = ProfileSampleCollector(keep_for_causal_test=True)
         for sample in corpus:
             samples.add_text(sample)
             samples.add_document(sample)

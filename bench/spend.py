@@ -43,14 +43,14 @@ import torch
 
 import headwise as hw
 from bench.measure import machine
+from headwise.cache import ModelCache, PerHeadCache, SharedKVCache
+from headwise.compression import StreamingRequest
 from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
 from headwise.compression.streaming_selection import streaming
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.experiments.engine.statistic import Statistic
-from headwise.heads import PerHeadCache
-from headwise.heads.layer_cache import SharedKVCache
 from headwise.io.atomic_write import write_atomic
-from headwise.model import ModelCache, Transformer
+from headwise.model import Transformer
 from headwise.spec import Address, ModelSpec
 from headwise.ui.progress import show_progress
 
@@ -101,12 +101,19 @@ def load_or_make_plan(model: Transformer, ranking: str, options: argparse.Namesp
         ]
         start = time.perf_counter()
         with show_progress() as progress:
-            plan = hw.plan_streaming(
-                model, options.fraction, sink_tokens=SINK_TOKENS, window=options.window, ranking=ranking, corpus=chosen_on,
-                seed=seed, gate_steps=options.steps,
-                max_length=2 * options.selection_length, rounds=1 if ranking == "random" else options.rounds,
-                protected_fraction=0.0 if ranking == "random" else options.protected_fraction, progress=progress,
-            )  # fmt: skip
+            request = StreamingRequest(
+                options.fraction,
+                sink_tokens=SINK_TOKENS,
+                window=options.window,
+                ranking=ranking,
+                corpus=chosen_on,
+                seed=seed,
+                gate_steps=options.steps,
+                max_length=2 * options.selection_length,
+                rounds=1 if ranking == "random" else options.rounds,
+                protected_fraction=0.0 if ranking == "random" else options.protected_fraction,
+            )
+            plan = hw.plan_streaming(model, request, progress=progress)
         plan.save(saved)
         print(f"chosen by {ranking} in {time.perf_counter() - start:.0f} s")
     return hw.Plan.load(saved)
@@ -173,10 +180,9 @@ def filled_cache(spec: ModelSpec, length: int) -> ModelCache:
     for address, cache in model_cache.layers.items():
         layer = spec.attention_at(address)
         assert isinstance(cache, PerHeadCache | SharedKVCache)
-        append = cache.append if isinstance(cache, PerHeadCache) else cache.extend
         for start in range(0, length, CHUNK):
             size = (1, len(layer.kv_head_ids), min(CHUNK, length - start), layer.head_dim)
-            append(torch.randn(size), torch.randn(size))
+            cache.append(torch.randn(size), torch.randn(size))
     model_cache.length = length
     return model_cache
 
@@ -184,11 +190,7 @@ def filled_cache(spec: ModelSpec, length: int) -> ModelCache:
 def print_cache_bytes(options: argparse.Namespace) -> None:
     """In a process of its own: the bytes of a cache, and what the process grew by while it was filled."""
     model = load_model()
-    spec = (
-        model.spec
-        if options.cache_memory_of == "plain"
-        else hw.Plan.load(options.cache_memory_of).spec_with_cache(model)
-    )
+    spec = model.spec if options.cache_memory_of == "plain" else hw.Plan.load(options.cache_memory_of).cache_spec()
     ctypes.CDLL(None).malloc_trim(0)  # what loading has freed goes back, else the cache would be put there unnoticed
     before = resident()
     cache = filled_cache(spec, options.lengths[0])
@@ -229,7 +231,7 @@ def measure_speed(model: Transformer, options: argparse.Namespace) -> dict[str, 
     """Seconds of a token, both caches in turn; `cpu` counts what this process alone took."""
     results, plan = {}, load_or_make_plan(model, options.ranking[0], options)
     for length in options.lengths:
-        caches = {"plain": filled_cache(model.spec, length), "half": filled_cache(plan.spec_with_cache(model), length)}
+        caches = {"plain": filled_cache(model.spec, length), "half": filled_cache(plan.cache_spec(), length)}
         wall: dict[str, list[float]] = {name: [] for name in caches}
         cpu: dict[str, list[float]] = {name: [] for name in caches}
         token = torch.tensor([[1]])
@@ -275,7 +277,7 @@ def measure_passkeys(model: Transformer, options: argparse.Namespace) -> dict[st
         print(f"{length} tokens: {baseline}", flush=True)
         answered = tuple(case for case, right in zip(cases, baseline.correct, strict=True) if right)
         for name, plan in plans.items():
-            spec = plan.spec_with_cache(model)
+            spec = plan.cache_spec()
             counts[name] = sum(run_passkeys(model, answered, partial(ModelCache, spec)).correct)
             print(f"{length} tokens, {name}: {counts[name]} of {len(answered)} kept", flush=True)
     return results

@@ -34,11 +34,11 @@ from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
 from headwise.training.batch_samplers import ShuffledWindowSampler, causal_targets
-from headwise.training.language_loss import LanguageLoss
 from headwise.training.loop import TrainLoop
 from headwise.training.recipe import Recipe
 from headwise.training.run_setup import RunSetup
 from headwise.training.token_file import TokenFiles
+from headwise.training.train_loss import LanguageLoss
 from headwise.ui.terminal_table import make_table
 
 BASE, GPT2 = "headwise", "transformers GPT-2"

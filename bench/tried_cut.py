@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headwise as hw
 from bench.tried_with import check_same, outputs, sample_heads
-from headwise.attached.verify_prune import flatten_tensors
+from headwise.attached.prune_in_place import flatten_tensors
 
 
 class LayerPruneUnsupported(Exception):  # noqa: N818 (a finding, not an error)
@@ -27,7 +27,7 @@ def check_prune(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
             with attached.heads.select(heads).silenced():
                 silent, written = outputs(model, inputs), cached_step_outputs(model, inputs)
             try:
-                small = attached.without(heads)
+                small = attached.prune(heads)
             except hw.HeadwiseError as error:
                 if len({address.layer_address for address in heads}) > 1:
                     raise  # not even single heads

@@ -12,8 +12,8 @@ from transformers import set_seed
 
 import headwise as hw
 from bench.shrink import VOCAB, tiny_configs
-from headwise.attached.dummy_inputs import dummy_inputs
-from headwise.attached.verify_prune import flatten_tensors
+from headwise.attached.dummy_inputs import dummy_input_candidates
+from headwise.attached.prune_in_place import flatten_tensors
 
 TOLERANCE = 2e-3  # beside the largest number: float32 on the way; what is wrong is off by more than a tenth
 MAX_PARAMETERS = 5e7  # weights
@@ -98,7 +98,7 @@ def _check_size(model: Any) -> None:
 def find_runnable_inputs(model: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
     """What a model can be called with, and what it gives then."""
     first: Exception = ValueError("what it reads is not known")
-    for index, inputs in enumerate(dummy_inputs(model)):
+    for index, inputs in enumerate(dummy_input_candidates(model)):
         try:
             out = outputs(model, inputs)
             if out:

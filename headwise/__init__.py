@@ -5,7 +5,7 @@ Public names are imported on first use, so that `import headwise` is fast.
 
 from typing import TYPE_CHECKING, Any
 
-from headwise.lazy_import import lazy_names
+from headwise.lazy_import import make_lazy_getattr
 
 __version__ = "0.2.0"
 
@@ -16,9 +16,9 @@ _NAMES_BY_MODULE = {
         "AttentionSpec",
         "CachePolicy",
         "ModelSpec",
+        "Plan",
         "Rotary",
         "RotaryScaling",
-        "layout",
         "preset",
         "presets",
     ),
@@ -26,7 +26,8 @@ _NAMES_BY_MODULE = {
     "heads": ("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "model": ("Transformer",),
     "text": ("Corpus", "Tokenizer", "embed"),
-    "distributed.head_parallel": ("shard",),
+    "distributed": ("layout", "shard"),
+    "io.plan_file": ("load_plan", "save_plan"),  # not public: methods of Plan call them
     "attached": ("attach",),
     "weights": ("load",),
     "exporters": ("export",),
@@ -47,8 +48,7 @@ _NAMES_BY_MODULE = {
     "analysis.similarity.compare_heads": ("compare_heads",),
     "analysis.similarity.match_heads": ("match_heads",),
     "analysis.roles.head_history": ("HeadHistory",),
-    "compression.plan": ("Plan", "apply", "plan_pruning", "plan_streaming"),
-    "compression.prune": ("prune",),
+    "compression.plan": ("apply", "plan_pruning", "plan_streaming", "prune"),
     "compression.prune_study": ("prune_study",),
     "compression.quantize": ("dequantize", "quantize"),
     "compression.allocate_bits": ("allocate_bits",),
@@ -86,12 +86,11 @@ if TYPE_CHECKING:
     from headwise.analysis.similarity.match_heads import match_heads
     from headwise.attached import attach
     from headwise.compression.allocate_bits import allocate_bits
-    from headwise.compression.plan import Plan, apply, plan_pruning, plan_streaming
-    from headwise.compression.prune import prune
+    from headwise.compression.plan import apply, plan_pruning, plan_streaming, prune
     from headwise.compression.prune_study import prune_study
     from headwise.compression.quantize import dequantize, quantize
     from headwise.distillation import distill
-    from headwise.distributed.head_parallel import shard
+    from headwise.distributed import layout, shard
     from headwise.errors import HeadwiseError
     from headwise.exporters import export
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
@@ -102,9 +101,9 @@ if TYPE_CHECKING:
         AttentionSpec,
         CachePolicy,
         ModelSpec,
+        Plan,
         Rotary,
         RotaryScaling,
-        layout,
         preset,
         presets,
     )
@@ -114,7 +113,7 @@ if TYPE_CHECKING:
     from headwise.weights import load
 
 
-_import_name = lazy_names(__name__, _NAMES_BY_MODULE)
+_import_name = make_lazy_getattr(__name__, _NAMES_BY_MODULE)
 
 
 def __getattr__(name: str) -> Any:

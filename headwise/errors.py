@@ -1,15 +1,31 @@
-"""One error class. A message says what is wrong, what was got, and what to do."""
+"""Errors of the package. A message names the argument or file, the problem, the value received and the next step."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class HeadwiseError(ValueError):
-    """Raised for anything a caller can put right."""
+    """Base class of all errors that the caller can correct."""
+
+
+class ArgumentError(HeadwiseError):
+    """An argument or option has a value that the call cannot use."""
+
+
+class FileFormatError(HeadwiseError):
+    """A file is missing, damaged, of another format version, or not what its name says."""
+
+
+class UnsupportedModelError(HeadwiseError):
+    """The model has a part that the operation does not support."""
+
+
+class MissingDependencyError(HeadwiseError):
+    """An optional package is not installed or has an unsupported version."""
 
 
 def suggest_names(name: str, valid_names: Iterable[str]) -> str:
-    """Turn a mistyped name into advice: the close ones, or all of them.
+    """Turn a mistyped name into advice: the closest valid names, or all of them.
 
     >>> suggest_names("gpt-2", ["gpt2", "bert-base"])
     'did you mean gpt2?'

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, names_by_module: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+def make_lazy_getattr(package: str, names_by_module: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package.
 
     Args:

@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -19,6 +21,7 @@ PACKAGES = [
         "progress",
         "spec",
         "kernels",
+        "cache",
         "heads",
         "model",
         "text",
@@ -28,8 +31,7 @@ PACKAGES = [
     ),
     *("weights", "exporters", "training", "distillation", "analysis", "compression", "experiments", "ui", "cli"),
 ]
-# Imports of later packages, all inside functions: objects show themselves, a model saves, loads and exports itself, and the
-# plans of a pruned model are read with it.
+# Imports of later packages, all inside functions: objects show themselves, and a model saves, loads and exports itself.
 ALLOWED_UPWARD_IMPORTS = {
     ("heads/head.py", "headwise.ui.notebook"),
     ("analysis/recording/attention_maps.py", "headwise.ui.notebook"),
@@ -43,9 +45,6 @@ ALLOWED_UPWARD_IMPORTS = {
     ("model/transformer.py", "headwise.weights.save"),
     ("model/transformer.py", "headwise.weights.load"),
     ("model/transformer.py", "headwise.weights.export"),
-    ("weights/load.py", "headwise.compression.plan"),
-    ("attached/save_load.py", "headwise.compression.plan"),
-    ("attached/save_load.py", "headwise.weights.migration"),
 }
 SUBPACKAGES = {
     "analysis": ["recording", "metrics", "ablation", "roles", "attribution", "similarity"],
@@ -69,20 +68,20 @@ CLASS_NOUNS = frozenset(
     accessor accumulator accuracy activations address alignment allocation architecture arcs attachment attention
     attribution axis batch batches bias bits block blocks buffer cache call capture case check checkpoint checkpoints
     choice chunk circuit claim collector command comparison components config context contexts converter copy corpus
-    cost costs curve demo description difference display distance document dropout edge effect effects embedding
+    cost costs curve data demo description difference display distance document dropout edge effect effects embedding
     emergence encoder ensemble entropy entry error estimate evaluation evaluator evidence example executor experiment
     facts family feature file files flops focus folder footprint forward fraction fragment function gates gather
     generation grad grid group groups guard head heads history hook hooks image importance index info input kl labels
     language layer layout line linear log logits loop loss map mapping maps mark mask match matching matrices
-    measurement mentions metric mixin mlp mode model module mover name names norm noun offset offsets ops options output
-    outputs pair pairs params partition parts pass patches placement plan planner plot point points policy pool pooler
-    position prefill preprocessor probe probs profile projection projections prompt protocol provider proxy qkv quantize
-    queue range rank ranker reader recipe record recorder recording relation report request rerun responses result
-    results rng role rotary row rows rule runner sample sampler samples sampling scaling score scores selection
-    sensitivity sentence sequences server session setup shape shard share signal size slice spec spread state states
-    statistic stats step store strategy stream streamer study sum summary sums suppression sweep table target targets
-    task tensor term test text timer timing token tokenizer tokens totals trace trajectory transform transformer trend
-    trial verdict verifier view visibility weight weights widget word
+    measurement mentions metric mixin mlp mode model module mover name names norm noun observer offset offsets ops
+    options output outputs pair pairs params partition parts pass patches placement plan planner plot point points
+    policy pool pooler position prefill preprocessor probe probs profile projection projections prompt protocol
+    provider proxy qkv quantize queue range rank ranker reader recipe record recorder recording relation report
+    request rerun responses result results rng role rotary row rows rule runner sample sampler samples sampling
+    scaling score scores selection sensitivity sentence sequences server session setup shape shard share signal size
+    slice spec spread state states statistic stats step store strategy stream streamer study sum summary sums
+    suppression sweep table target targets task tensor term test text timer timing token tokenizer tokens totals trace
+    trajectory transform transformer trend trial tuner verdict verifier view visibility weight weights widget word
     """.split()  # noqa: SIM905
 )
 
@@ -180,6 +179,31 @@ def test_imports_follow_subpackage_order(package: str) -> None:
                 assert order.index(within) <= order.index(own), f"{path} imports {module}, a later subpackage"
 
 
+def test_experiments_import_public_names_only() -> None:
+    """Each name is in the `__all__` of the package it is imported from."""
+    private = []
+    for path in (ROOT / "headwise" / "experiments").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                private += [f"{path.name}: {alias.name}" for alias in node.names if alias.name.startswith("headwise.")]
+            if not isinstance(node, ast.ImportFrom) or node.module in ("headwise.errors", "headwise.progress"):
+                continue
+            module = node.module or ""
+            if module.split(".")[0] != "headwise" or f"{module}.".startswith("headwise.experiments."):
+                continue
+            is_package = (ROOT / module.replace(".", "/")).is_dir()
+            public = getattr(import_module(module), "__all__", ()) if is_package else ()
+            private += [f"{path.name}: {module}.{alias.name}" for alias in node.names if alias.name not in public]
+    assert private == [], "make the name public in its package, or do without it"
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if (ROOT / "headwise" / name).is_dir()])
+def test_package_public_names_exist(package: str) -> None:
+    module = import_module(f"headwise.{package}")
+    for name in getattr(module, "__all__", ()):
+        assert not isinstance(getattr(module, name), ModuleType), f"{name} is also a module of the package"
+
+
 @pytest.mark.parametrize(
     ("line", "modules"),
     [
@@ -202,6 +226,63 @@ def test_isinstance_on_model_classes_is_absent(path: Path) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
             kinds = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
             assert not kinds & {"Transformer", "AttachedModel"}, f"line {node.lineno}"
+
+
+def find_cache_classes(trees: Iterable[ast.AST]) -> set[str]:
+    """Names of the model cache, of `LayerCache` and of its subclasses in any package."""
+    bases = {
+        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    names = {"LayerCache", "ModelCache"}
+    while more := {name for name, base_names in bases.items() if base_names & names} - names:
+        names |= more
+    return names
+
+
+def find_isinstance_calls(tree: ast.AST, class_names: set[str]) -> list[int]:
+    """Lines of a module that call isinstance or issubclass on one of these classes, by name or as an attribute."""
+    lines = []
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("isinstance", "issubclass")
+        ):
+            parts = list(ast.walk(node.args[1]))
+            kinds = {part.id for part in parts if isinstance(part, ast.Name)}
+            kinds |= {part.attr for part in parts if isinstance(part, ast.Attribute)}
+            lines += [node.lineno] if kinds & class_names else []
+    return lines
+
+
+def test_isinstance_on_caches_is_absent_outside_cache() -> None:
+    """Differences between caches are methods and attributes of `LayerCache`."""
+    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
+    cache_classes = find_cache_classes(trees.values())
+    assert {"NoCache", "PerHeadCache", "SlidingWindowCache", "CrossAttentionCache", "FunctionalCache"} <= cache_classes
+    calls = {
+        f"{path.relative_to(ROOT)}:{line}"
+        for path, tree in trees.items()
+        if package_of(path) != "cache"
+        for line in find_isinstance_calls(tree, cache_classes)
+    }
+    assert calls == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("isinstance(cache, PerHeadCache | SharedKVCache)", 1),
+        ("issubclass(kind, cache.PerHeadCache)", 1),
+        ("isinstance(cache, (int, PerHeadCache))", 1),
+        ("isinstance(cache, dict)", 0),
+    ],
+)
+def test_isinstance_on_caches_is_found(line: str, count: int) -> None:
+    assert len(find_isinstance_calls(ast.parse(line), {"PerHeadCache", "SharedKVCache"})) == count
 
 
 def test_class_names_are_unique() -> None:

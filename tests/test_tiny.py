@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.compression.prune_heads import prune_heads
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
-from headwise.training.language_loss import LanguageLoss
+from headwise.training.train_loss import LanguageLoss
 from tests.runner import run_command
 
 TEXT = "the dog sees the cat . the cat sees the dog . " * 8
@@ -71,7 +70,7 @@ def test_model_trains_saves_records_and_prunes(tmp_path: Path) -> None:
     view = hw.attention_maps(model, "the dog sees the cat", heads="1.2")
     assert sum(weight for _, weight in view.attention_from_word("sees", head="1.2")) == pytest.approx(1, abs=1e-6)
 
-    small = prune_heads(model, "1.2,0.0")
+    small = model.prune("1.2,0.0")
     with model.heads["1.2,0.0"].silenced():
         torch.testing.assert_close(small(ids), model(ids))
     small.save(tmp_path / "small")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headwise.attached.discover import AttentionModuleInfo, check_no_sinks_or_softcap, config_of, find_attention_modules
-from headwise.attached.interface import SDPA_NAME, is_sdpa_overridden
+from headwise.attached.interface import SDPA_NAME, has_third_party_sdpa
 from headwise.attached.layer import AttachedLayer, layer_of
 from headwise.attached.non_sdpa_hooks import has_eager_function
 from headwise.attached.offload import is_offloaded
@@ -60,7 +60,7 @@ def check_supported(model: Any) -> None:
             continue  # it has no heads, and runs no attention
         if info.backend == "sdpa" or (info.backend == "eager" and _could_be_fused(model, info)):
             _check_backend(name, config_of(model, info.module)._attn_implementation)
-    if is_sdpa_overridden():
+    if has_third_party_sdpa():
         raise HeadwiseError(
             f"somebody has registered a function of their own as {SDPA_NAME!r}; attaching keeps a model's numbers, and ours "
             f"are those of transformers' SDPA."

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from headwise.attached.attach_support import check_supported, copy_config
 from headwise.attached.attachment import Attachment, AttachRollbackState
-from headwise.attached.attention_norms import input_norm
+from headwise.attached.attention_norms import find_input_norm
 from headwise.attached.generate import DEFAULT_MAX_NEW_TOKENS, generate, prompt_to_ids, stream_tokens
 from headwise.attached.image_input import ImageInput
 from headwise.attached.infer_spec import decoder_start_token, has_lm_head, infer_spec
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.layer_probe import check_reconstruction, probe_layers
 from headwise.attached.offload import check_in_memory, copy_to_memory, is_offloaded
-from headwise.attached.prune_in_place import add_to_output_biases
+from headwise.attached.prune_in_place import add_to_output_biases, prune_and_verify
 from headwise.attached.residual_stream import find_residual_stream
 from headwise.attached.resumable_forward import make_resumable_forward, why_not_resumable
 from headwise.attached.save_load import (
@@ -31,8 +31,7 @@ from headwise.attached.save_load import (
     save_attached,
 )
 from headwise.attached.train_mode_mixin import TrainModeMixin
-from headwise.attached.transformers_forward import AttachedLMHead, forward_tokens, transformers_forward, validate_ids
-from headwise.attached.verify_prune import prune_and_verify
+from headwise.attached.transformers_forward import AttachedLMHead, call_transformers_model, forward_tokens, validate_ids
 from headwise.errors import HeadwiseError
 from headwise.heads import Heads, HookPoint
 from headwise.heads.head import Gates, HeadPattern, resolve_gates
@@ -41,7 +40,7 @@ from headwise.model import ResidualStream, ResumableForward, eval_mode
 from headwise.model.protocols import LMHeadProtocol, Norms
 from headwise.model.prune import heads_to_prune
 from headwise.model.resumable_forward import RowSelector
-from headwise.spec import LayerAddress, ModelSpec
+from headwise.spec import LayerAddress, ModelSpec, Plan
 from headwise.spec.cache_policy import CachePolicies
 from headwise.text import Tokenizer
 
@@ -72,7 +71,7 @@ class AttachedModel(TrainModeMixin):
         tokenizer: Any,
         preprocessor: ImagePreprocessor | None = None,
         *,
-        tried: bool = False,
+        already_probed: bool = False,
     ) -> Self:
         """Attach to a model and, unless its layers were `tried` before, test on a few tokens what holds for its heads.
 
@@ -81,7 +80,7 @@ class AttachedModel(TrainModeMixin):
         before = AttachRollbackState(model)
         try:
             handle = cls(model, layers, tokenizer, preprocessor)
-            return handle if tried else handle._try_layers()
+            return handle if already_probed else handle._try_layers()
         except BaseException:
             before.restore()
             raise
@@ -124,7 +123,7 @@ class AttachedModel(TrainModeMixin):
         self._check_attached()
         if model_kwargs:
             with self._apply_gates(gates):
-                return transformers_forward(
+                return call_transformers_model(
                     self.model, ids, attention_mask, source, source_attention_mask, hidden, model_kwargs
                 )
         ids = validate_ids(self.model, ids, attention_mask)
@@ -151,8 +150,27 @@ class AttachedModel(TrainModeMixin):
         """The attention layers, encoder first."""
         return list(self._layers)
 
-    def prune(self, heads: HeadPattern, folded_biases: Mapping[LayerAddress, Tensor] | None = None) -> Self:
-        """Prune heads of the model, in place: its projections become smaller. `folded_biases` are added to output biases."""
+    def prune(
+        self,
+        heads: HeadPattern,
+        folded_biases: Mapping[LayerAddress, Tensor] | None = None,
+        cache: CachePolicies | None = None,
+        *,
+        in_place: bool = False,
+    ) -> Self:
+        """Return a smaller model without these heads: a copy, or this model with smaller projections.
+
+        Args:
+            heads: Heads to prune, by address or pattern.
+            folded_biases: Added to the output biases of layers, (D,) each.
+            cache: Cache policies of KV heads, which only native models have.
+            in_place: Prune this model instead of a copy that shares no memory with it.
+        """
+        if cache:
+            self.check_native("caches by head are for headwise's own models")
+        if not in_place:
+            copied = self.copy_offloaded_to_memory() if is_offloaded(self.model) else copy.deepcopy(self)
+            return copied.prune(heads, folded_biases, in_place=True)
         self._check_attached()
         check_in_memory(self.model)
         pruned = heads_to_prune(self.spec, heads)
@@ -162,7 +180,7 @@ class AttachedModel(TrainModeMixin):
                     address for layer in layers for address in layer.hook_point.head_addresses if address in pruned
                 ]:
                     prune_and_verify(
-                        tower, layers, tower_pruned, self._attachment.replace_layers, self._attachment.unroute_attention
+                        tower, layers, tower_pruned, self._attachment.replace_layers, self._attachment.unregister_layers
                     )
             patch_save_pretrained(self.model)
         add_to_output_biases(self._layers, folded_biases or {})
@@ -176,30 +194,18 @@ class AttachedModel(TrainModeMixin):
             layers_by_tower.setdefault(layer.info.tower_path, []).append(layer)
         return [(self.model.get_submodule(path), layers) for path, layers in layers_by_tower.items()]
 
-    def without(
-        self,
-        heads: HeadPattern,
-        folded_biases: Mapping[LayerAddress, Tensor] | None = None,
-        cache: CachePolicies | None = None,
-    ) -> Self:
-        """A smaller model without these heads, sharing no memory with this one, which stays as it is."""
-        if cache:
-            self.check_native("caches by head are for headwise's own models")
-        copied = self.to_memory() if is_offloaded(self.model) else copy.deepcopy(self)
-        return copied.prune(heads, folded_biases)
-
-    def to_memory(self) -> Self:
+    def copy_offloaded_to_memory(self) -> Self:
         """This handle, or, if weights are offloaded, that of a copy with all weights in CPU memory."""
         self._check_attached()
         return self._attach_similar(copy_to_memory(self.model)) if is_offloaded(self.model) else self
 
     @property
-    def plans(self) -> tuple[Any, ...]:
+    def plans(self) -> tuple[Plan, ...]:
         """The plans (`hw.Plan`) by which heads were cut, in their order; heads cut by hand are in none."""
         return self.model.__dict__.get(PLANS_ATTRIBUTE, ())
 
     @plans.setter
-    def plans(self, plans: tuple[Any, ...]) -> None:
+    def plans(self, plans: tuple[Plan, ...]) -> None:
         self.model.__dict__[PLANS_ATTRIBUTE] = plans
 
     # What it is.
@@ -236,7 +242,7 @@ class AttachedModel(TrainModeMixin):
     def input_norms(self) -> Norms | None:
         """For each layer the norm its heads read through, for q, and for k and v; None where that is not known."""
         input_norms = {
-            str(layer.hook_point.address): input_norm(layer.info) for layer in self._layers if layer.spec.head_ids
+            str(layer.hook_point.address): find_input_norm(layer.info) for layer in self._layers if layer.spec.head_ids
         }
         if not all(is_known for is_known, _ in input_norms.values()):
             return None
@@ -282,7 +288,7 @@ class AttachedModel(TrainModeMixin):
             model = type(self.model)(copy_config(self.model)).to(self.device).eval()
         attached_copy = self._attach_similar(model)
         pruned = set(attached_copy.heads.addresses) - set(self.heads.addresses)
-        return attached_copy.prune(tuple(pruned)) if pruned else attached_copy
+        return attached_copy.prune(tuple(pruned), in_place=True) if pruned else attached_copy
 
     # Writing: texts, and folders.
 
@@ -373,7 +379,7 @@ class AttachedModel(TrainModeMixin):
             f"here."
         )
 
-    def restore(self, state: Mapping[str, Tensor]) -> list[str]:
+    def load_weights(self, state: Mapping[str, Tensor]) -> list[str]:
         """Take over weights by the model's own names, as `save` writes them; the names that are not known."""
         return self.model.load_state_dict(state, strict=False).unexpected_keys
 
@@ -413,7 +419,7 @@ class AttachedModel(TrainModeMixin):
         for layer in layers:
             if layer.hook_point.address in layers_by_address:
                 layer.copy_probe_results(layers_by_address[layer.hook_point.address])
-        return type(self).attach_layers(model, layers, self.tokenizer, self.preprocessor, tried=True)
+        return type(self).attach_layers(model, layers, self.tokenizer, self.preprocessor, already_probed=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AttachedModel":
         """A copy of the model, attached, with hook points of its own."""

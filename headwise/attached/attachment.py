@@ -13,7 +13,7 @@ from weakref import finalize, ref
 from torch import nn
 
 from headwise.attached.attach_support import ModelForwardGuard
-from headwise.attached.interface import ACTIVE, replace_sdpa, restore_sdpa, route_attention, unroute_attention
+from headwise.attached.interface import ACTIVE, register_layer, replace_sdpa, restore_sdpa, unregister_layer
 from headwise.attached.layer import MARK, AttachedLayer, layer_of
 from headwise.attached.non_sdpa_hooks import close_traces, eager_function_of, install_attention_hooks
 from headwise.attached.prune_in_place import expand_kv_groups
@@ -59,7 +59,7 @@ class Attachment:
 
     def replace_layers(self, layers: list[AttachedLayer]) -> None:
         """Attach to these layers instead of those at the same addresses."""
-        self.unroute_attention()
+        self.unregister_layers()
         new = {layer.hook_point.address: layer for layer in layers}
         self.layers = [new.get(layer.hook_point.address, layer) for layer in self.layers]
         self._mark()
@@ -69,19 +69,19 @@ class Attachment:
     def _mark(self) -> None:
         for layer in self.layers:
             layer.handle = self.handle
-            route_attention(layer, eager_function_of(layer))
+            register_layer(layer, eager_function_of(layer))
 
-    def unroute_attention(self) -> None:
+    def unregister_layers(self) -> None:
         """Let plain transformers run the modules; marks of other attachments stay."""
         for layer in self.layers:
             if layer_of(layer.module) is layer:
-                unroute_attention(layer)
+                unregister_layer(layer)
 
     def undo(self) -> None:
         """Leave the model as it was. Layers with groups of different sizes get one key and value per head."""
         if not self.is_active:
             return
-        self.unroute_attention()
+        self.unregister_layers()
         for number, layer in enumerate(self.layers):
             if layer.has_uneven_groups and layer.spec.head_ids:
                 self.layers[number] = expand_kv_groups(layer)

@@ -31,14 +31,14 @@ FAMILIES: dict[str, AttentionNormPlacement] = {
 }
 
 
-def family_of(info: AttentionModuleInfo) -> AttentionNormPlacement | None:
+def norm_placement_of(info: AttentionModuleInfo) -> AttentionNormPlacement | None:
     """What is known of one attention module."""
     return FAMILIES.get(type(info.module).__name__)
 
 
-def input_norm(info: AttentionModuleInfo) -> tuple[bool, nn.Module | None]:
+def find_input_norm(info: AttentionModuleInfo) -> tuple[bool, nn.Module | None]:
     """Whether it is known what stands between the stream and what heads read; and it, if anything does."""
-    family = family_of(info)
+    family = norm_placement_of(info)
     if family is None or family.has_post_norm:
         return False, None
     return True, None if family.input_norm is None else getattr(info.parent, family.input_norm)

@@ -105,7 +105,7 @@ def find_attention_modules(model: nn.Module, allow_towers: bool = True) -> list[
     candidates = [
         (name, module)
         for name, module in model.named_modules()
-        if PRUNED_ATTRIBUTE in module.__dict__ or _calls_interface(type(module)) or needs_call_trace(type(module))
+        if PRUNED_ATTRIBUTE in module.__dict__ or _calls_interface(type(module)) or uses_traced_backend(type(module))
     ]
     stacks = {_stack_path(name) for name, _ in candidates}
     is_encoder_decoder = _is_encoder_decoder(stacks)
@@ -179,14 +179,14 @@ def _calls_interface(module_class: type[nn.Module]) -> bool:
         return False
 
 
-def needs_call_trace(module_class: type[nn.Module]) -> bool:
+def uses_traced_backend(module_class: type[nn.Module]) -> bool:
     """Whether attention of this class is reached by watching it."""
     package, _, family = module_class.__module__.rpartition(".")[0].rpartition(".")
     return package == "transformers.models" and TRACED_CLASSES.get(family) == module_class.__name__
 
 
 def _backend_of(model: Any, module: nn.Module) -> AttentionBackend:
-    if needs_call_trace(type(module)):
+    if uses_traced_backend(type(module)):
         return "traced"
     return "eager" if config_of(model, module)._attn_implementation == "eager" else "sdpa"
 
@@ -276,7 +276,11 @@ def _inspect_module(model: nn.Module, name: str, module: nn.Module, address: Lay
     output_module = next(_output_modules(module, parent, heads), None)
     value_dim = head_dim if output_module is None else in_size(output_module) // heads
     kv_heads, head_dim = heads // max(1, group_size), head_dim or value_dim
-    if needs_call_trace(type(module)) and getattr(module, "multi_query", False) and not module.new_decoder_architecture:
+    if (
+        uses_traced_backend(type(module))
+        and getattr(module, "multi_query", False)
+        and not module.new_decoder_architecture
+    ):
         kv_heads = 1
     uses_rotary = has_rotary(model) and address.stack != "cross"
     sizes = (heads, kv_heads, head_dim, value_dim or head_dim)

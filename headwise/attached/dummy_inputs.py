@@ -19,7 +19,7 @@ PATCH_VARIANTS = 4  # ways in which pictures are read as rows of patches
 DEFAULT_IMAGE_SIZE = 32  # pixels a side, where a configuration does not say
 
 
-def dummy_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
+def dummy_input_candidates(model: Any) -> Iterator[dict[str, Tensor]]:
     """Keyword arguments of a call, one guess after another: what the model says it reads, what it must be given, others."""
     parameters = inspect.signature(model.forward).parameters
     main_input = getattr(model, "main_input_name", None)

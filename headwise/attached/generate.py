@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.heads.hook_point import HOOKS, adopt_hooks
+from headwise.heads.hook_point import HOOKS, set_open_hooks
 from headwise.text import Tokenizer
 
 LENGTH_OPTIONS = ("max_length", "generation_config")  # their own words for how much is written
@@ -164,7 +164,7 @@ class _StepStreamer:
     def _wait(self) -> None:
         """Wait for the reader, and adopt the hooks that are open there."""
         self._resume.acquire()
-        adopt_hooks(self._hooks)
+        set_open_hooks(self._hooks)
 
     def _run(self, run_generate: Callable[["_StepStreamer"], object], autocast: Any) -> None:
         self._wait()

@@ -74,7 +74,7 @@ class ImageInput:
         return pixels
 
     @property
-    def patch_grid(self) -> PatchGrid:
+    def token_patch_grid(self) -> PatchGrid:
         """Which token is which patch, found out once; refused where tokens are no patches."""
         if self._grid is None:
             self._grid = self._find_grid()

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from headwise.attached.attention_norms import family_of
+from headwise.attached.attention_norms import norm_placement_of
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.transformers_forward import position_padding_idx
 from headwise.errors import HeadwiseError
@@ -38,7 +38,7 @@ def infer_spec(model: Any, layers: Sequence[AttachedLayer]) -> ModelSpec:
     if "" in layers_by_stack and isinstance(config_layers, int):  # layers without attention may follow
         layers_by_stack[""] = max(layers_by_stack[""], config_layers)
     largest = max((layer.spec for layer in layers), key=lambda spec: spec.heads)
-    family = family_of(layers[0].info)
+    family = norm_placement_of(layers[0].info)
     is_gated = any(name.rpartition(".")[2] in GATED_MLP_NAMES for name, _ in model.named_modules())
     ordered_stacks = dict.fromkeys(layer.hook_point.address.stack for layer in layers)
     main_stack = next((stack for stack in ("", "dec", "text") if stack in layers_by_stack), None)
@@ -57,7 +57,7 @@ def infer_spec(model: Any, layers: Sequence[AttachedLayer]) -> ModelSpec:
         norm_placement="post" if family is not None and family.input_norm is None else "pre",
         kind=kind,
         windows=_windows(layers, layers_by_stack),
-        positions="learned" if has_learned_positions(model) else "none",
+        positions="learned" if has_position_table(model) else "none",
         output=outputs[kind] if has_lm_head(model) else "none",  # pyright: ignore
         kept_heads=_kept_heads(layers, kind, layers_by_stack),
         stacks=() if is_standard else tuple((stack, layers_by_stack[stack]) for stack in ordered_stacks),
@@ -76,7 +76,7 @@ def has_lm_head(model: Any) -> bool:
     return model.get_output_embeddings() is not None
 
 
-def has_learned_positions(model: nn.Module) -> bool:
+def has_position_table(model: nn.Module) -> bool:
     """Whether positions are rows of a table, which ends somewhere: learned, or sines written down once (GPT-J)."""
     learned = [name for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
     fixed = [name for name, part in model.named_buffers() if part.dim() == 2]

@@ -54,18 +54,18 @@ def restore_sdpa(attachment: Any) -> None:
         AttentionInterface.register(SDPA_NAME, _sdpa())
 
 
-def route_attention(layer: AttachedLayer, run: Callable[..., Any] | None) -> None:
+def register_layer(layer: AttachedLayer, attention_function: Callable[..., Any] | None) -> None:
     """Let calls of a layer's module reach the layer; `run` is the attention function of the module, None for SDPA."""
-    layer.words = _words(_sdpa() if run is None else run)
+    layer.words = _words(_sdpa() if attention_function is None else attention_function)
     layer.module.__dict__[MARK] = LayerMark(layer)
 
 
-def unroute_attention(layer: AttachedLayer) -> None:
+def unregister_layer(layer: AttachedLayer) -> None:
     """Let calls of a layer's module pass by the layer."""
     layer.module.__dict__.pop(MARK, None)
 
 
-def is_sdpa_overridden() -> bool:
+def has_third_party_sdpa() -> bool:
     """Whether somebody else has put a function in SDPA's place."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -128,7 +128,7 @@ def apply_hooks(
     if layer.probe is not None:
         return layer.probe.on_attention(q, k, v, out, make_params)
     if not torch.compiler.is_compiling() and in_backward() and not is_replaying():
-        layer.check_replay(q)  # a checkpoint of somebody's own is run again: unheard, and as it was
+        layer.check_replay_unedited(q)  # a checkpoint of somebody's own is run again: unheard, and as it was
         return out
     if not layer.hook_point.is_active:
         return out

@@ -195,7 +195,7 @@ class AttachedLayer:
         edited = self._edited_and_shown(q, k, v, params, z)
         return None if edited is z else (edited.transpose(1, 2).reshape(module_input.shape), *args[1:])
 
-    def check_replay(self, q: Tensor) -> None:
+    def check_replay_unedited(self, q: Tensor) -> None:
         """Refuse to repeat a call that was edited: with which edits is known of the model's own checkpoints alone."""
         if not self._edited_calls:
             return
@@ -276,7 +276,7 @@ class OutputProjectionView:
         return torch.zeros((), dtype=torch.get_default_dtype())  # packed or elsewhere: whoever uses it looks at z
 
     @property
-    def head_weights(self) -> Tensor:
+    def head_output_weights(self) -> Tensor:
         """A live view of every head's own W_O: (H, e, D)."""
         layer = self._layer
         if "o" in layer.withheld_reasons:
@@ -300,11 +300,11 @@ class QKVProjectionView:
     def __init__(self, layer: AttachedLayer) -> None:
         self._layer = layer
 
-    def weight(self, projection: str) -> Tensor:
+    def weight_by_head(self, projection: str) -> Tensor:
         """(heads, channels, width)"""
         return self.split_heads(projection, weight_matrix(self.projection_module(projection)))
 
-    def bias(self, projection: str) -> Tensor | None:
+    def bias_by_head(self, projection: str) -> Tensor | None:
         """(heads, channels)"""
         bias = bias_of(self.projection_module(projection))
         return None if bias is None else self.split_heads(projection, bias)

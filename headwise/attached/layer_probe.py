@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attached.discover import output_projection_candidates
-from headwise.attached.dummy_inputs import dummy_inputs
+from headwise.attached.dummy_inputs import dummy_input_candidates
 from headwise.attached.layer import AttachedLayer, bias_of, weight_matrix
 from headwise.attached.non_sdpa_hooks import install_attention_hooks
 from headwise.errors import HeadwiseError
@@ -257,7 +257,7 @@ def probe_layers(model: Any, layers: Sequence[AttachedLayer]) -> None:
     try:
         for module, _ in training_modes:
             module.training = False
-        for inputs in dummy_inputs(model):
+        for inputs in dummy_input_candidates(model):
             probes = [LayerProbe(layer) for layer in layers if layer.spec.head_ids]
             problem = _run_probes(model, inputs, probes)
             if not problem:

@@ -163,7 +163,7 @@ def _find_input_norm(
     if not input_norms and not _same(residual, layer_input):
         return None, f"between the stream and {layer.info.name} stands more than a norm."
     if layer.info.qkv_modules is not None:
-        W_V, b_V = layer.qkv.weight("v").double().cpu(), layer.qkv.bias("v")  # (K, e, D)
+        W_V, b_V = layer.qkv.weight_by_head("v").double().cpu(), layer.qkv.bias_by_head("v")  # (K, e, D)
         v = torch.einsum("btd,ked->bkte", layer_input.double(), W_V)  # (B, K, T, e)
         v = v if b_V is None else v + b_V.double().cpu()[:, None]
         if not recorded.is_close(v, recorded.calls[layer.hook_point].v.double().cpu()):

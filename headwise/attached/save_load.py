@@ -17,13 +17,15 @@ import torch
 
 from headwise.attached.attach_support import copy_config
 from headwise.attached.discover import find_attention_modules
-from headwise.attached.head_count_fields import head_tensor_slices
+from headwise.attached.head_slices import head_tensor_slices
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.masks import MaskConverter
 from headwise.attached.offload import copy_to_memory, is_offloaded
 from headwise.attached.prune_in_place import expand_kv_groups, prune_layers
 from headwise.errors import HeadwiseError
 from headwise.spec import LayerAddress
+from headwise.spec.migration import migrate_attached
+from headwise.spec.plan import plans_from_dicts
 
 METADATA_FILE = "headwise.json"
 FORMAT = "headwise-attached-2"
@@ -123,7 +125,8 @@ def load_attached(
     model = build_from_config(architecture, folder, "cpu")
     layers = prune_from_metadata(make_attached_layers(model), metadata)
     patch_save_pretrained(model)
-    model.__dict__[PLANS_ATTRIBUTE] = _parse_plans(metadata, layers)
+    present_heads = [address for layer in layers for address in layer.hook_point.head_addresses]
+    model.__dict__[PLANS_ATTRIBUTE] = plans_from_dicts(metadata["plans"], present_heads, METADATA_FILE)
     stored = _load_weights(model, layers, folder)
     _cast(model, _dtypes(architecture, folder, metadata, dtype), set() if dtype else stored)
     return model.to(device=device).eval(), layers
@@ -227,7 +230,7 @@ def _prune_metadata(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, An
         "other_dtypes": {
             name: _dtype_name(tensor.dtype) for name, tensor in _floats(model) if tensor.dtype != model.dtype
         },
-        "plans": [json.loads(plan.to_json()) for plan in model.__dict__.get(PLANS_ATTRIBUTE, ())],
+        "plans": [plan.to_dict() for plan in model.__dict__.get(PLANS_ATTRIBUTE, ())],
     }
 
 
@@ -237,20 +240,8 @@ def _has_unusual_layout(layer: AttachedLayer) -> bool:
     return default_layout is not None and set(layer.layouts.values()) != {default_layout}
 
 
-def _parse_plans(metadata: dict[str, Any], layers: Sequence[AttachedLayer]) -> tuple[Any, ...]:
-    """The plans a note tells."""
-    if not metadata["plans"]:
-        return ()
-    from headwise.compression.plan import plans_from_dicts  # a later room
-
-    return plans_from_dicts(
-        metadata["plans"], [address for layer in layers for address in layer.hook_point.head_addresses], METADATA_FILE
-    )
-
-
 def _read_metadata(folder: Path) -> dict[str, Any] | None:
     from headwise.io.resolve_path import read_json, safe_child
-    from headwise.weights.migration import migrate_attached  # a later package
 
     file = safe_child(folder, METADATA_FILE)
     if not file.is_file():

@@ -106,7 +106,7 @@ def _explain_call_errors(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def transformers_forward(
+def call_transformers_model(
     model: Any,
     ids: Tensor | None,
     attention_mask: Tensor | None,

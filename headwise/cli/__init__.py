@@ -35,7 +35,7 @@ from headwise.cli import (
     view,
 )
 from headwise.cli.shell.command_examples import EXAMPLES, ExampleHintCommand, first_steps
-from headwise.cli.shell.interrupt import sigint_flag
+from headwise.cli.shell.interrupt import record_sigint
 from headwise.cli.shell.output_stream import flushed_output, prepare_streams
 from headwise.errors import HeadwiseError
 
@@ -75,7 +75,7 @@ def _main_options(
 def main() -> None:
     """Run a command. An error that the user can fix is one line on standard error; Ctrl-C exits with 130."""
     prepare_streams()
-    with sigint_flag() as interrupts:
+    with record_sigint() as interrupts:
         try:
             with flushed_output():
                 app(prog_name="headwise")

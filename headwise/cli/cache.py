@@ -61,7 +61,7 @@ def run(
 ) -> None:
     """Let key heads keep fewer tokens or bits, and say what that saves and costs, beside random plans of equal cost."""
     from headwise.compression.cache_study import CacheStudy, cache_study
-    from headwise.compression.plan import Plan
+    from headwise.spec import Plan
     from headwise.text.corpus import Corpus
     from headwise.ui.cache_tables import draw_cache_curve, show_cache_curve, show_cache_plan, show_cache_report
     from headwise.ui.figures.figure_io import check_path

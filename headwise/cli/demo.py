@@ -14,7 +14,7 @@ from headwise.cli.shell.common_options import JsonOption
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.compression.plan import Plan
+    from headwise.spec import Plan
     from headwise.ui.demo_pretrained import Demo
     from headwise.ui.demo_training import DemoTrainResult
 
@@ -104,15 +104,22 @@ def _pretrained_demo(console: "Console", out: Path, quick: bool) -> dict[str, An
 
 def _cost_demo(timer: "_StageTimer", demo: "Demo", plan: "Plan") -> dict[str, Any]:
     """What single heads would cost at few bits, and the cut model in llama.cpp."""
-    from headwise.ui.demo_costs import BITS, MISSING_MESSAGE, cache_rows, measure_demo_costs, run_llama_cpp
-    from headwise.ui.demo_pretrained import DECODER, PROMPT
+    from headwise.ui.demo_pretrained import (
+        BITS,
+        DECODER,
+        MISSING_MESSAGE,
+        PROMPT,
+        compare_with_llama_cpp,
+        demo_head_cache_rows,
+        measure_demo_head_sensitivity,
+    )
     from headwise.ui.progress import show_progress
     from headwise.ui.terminal_table import make_table
 
     console = timer.console
     timer.print_stage(5, f"what two heads of {DECODER} cost, and would cost at {BITS[0]} bits, each alone")
     with show_progress() as progress:
-        sensitivity = measure_demo_costs(demo.decoder, min(8, demo.options.texts), progress)
+        sensitivity = measure_demo_head_sensitivity(demo.decoder, min(8, demo.options.texts), progress)
     rows = [
         [cost.heads, cost.part, cost.loss_increase, f"{cost.low:.4f} to {cost.high:.4f}", cost.kl_divergence]
         for cost in sensitivity
@@ -121,10 +128,10 @@ def _cost_demo(timer: "_StageTimer", demo: "Demo", plan: "Plan") -> dict[str, An
     console.print(
         make_table(f"At {BITS[0]} bits, {sensitivity.metric}, {len(sensitivity.counts)} texts", columns, rows)
     )
-    cache_table = [[*row[:3], f"{row[3]:.1f}"] for row in cache_rows(demo.decoder)]
+    cache_table = [[*row[:3], f"{row[3]:.1f}"] for row in demo_head_cache_rows(demo.decoder)]
     console.print(make_table("Keys and values of 4,096 tokens", ["head", "key head", "shared with", "MB"], cache_table))
     timer.print_stage(6, "the cut model in another engine, llama.cpp, at 8 bits")
-    sample = run_llama_cpp(demo.decoder, plan, demo.folder / "elsewhere", PROMPT, demo.options.max_new_tokens)
+    sample = compare_with_llama_cpp(demo.decoder, plan, demo.folder / "elsewhere", PROMPT, demo.options.max_new_tokens)
     if sample is None:
         console.print(MISSING_MESSAGE, highlight=False, soft_wrap=True)
         return {"llama_cpp": None}
@@ -143,7 +150,7 @@ def _cost_demo(timer: "_StageTimer", demo: "Demo", plan: "Plan") -> dict[str, An
 
 def _training_demo(console: "Console", out: Path, quick: bool, seed: int) -> dict[str, Any]:
     """The second half."""
-    from headwise.ui.demo_training import run_demo_training
+    from headwise.ui.demo_training import run_train_prune_demo
     from headwise.ui.progress import show_progress
 
     console.print()
@@ -154,7 +161,7 @@ def _training_demo(console: "Console", out: Path, quick: bool, seed: int) -> dic
         highlight=False,
     )
     with show_progress() as progress:
-        result = run_demo_training(out / "trained", quick=quick, seed=seed, progress=progress)
+        result = run_train_prune_demo(out / "trained", quick=quick, seed=seed, progress=progress)
     _show_training(console, result)
     return {"training": result.to_dict()}
 

@@ -26,17 +26,18 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Tell one head's story: what it does and how sure that is, where it rests, what it writes, costs and works with."""
+    from headwise.analysis.head_facts import HeadFacts, measure_head_facts
     from headwise.analysis.roles.profile import profile
     from headwise.analysis.roles.profile_result import Profile
+    from headwise.compression.head_cost import CompressionCostSummary, measure_compression_cost
     from headwise.spec import Address
-    from headwise.ui.head_facts import HeadFacts, gather_facts
     from headwise.ui.head_summary import summary_lines
     from headwise.ui.head_tables import show_head, show_summary
     from headwise.ui.progress import show_progress
     from headwise.weights import load
 
     corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
-    facts = HeadFacts()
+    facts, cost = HeadFacts(), CompressionCostSummary()
     if Path(model).is_file() and model.endswith(".npz"):
         full_profile = Profile.load(model)
         head_profile = full_profile[head]
@@ -47,7 +48,8 @@ def run(
         with show_progress() as progress:
             full_profile = profile(loaded, corpus_input, prompts=prompts, progress=progress)
             head_profile = full_profile[head]
-            facts = gather_facts(loaded, head_profile, corpus_input, progress)
+            facts = measure_head_facts(loaded, head_profile, corpus_input, progress)
+            cost = measure_compression_cost(loaded, head_profile, corpus_input, progress)
     if as_json:
         ov_summary = facts.ov_summary
         token_effects = (
@@ -56,11 +58,11 @@ def run(
             else [item._asdict() for item in ov_summary.token_effects]
         )
         copying_score = None if ov_summary is None or math.isnan(ov_summary.copying) else ov_summary.copying
-        lines = [line._asdict() for line in summary_lines(full_profile, head_profile, facts)]
+        lines = [line._asdict() for line in summary_lines(full_profile, head_profile, facts, cost)]
         effect = None if ov_summary is None or ov_summary.effect is None else asdict(ov_summary.effect)
         more = {"summary": lines, "direct_effect": effect, "copying": copying_score, "promotes": token_effects}
         print(json.dumps({**head_profile.to_dict(), **more}, indent=2))
         return
-    show_summary(full_profile, head_profile, facts)
+    show_summary(full_profile, head_profile, facts, cost)
     if show_all:
         show_head(full_profile, head_profile, facts)

@@ -8,10 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from headwise.cli.shell.common_options import JsonOption, ModelArgument, drop_none
+from headwise.cli.shell.field_options import field_options
+from headwise.training import Recipe
 
 
+@field_options(Recipe, "recipe_options", "steps", "batch_size", "context", "learning_rate", "warmup")
 def run(
     teacher: ModelArgument,
+    *,
     corpus: Annotated[
         list[Path] | None, typer.Argument(help="Text files, or folders; none: the synthetic language.")
     ] = None,
@@ -46,11 +50,7 @@ def run(
         Path | None, typer.Option(help="A folder for the teacher's logits, for a second run.")
     ] = None,
     valid: Annotated[Path | None, typer.Option(help="A text to evaluate on; none: the end of the text.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows in a step.")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="The learning rate at its highest.")] = None,
-    warmup: Annotated[int | None, typer.Option(help="Steps in which the rate climbs.")] = None,
+    recipe_options: dict[str, Any],
     precision: Annotated[str | None, typer.Option(help="Of training: float32, bfloat16, float16 or auto.")] = None,
     teacher_precision: Annotated[str, typer.Option(help="Of the teacher: float32 or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Another seed, another run.")] = 0,
@@ -62,7 +62,6 @@ def run(
 
     from headwise.distillation import distill
     from headwise.errors import HeadwiseError
-    from headwise.training import Recipe
     from headwise.training.default_synthetic_run import DEFAULT_RECIPE
     from headwise.ui.train_tables import show_train_result
     from headwise.weights import load
@@ -76,15 +75,9 @@ def run(
     )
     if student is not None and not layers is num_heads is width is None:
         raise HeadwiseError("--layers, --heads and --width are for a new student; leave them out, or --student.")
-    overrides = drop_none(
-        steps=steps,
-        batch_size=batch_size,
-        context=context,
-        learning_rate=learning_rate,
-        warmup=warmup,
-        precision=precision,
+    recipe = replace(
+        Recipe() if corpus else DEFAULT_RECIPE, **recipe_options, **drop_none(precision=precision), seed=seed
     )
-    recipe = replace(Recipe() if corpus else DEFAULT_RECIPE, **overrides, seed=seed)
     folder = out or Path("runs") / f"distill-{Path(teacher).name}"
     loss_options = drop_none(
         ce_weight=ce_weight, relation_heads=relation_heads,

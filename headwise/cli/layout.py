@@ -21,7 +21,7 @@ def run(
     """Count memory and traffic of each process, by how a model is laid out over them. MODEL may be a preset."""
     from rich.console import Console
 
-    from headwise.spec.parallel_cost import forward_flops_per_token, layout
+    from headwise.distributed.parallel_cost import forward_flops_per_token, layout
     from headwise.ui.terminal_table import make_table
     from headwise.weights.model_info import spec_of
 

@@ -108,13 +108,13 @@ def _print(view: "AttentionView", heads: str | None, query: str | None, key: str
 def _rows(view: "AttentionView", head: str, query: str | None, max_rows: int) -> list[tuple[str, str, float, str]]:
     """One line per look: all of one word's, or the three hardest of each."""
     query_groups = view.query_key_groups(head)[0]
-    query_positions = [query_groups.find(query)] if query is not None else range(len(query_groups.names))
+    query_positions = [query_groups.find(query)] if query is not None else range(len(query_groups.unique_labels))
     max_edges = max_rows if query is not None else min(max_rows, 3)
     rows = []
     for position in query_positions:
         for rank, (key_name, weight) in enumerate(view.attention_from_word(position, head)[:max_edges]):
             if weight >= 0.005:
-                rows.append((query_groups.names[position] if rank == 0 else "", key_name, weight, _bar(weight)))
+                rows.append((query_groups.unique_labels[position] if rank == 0 else "", key_name, weight, _bar(weight)))
     return rows
 
 

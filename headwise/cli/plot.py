@@ -11,7 +11,7 @@ import typer
 from headwise.cli.shell.common_options import CorpusArgument
 
 if TYPE_CHECKING:
-    from headwise.ui.figures.figure_io import FigureResult
+    from headwise.ui.figures.figure_io import FigureWithData
 
 # What can be drawn, and what it is drawn from.
 FIGURE_KINDS = {
@@ -53,7 +53,7 @@ def run(
         raise HeadwiseError(f"there is no figure {kind!r}; {suggest_names(kind, FIGURE_KINDS)}")
     check_path(out)
     corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
-    draw_functions: dict[str, Callable[[], FigureResult]] = {
+    draw_functions: dict[str, Callable[[], FigureWithData]] = {
         "roles": lambda: _load_profile(model_or_file, corpus_input, causal).plot.roles(),
         "offsets": lambda: _load_profile(model_or_file, corpus_input, causal).plot.offsets(heads),
         "depth": lambda: _draw_depth(model_or_file, corpus_input, causal, metrics),
@@ -81,12 +81,12 @@ def _load_profile(model_or_file: str, corpus: Any, causal: bool) -> Any:
         return profile(load(model_or_file), corpus, causal=causal, progress=progress)
 
 
-def _draw_depth(model_or_file: str, corpus: Any, causal: bool, metrics: list[str] | None) -> "FigureResult":
+def _draw_depth(model_or_file: str, corpus: Any, causal: bool, metrics: list[str] | None) -> "FigureWithData":
     profile = _load_profile(model_or_file, corpus, causal)
     return profile.plot.depth(metrics) if metrics else profile.plot.depth()
 
 
-def _draw_comparison(kind: str, model_or_file: str, corpus: Any, heads: str | None) -> "FigureResult":
+def _draw_comparison(kind: str, model_or_file: str, corpus: Any, heads: str | None) -> "FigureWithData":
     from headwise.analysis.roles.profile import profile
     from headwise.analysis.similarity.compare_heads import compare_heads
     from headwise.ui.progress import show_progress
@@ -99,7 +99,7 @@ def _draw_comparison(kind: str, model_or_file: str, corpus: Any, heads: str | No
     return result.plot.embedding(comparison) if kind == "embedding" else result.plot.clusters(comparison)
 
 
-def _draw_history(run_or_file: str, metrics: list[str] | None) -> "FigureResult":
+def _draw_history(run_or_file: str, metrics: list[str] | None) -> "FigureWithData":
     from headwise.analysis.roles.head_history import HeadHistory
     from headwise.ui.figures.training_history import draw_history
 
@@ -108,7 +108,7 @@ def _draw_history(run_or_file: str, metrics: list[str] | None) -> "FigureResult"
     return draw_history(history, *(metrics or [])[:1])
 
 
-def _draw_pruning(model_name: str, corpus: Any, max_texts: int) -> "FigureResult":
+def _draw_pruning(model_name: str, corpus: Any, max_texts: int) -> "FigureWithData":
     from headwise.analysis.ablation.head_outputs import eval_corpus
     from headwise.compression.pruning_curve import pruning_curve
     from headwise.ui.figures.tradeoff_curves import draw_pruning
@@ -121,18 +121,20 @@ def _draw_pruning(model_name: str, corpus: Any, max_texts: int) -> "FigureResult
         return draw_pruning(pruning_curve(model, selection_corpus, test_corpus, progress=progress))
 
 
-def _draw_tradeoff(data_path: str) -> "FigureResult":
+def _draw_tradeoff(data_path: str) -> "FigureWithData":
     from headwise.ui.figures.tradeoff_curves import draw_tradeoff
 
-    return draw_tradeoff(_read_rows(data_path), x="x")
+    return draw_tradeoff(_read_rows(data_path), xlabel="x")
 
 
-def _draw_diagram(model_or_preset: str) -> "FigureResult":
+def _draw_diagram(model_or_preset: str) -> "FigureWithData":
     from headwise.spec import preset, presets
-    from headwise.ui.figures.diagram import draw_diagram
+    from headwise.ui.figures.diagram import draw_attention_diagram
     from headwise.weights import load
 
-    return draw_diagram(preset(model_or_preset) if model_or_preset in presets() else load(model_or_preset).spec)
+    return draw_attention_diagram(
+        preset(model_or_preset) if model_or_preset in presets() else load(model_or_preset).spec
+    )
 
 
 def _read_rows(data_path: str) -> Any:

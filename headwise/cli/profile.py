@@ -82,21 +82,10 @@ def run(
 
     if model.endswith(".npz") and Path(model).is_file():
         exclusive_options = (
-            corpus,
-            treebank,
-            probe,
-            control,
-            max_length,
-            save,
-            report,
-            out,
-            sensitivity,
-            plan,
-            prompts,
-            no_causal,
-            row_stride > 1,
-        )
-        if any((*exclusive_options, shard_characters, processes, executor)):
+            corpus, treebank, probe, control, max_length, save, report, out, sensitivity, plan, prompts, no_causal,
+            row_stride > 1, shard_characters, processes, executor,
+        )  # fmt: skip
+        if any(exclusive_options):
             raise HeadwiseError(
                 f"{model} is a profile that was made before; it is shown as it is, with --show-layers and --role."
             )
@@ -122,18 +111,13 @@ def run(
             "prompts": prompts,
             "progress": progress,
         }  # fmt: skip
+        shard_options = drop_none(shard_characters=shard_characters, processes=processes, executor=executor)
         if out is None:
             result = profile(loaded, corpus_input, control=control, **profile_options)
         else:
+            sharded_model = model if processes or executor else loaded
             with resume_hint_on_interrupt():
-                shard_options = drop_none(shard_characters=shard_characters, processes=processes, executor=executor)
-                result = profile_shards(
-                    loaded if not (processes or executor) else model,
-                    corpus_input,
-                    out,
-                    **shard_options,
-                    **profile_options,
-                )
+                result = profile_shards(sharded_model, corpus_input, out, **shard_options, **profile_options)
     if not is_rank_zero:
         return
     if save is not None:

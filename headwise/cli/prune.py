@@ -50,9 +50,9 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Cut heads from a model and say what that brought and cost, beside random cuts of the same size."""
-    from headwise.compression.plan import Plan
     from headwise.compression.prune_request import PruneRequest
     from headwise.compression.prune_study import PruneStudy, prune_study
+    from headwise.spec import Plan
     from headwise.text.corpus import Corpus
     from headwise.ui.figures.figure_io import check_path
     from headwise.ui.figures.tradeoff_curves import draw_pruning

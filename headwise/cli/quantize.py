@@ -68,7 +68,7 @@ def run(
         )
         non_head_bits = {part: bits if isinstance(bits, int) else bits.get(part, 32) for part in ("mlp", "vocabulary")}
         bits, group_size, basis = (
-            allocation.bits_by_part | non_head_bits,
+            allocation.bits_by_head_and_part | non_head_bits,
             measured_costs.metadata["group_size"],
             measured_costs.metadata["basis"],
         )
@@ -95,7 +95,7 @@ def run(
 
 
 def _print_result(report: Any, allocation_report: Any, out: Path | None, *, as_json: bool) -> None:
-    from headwise.ui.quantization_tables import show_allocation, show_quantization
+    from headwise.ui.quantization_tables import show_allocation_losses, show_quantization
 
     if as_json:
         extra = {
@@ -106,7 +106,7 @@ def _print_result(report: Any, allocation_report: Any, out: Path | None, *, as_j
         return
     show_quantization(report)
     if allocation_report is not None:
-        show_allocation(allocation_report)
+        show_allocation_losses(allocation_report)
     if out is not None:
         print(f"saved in {out}; hw.load({str(out)!r}) brings it back, and every verb takes it: headwise info {out}")
 

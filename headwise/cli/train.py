@@ -7,13 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell.common_options import JsonOption, drop_none
+from headwise.cli.shell.common_options import JsonOption
+from headwise.cli.shell.field_options import field_options
+from headwise.training import Recipe
 
 HISTORY_FILE = "heads.npz"
 
 
+@field_options(
+    Recipe,
+    "recipe_options",
+    *("steps", "batch_size", "accumulation_steps", "learning_rate", "warmup", "precision", "parallel", "compile"),
+    *("checkpointing", "evaluate_every", "patience", "save_every"),
+)
 def run(
     typer_context: typer.Context,
+    *,
     corpus: Annotated[
         list[Path] | None, typer.Argument(help="Text files, or folders; none: the synthetic language.")
     ] = None,
@@ -35,22 +44,7 @@ def run(
     head_dropout_schedule: Annotated[str, typer.Option(help="constant, ramp or v.")] = "constant",
     tokenizer: Annotated[str | None, typer.Option(help="byte, character, word or bpe:SIZE.")] = None,
     masked: Annotated[bool, typer.Option("--masked", help="An encoder that fills gaps, not a decoder.")] = False,
-    steps: Annotated[int | None, typer.Option(help="Steps.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows in a step.")] = None,
-    accumulation_steps: Annotated[int | None, typer.Option(help="Parts a step is cut into, to save memory.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="The learning rate at its highest.")] = None,
-    warmup: Annotated[int | None, typer.Option(help="Steps in which the rate climbs.")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
-    parallel: Annotated[
-        str | None, typer.Option(help="What processes share: ddp (rows), fsdp (weights too), heads, fsdp+heads.")
-    ] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Use torch.compile: slow to start, then quicker.")] = False,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Recompute activations: less memory, more time.")
-    ] = False,
-    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
-    patience: Annotated[int | None, typer.Option(help="Evaluations without progress before it stops.")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    recipe_options: dict[str, Any],
     watch_heads: Annotated[
         bool, typer.Option("--watch-heads", help="Measure every head at each evaluation, into heads.npz of the folder.")
     ] = False,
@@ -74,22 +68,16 @@ def run(
     dropout_fields = {"head_dropout": head_dropout, "head_dropout_schedule": head_dropout_schedule}
     encoder_fields = {"kind": "encoder", "output": "mlm"} if masked else {}
     spec = replace(spec, attention=replace(spec.attention, **dropout_fields), **encoder_fields)
-    overrides = drop_none(
-        steps=steps, batch_size=batch_size, accumulation_steps=accumulation_steps, learning_rate=learning_rate,
-        warmup=warmup, precision=precision,
-        parallel=parallel, evaluate_every=evaluate_every, patience=patience, save_every=save_every,
-    )  # fmt: skip
-    switches = {"compile": compile, "checkpointing": checkpointing, "seed": seed}
     out = resume or out or Path("runs") / (corpus[0].stem if corpus else "synthetic")
     request = TrainRequest(
         spec,
         corpus if source is None else Corpus.from_cli_arguments(corpus, source),
-        replace(DEFAULT_RECIPE, rows="windows" if corpus else DEFAULT_RECIPE.rows, **overrides, **switches),
+        replace(DEFAULT_RECIPE, rows="windows" if corpus else DEFAULT_RECIPE.rows, seed=seed, **recipe_options),
         out=out,
         valid=valid if valid_source is None else Corpus.from_cli_arguments([valid] if valid else None, valid_source),
         tokenizer=tokenizer,
     )
-    if watch_heads and parallel not in (None, "ddp"):
+    if watch_heads and recipe_options.get("parallel", "ddp") != "ddp":
         raise HeadwiseError(
             "--watch-heads looks at the whole model in one process; leave it out, or use --parallel ddp."
         )
@@ -109,7 +97,7 @@ def run(
 def _print_result(result: Any, history: Any, out: Path, *, is_synthetic: bool, as_json: bool) -> None:
     """Print the run. A model of the synthetic language is also evaluated on its probes."""
     from headwise.model import Transformer
-    from headwise.training.synthetic_eval import supports_synthetic_eval, synthetic_eval
+    from headwise.training.synthetic_evaluation import supports_synthetic_eval, synthetic_eval
     from headwise.ui.train_tables import show_train_result
 
     is_evaluated = is_synthetic and supports_synthetic_eval(result.model) and result.stop_reason != "interrupted"
@@ -117,7 +105,7 @@ def _print_result(result: Any, history: Any, out: Path, *, is_synthetic: bool, a
     model = Transformer.reopen(out / "model") if is_evaluated and is_sharded else result.model
     probe_scores, trajectories = (
         synthetic_eval(model) if is_evaluated else (),
-        [] if history is None else history.trajectories(),
+        [] if history is None else history.metric_emergence(),
     )
     if as_json:
         summary = {

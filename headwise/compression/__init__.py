@@ -2,17 +2,19 @@
 
 from headwise.compression.allocate_bits import allocate_bits
 from headwise.compression.cache_study import CacheStudy, cache_study
-from headwise.compression.plan import Plan, apply, plan_pruning, plan_streaming
-from headwise.compression.prune import prune
+from headwise.compression.plan import apply, plan_pruning, plan_streaming, prune
 from headwise.compression.prune_request import PruneRequest
 from headwise.compression.prune_study import PruneStudy, prune_study
+from headwise.compression.pruning_curve import PruningCurve, pruning_curve
 from headwise.compression.quantize import dequantize, quantize
+from headwise.compression.streaming_selection import StreamingRequest
 
 __all__ = [
     "CacheStudy",
-    "Plan",
     "PruneRequest",
     "PruneStudy",
+    "PruningCurve",
+    "StreamingRequest",
     "allocate_bits",
     "apply",
     "cache_study",
@@ -21,5 +23,6 @@ __all__ = [
     "plan_streaming",
     "prune",
     "prune_study",
+    "pruning_curve",
     "quantize",
 ]

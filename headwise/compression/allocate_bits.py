@@ -18,10 +18,10 @@ from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator
 from headwise.compression.quantize import Basis, quantize
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
+from headwise.model.weights_digest import weights_digest
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec
 from headwise.spec.weight_bits import WEIGHT_BITS, check_bits, row_bytes
-from headwise.training.run_setup import weights_digest
 
 MatrixPair = tuple[str, str]  # key head, qk or vo
 
@@ -43,7 +43,7 @@ class BitAllocation:
         return float(np.dot(self.parameters, self.bits) / sum(self.parameters))
 
     @property
-    def bits_by_part(self) -> dict[str, int]:
+    def bits_by_head_and_part(self) -> dict[str, int]:
         """As `hw.quantize` takes it: {"0.0,0.1,0.2:qk": 4, …}."""
         rows = zip(self.pairs, self.heads, self.bits, strict=True)
         return {f"{','.join(heads)}:{pair}": bits for (_, pair), heads, bits in rows}
@@ -248,13 +248,13 @@ def report_allocation(
     """
     evaluation, extra_bits = PairedEvaluator.of(model, corpus), dict(other_bits or {})
     bit_settings = [
-        allocation.bits_by_part,
+        allocation.bits_by_head_and_part,
         *({"*": bits} for bits in uniform),
-        *(allocation.shuffled(seed).bits_by_part for seed in range(seeds)),
+        *(allocation.shuffled(seed).bits_by_head_and_part for seed in range(seeds)),
     ]
     losses: list[np.ndarray] = []
     for weights in bit_settings:
-        losses.append(evaluation.losses(quantize(model, weights | extra_bits, basis=basis)))
+        losses.append(evaluation.losses_per_text(quantize(model, weights | extra_bits, basis=basis)))
         if progress is not None:
             progress("models at few bits", len(losses), len(bit_settings))
     mixed_losses, uniform_losses, random_losses = losses[0], losses[1 : 1 + len(uniform)], losses[1 + len(uniform) :]
@@ -263,14 +263,14 @@ def report_allocation(
         texts=len(evaluation.counts),
         mean_bits=allocation.mean_bits,
         counts=allocation.parts_per_bits(),
-        full_loss=evaluation.mean_loss(evaluation.full_losses),
-        mixed=evaluation.difference(mixed_losses, evaluation.full_losses),
+        full_loss=evaluation.mean_loss(evaluation.full_losses_per_text),
+        mixed=evaluation.difference(mixed_losses, evaluation.full_losses_per_text),
         uniform={
-            bits: evaluation.difference(setting_losses, evaluation.full_losses)
+            bits: evaluation.difference(setting_losses, evaluation.full_losses_per_text)
             for bits, setting_losses in zip(uniform, uniform_losses, strict=True)
         },
         random=tuple(
-            float((setting_losses - evaluation.full_losses).sum() / evaluation.counts.sum())
+            float((setting_losses - evaluation.full_losses_per_text).sum() / evaluation.counts.sum())
             for setting_losses in random_losses
         ),
         mixed_minus_random=evaluation.difference_from_random(mixed_losses, random_losses) if random_losses else None,

@@ -12,17 +12,18 @@ import numpy as np
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
 from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
-from headwise.compression.plan import Plan, apply, plan_pruning, plan_streaming
+from headwise.compression.plan import apply, plan_pruning, plan_streaming
 from headwise.compression.plan_report import apply_random_compression
 from headwise.compression.streaming_cost import StreamingCost, StreamingEvaluator
+from headwise.compression.streaming_selection import StreamingRequest
+from headwise.distributed.parallel_cost import cache_bytes
 from headwise.errors import HeadwiseError
 from headwise.io.atomic_write import atomic_folder
 from headwise.model import Transformer
 from headwise.progress import Progress
-from headwise.spec import Address, CachePolicy
+from headwise.spec import Address, CachePolicy, Plan
 from headwise.spec.cache_policy import CACHE_BITS as CACHE_BITS
 from headwise.spec.cache_policy import KEEP_ALL
-from headwise.spec.parallel_cost import cache_bytes
 from headwise.text.corpus import Corpus
 
 DEFAULT_LENGTH = 1024  # tokens of a text
@@ -71,10 +72,28 @@ class CacheStudy:
         CachePolicy(self.bits, self.sink_tokens, self.window)  # refuses what no cache can be
 
     @property
-    def makes_plan(self) -> bool:
+    def applies_plan(self) -> bool:
         """Whether a plan is asked for, or a curve alone."""
         return (
             self.fraction is not None or self.heads is not None or self.plan is not None or self.bits != KEEP_ALL.bits
+        )
+
+    def streaming_request(
+        self, fraction: float, protected_fraction: float, corpus: TokenizedCorpus, max_length: int
+    ) -> StreamingRequest:
+        """Return the request that selects this fraction of the KV heads on a corpus."""
+        return StreamingRequest(
+            fraction=fraction,
+            sink_tokens=self.sink_tokens,
+            window=self.window,
+            bits=self.bits,
+            ranking=self.ranking,
+            corpus=corpus,
+            max_length=max_length,
+            seed=self.seed,
+            gate_steps=self.gate_steps,
+            rounds=self.rounds,
+            protected_fraction=protected_fraction,
         )
 
     @property
@@ -152,7 +171,7 @@ class CacheStudyResult:
         return {
             "plan": None if plan is None else {
                 "ranking": plan.cache_ranking, "corpus": plan.cache_corpus, "rules": [asdict(rule) for rule in plan.cache],
-                "scores": dict(zip(map(str, plan.spec.kv_head_addresses), plan.cache_scores, strict=False)),
+                "scores": dict(zip(map(str, plan.spec.cached_kv_head_addresses), plan.cache_scores, strict=False)),
             },
             "report": report_dict,
             "curve": [asdict(point, dict_factory=nan_to_none) for point in self.curve],
@@ -187,9 +206,9 @@ def cache_study(
     plan = changed_model = report = None
     # The folder is asked for first: long work must not end before a folder that cannot be written.
     with nullcontext() if out is None else atomic_folder(out, ("spec.json", "headwise.json")) as folder:
-        if study.makes_plan:
+        if study.applies_plan:
             plan = _make_plan(model, study, selection_corpus, length, progress)
-            changed_model = apply(plan, model) if study.plan is not None else plan.apply_unchecked(model)
+            changed_model = apply(plan, model, check=study.plan is not None)
         if plan is not None and save_plan is not None:
             plan.save(save_plan)
         if changed_model is not None and folder is not None:
@@ -208,11 +227,8 @@ def _make_plan(
     if study.plan is not None:
         return study.plan
     if study.fraction is not None:
-        return plan_streaming(
-            model, study.fraction, sink_tokens=study.sink_tokens, window=study.window, bits=study.bits,
-            ranking=study.ranking, corpus=selection_corpus, max_length=length, seed=study.seed, gate_steps=study.gate_steps,
-            rounds=study.rounds, protected_fraction=study.protected_fraction, progress=progress,
-        )  # fmt: skip
+        request = study.streaming_request(study.fraction, study.protected_fraction, selection_corpus, length)
+        return plan_streaming(model, request, progress=progress)
     base_policies = {} if study.bits == KEEP_ALL.bits else {"*": study.bits}
     named_policies = (
         {} if study.heads is None else {study.heads: CachePolicy(study.bits, study.sink_tokens, study.window)}
@@ -230,12 +246,14 @@ def _make_report(
     test_corpus: TokenizedCorpus,
     progress: Progress | None,
 ) -> CacheReport:
-    losses, random_losses = evaluation.losses(changed_model), list[np.ndarray]()
+    losses, random_losses = evaluation.losses_per_text(changed_model), list[np.ndarray]()
     same_everywhere = len(changed_model.spec.cache) == 1 and len(changed_model.spec.cache[0].heads) == len(
-        changed_model.spec.kv_head_addresses
+        changed_model.spec.cached_kv_head_addresses
     )
     for seed in range(0 if same_everywhere else study.seeds):  # where all keep alike there is nothing to draw
-        random_losses.append(evaluation.losses(apply_random_compression(model, changed_model.spec, None, seed)))
+        random_losses.append(
+            evaluation.losses_per_text(apply_random_compression(model, changed_model.spec, None, seed))
+        )
         if progress is not None:
             progress("random plans", seed + 1, study.seeds)
     passkey_counts, retrieval = None, ()
@@ -253,9 +271,9 @@ def _make_report(
         length=length,
         bytes_before=cache_bytes(model.spec, length),
         bytes_after=cache_bytes(changed_model.spec, length),
-        loss_before=evaluation.mean_loss(evaluation.full_losses),
+        loss_before=evaluation.mean_loss(evaluation.full_losses_per_text),
         loss_after=evaluation.mean_loss(losses),
-        loss_increase=evaluation.difference(losses, evaluation.full_losses),
+        loss_increase=evaluation.difference(losses, evaluation.full_losses_per_text),
         random=tuple(float(plan_losses.sum() / evaluation.counts.sum()) for plan_losses in random_losses),
         increase_over_random=evaluation.difference_from_random(losses, random_losses) if random_losses else None,
         passkeys=passkey_counts,
@@ -271,7 +289,7 @@ def _retrieval(
     if not policies:
         return ()
     largest = max(policies, key=lambda policy: policy.sink_tokens + (policy.window or 0))
-    return StreamingEvaluator.of(model, largest, test_corpus, running=False).test(changed_model).costs
+    return StreamingEvaluator.of(model, largest, test_corpus, include_running_text=False).test(changed_model).costs
 
 
 def _make_curve(
@@ -286,13 +304,11 @@ def _make_curve(
     """Every share streaming, by the way asked for (ranked once) and at random; and all key heads at fewer bits."""
     ranked_plan = plan
     if ranked_plan is None or not ranked_plan.cache_scores:
-        protected_fraction = min(study.protected_fraction, 1 - max(study.fractions))
-        ranked_plan = plan_streaming(
-            model, max(study.fractions), sink_tokens=study.sink_tokens, window=study.window, ranking=study.ranking,
-            corpus=selection_corpus, max_length=length, seed=study.seed, gate_steps=study.gate_steps, rounds=study.rounds,
-            protected_fraction=protected_fraction, progress=progress,
-        )  # fmt: skip
-    heads = model.spec.kv_head_addresses
+        fraction = max(study.fractions)
+        protected_fraction = min(study.protected_fraction, 1 - fraction)
+        request = study.streaming_request(fraction, protected_fraction, selection_corpus, length)
+        ranked_plan = plan_streaming(model, request, progress=progress)
+    heads = model.spec.cached_kv_head_addresses
     order = [heads[i] for i in np.argsort(ranked_plan.cache_scores, kind="stable")]
     policy = CachePolicy(study.bits, study.sink_tokens, study.window)
     make_point = partial(_curve_point, model, evaluation, length)
@@ -334,9 +350,9 @@ def _curve_point(
     policy_sets: list[dict[str, CachePolicy | int]],
 ) -> CacheCurvePoint:
     """Of one plan its interval, of several the mean, the least and the most."""
-    models = [plan_pruning(model, cache=rules).apply_unchecked(model) if rules else model for rules in policy_sets]
-    losses = [evaluation.losses(item) for item in models]
-    differences = [evaluation.difference(model_losses, evaluation.full_losses) for model_losses in losses]
+    models = [model.prune((), cache=rules) if rules else model for rules in policy_sets]
+    losses = [evaluation.losses_per_text(item) for item in models]
+    differences = [evaluation.difference(model_losses, evaluation.full_losses_per_text) for model_losses in losses]
     means = [item.mean for item in differences]
     loss_increase = (
         differences[0]
@@ -373,7 +389,7 @@ def _check(model: Transformer, study: CacheStudy, saves_output: bool) -> None:
         raise HeadwiseError(
             "this model cannot be asked for tokens, so a cache cannot be judged; use hw.plan_pruning(model, cache=…)."
         )
-    if saves_output and not study.makes_plan:
+    if saves_output and not study.applies_plan:
         raise HeadwiseError(CACHE_USAGE)
     if study.max_texts < 2 and study.needs_corpus_split and study.test is None:
         raise HeadwiseError("a single text cannot both choose key heads and judge the choice; raise max_texts.")

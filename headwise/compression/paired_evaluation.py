@@ -77,11 +77,11 @@ class PairedEvaluator:
         return "1 − cosine" if self.batches[0].targets is None else "nats a token"
 
     @property
-    def full_losses(self) -> np.ndarray:
+    def full_losses_per_text(self) -> np.ndarray:
         """The full model's summed loss on each text, (texts,)."""
         return self._losses(self.full_answers)
 
-    def losses(self, model: ModelProtocol) -> np.ndarray:
+    def losses_per_text(self, model: ModelProtocol) -> np.ndarray:
         """A smaller model's summed loss on each text, (texts,)."""
         return self._losses([_answers(model, target_batch) for target_batch in self.batches])
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from headwise.analysis.recording.batching import tokenizer_of
+from headwise.cache import ModelCache
 from headwise.errors import HeadwiseError
-from headwise.model import ModelCache, Transformer
+from headwise.model import Transformer
 from headwise.text.corpus import Corpus
 
 KEY_TEMPLATE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"

@@ -11,16 +11,14 @@ from headwise.analysis.ablation.ablation_sweep import pass_cost
 from headwise.analysis.ablation.head_outputs import MeanActivations
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
 from headwise.compression.paired_timing import PairedTiming, interleaved_timing
-from headwise.compression.prune_heads import compute_folded_biases, prune_heads
 from headwise.compression.quantize import quantize
-from headwise.compression.select_heads import lowest_scoring, rank_heads
+from headwise.compression.select_heads import compute_folded_biases, lowest_scoring, rank_heads
+from headwise.distributed.parallel_cost import cache_bytes
 from headwise.errors import HeadwiseError
-from headwise.heads.balanced_basis import Basis
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec
-from headwise.spec.parallel_cost import cache_bytes
-from headwise.spec.weight_bits import FULL_PRECISION, NON_HEAD_PARTS
+from headwise.spec.weight_bits import FULL_PRECISION, NON_HEAD_PARTS, Basis
 
 BENCHMARK_TOKENS = 512  # tokens of the text that operations are counted for and speed is measured on
 TIMING_REPEATS = 9  # in which both models are timed
@@ -53,7 +51,7 @@ class Footprint:
             layers_without_heads=sum(not layer.head_ids for layer in layers.values()),
             parameters=spec.num_parameters,
             cache_bytes_per_token=round(cache_bytes(spec, length, element_bytes) / length),
-            operations=pass_cost(spec, length, causal=True).total_flops(rows=length),
+            operations=pass_cost(spec, length, causal=True).total_flops(target_rows=length),
         )
 
 
@@ -167,14 +165,14 @@ def report(
     evaluation = PairedEvaluator.of(before, corpus, max_length)
     mixed_bits = after.spec.weight_rules != before.spec.weight_rules and len(set(_all_head_bits(after.spec))) > 1
     seeds = seeds if pruned or mixed_bits or after.spec.cache != before.spec.cache else 0
-    losses, random_losses, random_recovered_losses = evaluation.losses(after), [], []
+    losses, random_losses, random_recovered_losses = evaluation.losses_per_text(after), [], []
     for seed in range(seeds):
         basis = after.plans[-1].basis if after.plans else "given"
         random_model = apply_random_compression(before, after.spec, means, seed, basis)
-        random_losses.append(evaluation.losses(random_model))
+        random_losses.append(evaluation.losses_per_text(random_model))
         if recover is not None:
             recover(random_model)
-            random_recovered_losses.append(evaluation.losses(random_model))
+            random_recovered_losses.append(evaluation.losses_per_text(random_model))
         if progress is not None:
             progress("random plans" if recover is None else "random plans, healed alike", seed + 1, seeds)
     length = min(BENCHMARK_TOKENS, before.spec.context) if length is None else length
@@ -185,9 +183,9 @@ def report(
         time=interleaved_timing((before, after), length, repeats),
         metric=evaluation.metric,
         texts=len(evaluation.counts),
-        loss_before=evaluation.mean_loss(evaluation.full_losses),
+        loss_before=evaluation.mean_loss(evaluation.full_losses_per_text),
         loss_after=evaluation.mean_loss(losses),
-        loss_increase=evaluation.difference(losses, evaluation.full_losses),
+        loss_increase=evaluation.difference(losses, evaluation.full_losses_per_text),
         random=_mean_losses(evaluation, random_losses),
         increase_over_random=evaluation.difference_from_random(losses, random_losses) if random_losses else None,
         recovered=None
@@ -210,15 +208,15 @@ def _recovery_report(
     recover, train_full = trainers  # cut models, the whole one
     full_model = copy.deepcopy(before)
     train_full(full_model)
-    full_losses = evaluation.losses(full_model)
+    full_losses = evaluation.losses_per_text(full_model)
     del full_model
     if recovered is None:
         recovered = copy.deepcopy(after)
         recover(recovered)
-    losses = evaluation.losses(recovered)
+    losses = evaluation.losses_per_text(recovered)
     return RecoveryReport(
         loss=evaluation.mean_loss(losses),
-        loss_increase=evaluation.difference(losses, evaluation.full_losses),
+        loss_increase=evaluation.difference(losses, evaluation.full_losses_per_text),
         full_loss=evaluation.mean_loss(full_losses),
         increase_over_full=evaluation.difference(losses, full_losses),
         random=_mean_losses(evaluation, random_losses),
@@ -246,7 +244,7 @@ def _footprint(model: ModelProtocol, length: int) -> Footprint:
 def prune_random_heads(model: ModelProtocol, count: int, means: MeanActivations | None, seed: int) -> ModelProtocol:
     """The model without so many heads drawn by chance, their means folded in where they are given."""
     pruned = lowest_scoring(model.spec.head_addresses, rank_heads(model, None, "random", seed=seed), count)
-    return prune_heads(model, pruned, None if means is None else compute_folded_biases(model, pruned, means))
+    return model.prune(pruned, compute_folded_biases(model, pruned, means))
 
 
 def apply_random_compression(
@@ -257,24 +255,24 @@ def apply_random_compression(
     changed = prune_random_heads(model, len(model.spec.head_addresses) - len(target_spec.head_addresses), means, seed)
     if target_spec.cache != model.spec.cache:
         heads = [
-            str(changed.spec.kv_head_addresses[i])
-            for i in np.random.default_rng(seed).permutation(len(changed.spec.kv_head_addresses))
+            str(changed.spec.cached_kv_head_addresses[i])
+            for i in np.random.default_rng(seed).permutation(len(changed.spec.cached_kv_head_addresses))
         ]
         rules = []
         for rule in target_spec.cache:
             assigned, heads = heads[: len(rule.heads)], heads[len(rule.heads) :]
             rules.append(replace(rule, heads=tuple(assigned)))
-        changed = prune_heads(changed, (), None, rules)
+        changed = changed.prune((), cache=rules)
     if target_spec.weight_rules == model.spec.weight_rules:
         return changed
     group_size = next(rule.group_size for rule in target_spec.weight_rules)
-    bits = shuffle_bits(target_spec, changed.spec, seed)
+    bits = random_bit_allocation(target_spec, changed.spec, seed)
     activation_bits = target_spec.activation_bits
     # only models of ours have bits
     return quantize(changed, bits, group_size=group_size, activation_bits=activation_bits, basis=basis)  # pyright: ignore
 
 
-def shuffle_bits(target_spec: ModelSpec, spec: ModelSpec, seed: int) -> dict[str, int]:
+def random_bit_allocation(target_spec: ModelSpec, spec: ModelSpec, seed: int) -> dict[str, int]:
     """The bits of a spec's heads, dealt anew among those of another spec: what `quantize` takes."""
     rng = np.random.default_rng(seed)
     source_bits = [[_head_bits(target_spec, head) for head in kv_group] for kv_group in _kv_groups(target_spec)]
@@ -284,7 +282,9 @@ def shuffle_bits(target_spec: ModelSpec, spec: ModelSpec, seed: int) -> dict[str
             [[head_bits] for kv_group in source_bits for head_bits in kv_group],
             [[head] for kv_group in heads for head in kv_group],
         )
-    allocation = {part: bits for part in NON_HEAD_PARTS if (bits := target_spec.bits_of(part)[0]) != FULL_PRECISION}
+    allocation = {
+        part: bits for part in NON_HEAD_PARTS if (bits := target_spec.bits_and_group_size(part)[0]) != FULL_PRECISION
+    }
     for size in sorted({len(kv_group) for kv_group in heads}):
         same_size = [kv_group for kv_group in source_bits if len(kv_group) == size]
         order = rng.permutation(len(same_size))

@@ -1,11 +1,11 @@
-"""What is asked of a cut, in one object: which heads go, how they are chosen, what is left behind for them."""
+"""The options of pruning in one object: which heads are pruned, how they are chosen, and what replaces them."""
 
-from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import Any
 
 from headwise.compression.rankers import get_ranker
 from headwise.compression.select_heads import kept_head_count
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import HeadwiseError
 from headwise.heads.head import HeadPattern
 from headwise.model import ModelProtocol
 
@@ -14,26 +14,19 @@ PRUNE_USAGE = (
 )
 
 
-class PruneOptions(TypedDict, total=False):
-    """The fields of a `PruneRequest` by name, as `prune` and `plan_pruning` take them."""
-
-    keep: float | None
-    heads: HeadPattern | None
-    ranking: str
-    fold_mean: bool
-    corpus: Any
-    rounds: int
-    seed: int
-    gate_steps: int
-
-
 @dataclass(frozen=True)
 class PruneRequest:
-    """Which heads go: those that `heads` names, or all but the share `keep`, the others having the least worth.
+    """The heads to prune: those that `heads` names, or the lowest-ranked ones so that the fraction `keep` remains.
 
-    `ranking` ranks heads on the `corpus`: ablation (what is lost without each), gradient, random (`seed`), or gates that
-    are learned (`gate_steps`). `fold_mean` leaves the heads' means over `corpus` behind. `rounds` cuts a little at
-    a time and ranks what is left anew.
+    Attributes:
+        keep: Fraction of the heads that remain, above 0 and at most 1.
+        heads: Heads to prune, by address or pattern, instead of `keep`.
+        ranking: Ranking method: ablation (loss increase without the head), gradient, random or gates (learned gates).
+        fold_mean: Fold the mean output of each pruned head over `corpus` into the output bias of its layer.
+        corpus: A text, a list of texts, a path or a Corpus, on which heads are ranked and means are taken.
+        rounds: Number of pruning rounds. Each round ranks the remaining heads again.
+        seed: Seed of random rankings and gates.
+        gate_steps: Training steps of learned gates.
 
     >>> PruneRequest(keep=0.5, ranking="random", fold_mean=False).needs_corpus
     False
@@ -46,7 +39,7 @@ class PruneRequest:
     heads: HeadPattern | None = None
     ranking: str = "ablation"
     fold_mean: bool = True
-    corpus: Any = None  # a text, a list of texts, a path, a Corpus
+    corpus: Any = None
     rounds: int = 1
     seed: int = 0
     gate_steps: int = 200
@@ -58,38 +51,24 @@ class PruneRequest:
         if type(self.rounds) is not int or self.rounds < 1:
             raise HeadwiseError(f"rounds must be a whole number of at least 1, got {self.rounds!r}.")
 
-    @staticmethod
-    def of(request: "PruneRequest | None", options: PruneOptions) -> "PruneRequest":
-        """A request that is given, or one of these words."""
-        field_names = [field.name for field in fields(PruneRequest)]
-        for name in options.keys() - set(field_names):
-            raise HeadwiseError(f"a cut is not asked for by {name}=; {suggest_names(name, field_names)}")
-        if request is None:
-            return PruneRequest(**options)
-        if options or not isinstance(request, PruneRequest):
-            raise HeadwiseError(
-                f"give a PruneRequest alone, or its fields by name: keep=0.5, corpus=…; got {request!r}."
-            )
-        return request
-
     @property
-    def selects_heads(self) -> bool:
-        """Whether it says which heads go; a curve needs only how they are ranked."""
+    def has_heads_to_prune(self) -> bool:
+        """Whether the request says which heads are pruned; a curve needs only the ranking method."""
         return self.keep is not None or self.heads is not None
 
     @property
-    def needs_ranking(self) -> bool:
+    def ranks_on_corpus(self) -> bool:
         """Whether heads are ranked on a corpus."""
         return self.keep is not None and get_ranker(self.ranking).needs_corpus
 
     @property
     def needs_corpus(self) -> bool:
         """Whether a corpus is needed."""
-        return self.fold_mean or self.needs_ranking
+        return self.fold_mean or self.ranks_on_corpus
 
     def check(self, model: ModelProtocol) -> None:
-        """Refuse what can be told to be wrong before any work is done."""
-        if not self.selects_heads:
+        """Raise if the request cannot be met by this model; called before any work is done."""
+        if not self.has_heads_to_prune:
             raise HeadwiseError(PRUNE_USAGE)
         if self.keep is not None:
             kept_head_count(len(model.spec.head_addresses), self.keep)

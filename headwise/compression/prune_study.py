@@ -10,7 +10,7 @@ from typing import Any
 from headwise.analysis.ablation.head_outputs import MeanActivations, eval_corpus, mean_activations
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.attached import AttachedModel
-from headwise.compression.plan import Plan, apply, plan_pruning
+from headwise.compression.plan import apply, plan_pruning
 from headwise.compression.plan_report import PlanReport, report
 from headwise.compression.prune_request import PRUNE_USAGE, PruneRequest
 from headwise.compression.pruning_curve import PruningCurve, default_rankings, pruning_curve
@@ -21,6 +21,7 @@ from headwise.errors import HeadwiseError
 from headwise.io.atomic_write import atomic_folder
 from headwise.model import ModelProtocol, Transformer
 from headwise.progress import Progress
+from headwise.spec import Plan
 from headwise.text.corpus import Corpus
 
 # What `python -m bench.distil` found best, on text of another kind than it was healed on.
@@ -48,7 +49,7 @@ class PruneStudy:
     fractions: tuple[float, ...] = ()  # also cut at each of these, by several ways: a curve
 
     def __post_init__(self) -> None:
-        if (self.plan is not None and self.request.selects_heads) or not (self.prunes_heads or self.fractions):
+        if (self.plan is not None and self.request.has_heads_to_prune) or not (self.prunes_heads or self.fractions):
             raise HeadwiseError(PRUNE_USAGE)
         if self.recover_steps < 0 or (self.recover_steps and not self.prunes_heads):
             raise HeadwiseError(
@@ -74,7 +75,7 @@ class PruneStudy:
     @property
     def prunes_heads(self) -> bool:
         """Whether heads go, or a curve alone is asked for."""
-        return self.plan is not None or self.request.selects_heads
+        return self.plan is not None or self.request.has_heads_to_prune
 
     @property
     def needs_corpus_split(self) -> bool:
@@ -91,7 +92,7 @@ class PruneStudy:
     def needs_corpus(self) -> bool:
         """Whether it needs texts besides those that judge."""
         folds_mean = self.request.fold_mean and self.plan is None
-        return bool(self.recover_steps or self.fractions or folds_mean or self.request.needs_ranking)
+        return bool(self.recover_steps or self.fractions or folds_mean or self.request.ranks_on_corpus)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,14 +155,14 @@ def prune_study(
     with nullcontext() if out is None else atomic_folder(out, ("spec.json", "headwise.json")) as folder:
         if study.plan is not None:
             plan, pruned_model = study.plan, apply(study.plan, model)
-        elif study.request.selects_heads:
+        elif study.request.has_heads_to_prune:
             means = (
                 mean_activations(model, selection_corpus)
                 if study.request.fold_mean and selection_corpus is not None
                 else None
             )
             plan = plan_pruning(model, replace(study.request, corpus=selection_corpus), means=means, progress=progress)
-            pruned_model = plan.apply_unchecked(model)
+            pruned_model = apply(plan, model, check=False)
         if plan is not None and save_plan is not None:
             plan.save(save_plan)
         if pruned_model is not None and recover_fn is not None:

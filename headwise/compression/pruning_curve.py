@@ -8,9 +8,8 @@ import numpy as np
 
 from headwise.analysis.ablation.head_outputs import MeanActivations, eval_corpus, mean_activations
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
-from headwise.compression.prune_heads import compute_folded_biases, prune_heads
 from headwise.compression.rankers import RANKERS, Scores, get_ranker
-from headwise.compression.select_heads import kept_head_count, lowest_scoring, rank_heads
+from headwise.compression.select_heads import compute_folded_biases, kept_head_count, lowest_scoring, rank_heads
 from headwise.errors import HeadwiseError
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
@@ -104,18 +103,18 @@ def pruning_curve(
             for head_scores in score_sets:
                 pruned = lowest_scoring(model.spec.head_addresses, head_scores, total - kept_heads)
                 losses.append(
-                    evaluation.losses(
-                        prune_heads(
-                            model, pruned, None if means is None else compute_folded_biases(model, pruned, means)
-                        )
-                    )
+                    evaluation.losses_per_text(model.prune(pruned, compute_folded_biases(model, pruned, means)))
                 )
                 done += 1
                 if progress is not None:
                     progress("measuring cuts", done, num_prunings)
             points.append(_curve_point(evaluation, ranking, kept_heads / total, kept_heads, losses))
     return PruningCurve(
-        evaluation.metric, len(evaluation.counts), seeds, evaluation.mean_loss(evaluation.full_losses), tuple(points)
+        evaluation.metric,
+        len(evaluation.counts),
+        seeds,
+        evaluation.mean_loss(evaluation.full_losses_per_text),
+        tuple(points),
     )
 
 
@@ -137,10 +136,10 @@ def _curve_point(
             kept_fraction,
             kept_heads,
             evaluation.mean_loss(losses[0]),
-            evaluation.difference(losses[0], evaluation.full_losses),
+            evaluation.difference(losses[0], evaluation.full_losses_per_text),
         )
     means = [float(loss.sum() / evaluation.counts.sum()) for loss in losses]
-    full = float(evaluation.full_losses.sum() / evaluation.counts.sum())
+    full = float(evaluation.full_losses_per_text.sum() / evaluation.counts.sum())
     loss = LossEstimate(float(np.mean(means)), min(means), max(means))
     return CurvePoint(
         ranking, kept_fraction, kept_heads, loss, LossEstimate(loss.mean - full, loss.low - full, loss.high - full)

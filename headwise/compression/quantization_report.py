@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
-from headwise.compression.quantize import WeightFootprint, weight_footprint
+from headwise.compression.quantize import WeightFootprint, weight_footprints
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
@@ -52,18 +52,18 @@ def compare_quantized(before: Transformer, after: Transformer, corpus: Any = Non
     """
     if _unquantized_spec(before) != _unquantized_spec(after):
         raise HeadwiseError("the second model is not the first at few bits; give the model it was made from first.")
-    sizes = tuple(weight_footprint(before)), tuple(weight_footprint(after))
+    sizes = tuple(weight_footprints(before)), tuple(weight_footprints(after))
     if corpus is None:
         return QuantizationReport(*sizes)
     evaluation = PairedEvaluator.of(before, corpus)
-    losses = evaluation.losses(after)
+    losses = evaluation.losses_per_text(after)
     return QuantizationReport(
         *sizes,
         metric=evaluation.metric,
         texts=len(evaluation.counts),
-        loss_before=evaluation.mean_loss(evaluation.full_losses),
+        loss_before=evaluation.mean_loss(evaluation.full_losses_per_text),
         loss_after=evaluation.mean_loss(losses),
-        loss_increase=evaluation.difference(losses, evaluation.full_losses),
+        loss_increase=evaluation.difference(losses, evaluation.full_losses_per_text),
     )
 
 

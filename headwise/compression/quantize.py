@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headwise.heads.balanced_basis import Basis, LayerHeadMatrices, change_basis, check_basis
+from headwise.heads.balanced_basis import LayerHeadMatrices, change_basis
 from headwise.heads.quantized_weights import QuantizedWeight
 from headwise.model import Transformer, check_model
 from headwise.model.prune import rebuild_like
 from headwise.spec import ModelSpec
-from headwise.spec.weight_bits import FULL_PRECISION, GROUP_SIZE, BitAllocation
+from headwise.spec.weight_bits import FULL_PRECISION, GROUP_SIZE, Basis, BitAllocation, check_basis
 
 
 @torch.no_grad()
@@ -54,7 +54,8 @@ def quantize_to_spec(model: Transformer, spec: ModelSpec, basis: Basis = "given"
         if isinstance(module, QuantizedWeight):
             weight = state.pop(f"{name.removesuffix('.quantized')}.weight")
             state |= {
-                f"{name}.{buffer}": tensor for buffer, tensor in module.quantize(_as_matrices(name, weight)).items()
+                f"{name}.{buffer}": tensor
+                for buffer, tensor in module.quantize_to_buffers(_as_matrices(name, weight)).items()
             }
     return rebuild_like(spec, state, model)
 
@@ -119,11 +120,11 @@ class WeightFootprint:
         return 8 * self.nbytes / self.parameters if self.parameters else 0.0
 
 
-def weight_footprint(model: Transformer) -> list[WeightFootprint]:
+def weight_footprints(model: Transformer) -> list[WeightFootprint]:
     """What a model's weights take, counted as they lie there: heads, MLPs, vocabulary, the rest, and all together.
 
     >>> from headwise.spec import preset
-    >>> footprints = weight_footprint(quantize(Transformer(preset("nano")), 4))
+    >>> footprints = weight_footprints(quantize(Transformer(preset("nano")), 4))
     >>> [(footprint.part, footprint.parameters, round(footprint.bits, 2)) for footprint in footprints[:2]]
     [('heads', 3538944, 5.0), ('MLPs', 7089408, 5.04)]
     """

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.distillation.activations import main_stack
+from headwise.distillation.activations import main_stack_name
 from headwise.distillation.distill import distill_loss_factory, shared_tokenizer
 from headwise.distillation.distill_config import DistillConfig, DistillLosses
 from headwise.errors import HeadwiseError, suggest_names
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
-from headwise.training.language_loss import LanguageLoss
 from headwise.training.loop import TrainResult, train
 from headwise.training.recipe import Recipe
+from headwise.training.train_loss import LanguageLoss
 
 DEFAULT_MAX_LENGTH = 256  # tokens of a row, where nobody has said it
 
@@ -74,5 +74,5 @@ def _recovery_config(model: ModelProtocol, teacher: ModelProtocol, losses: Disti
     teacher_heads = set(teacher.spec.head_addresses)
     remaining = [head for head in model.spec.head_addresses if head in teacher_heads]
     pairs = [(str(head), str(head)) for head in remaining]
-    last_layer = max((head.layer for head in remaining if head.stack == main_stack(model)), default=-1)
+    last_layer = max((head.layer for head in remaining if head.stack == main_stack_name(model)), default=-1)
     return DistillConfig(losses or "logits", head_pairs=pairs or "best", relation_layers=(last_layer, last_layer))

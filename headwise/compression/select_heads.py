@@ -1,14 +1,17 @@
-"""Which heads to keep: what each is worth, and the choice that follows, at once or in rounds."""
+"""Select the heads to prune from their scores, at once or in rounds, and fold their mean outputs into biases."""
 
-from headwise.analysis.ablation.head_outputs import MeanActivations
+import torch
+from torch import Tensor
+
+from headwise.analysis.ablation.head_outputs import MeanActivations, selected_hook_points
 from headwise.analysis.recording.batching import reachable_hook_points
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.compression.prune_heads import compute_folded_biases, prune_heads
 from headwise.compression.rankers import RankingInput, Scores, get_ranker
 from headwise.errors import HeadwiseError
+from headwise.heads.head import HeadPattern
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
-from headwise.spec import Address
+from headwise.spec import Address, LayerAddress
 
 
 def rank_heads(
@@ -55,11 +58,7 @@ def select_heads_to_prune(
     rounds = min(rounds, len(all_heads) - kept_count)
     for round_number in range(1, rounds + 1):
         target = (len(all_heads) - kept_count) * round_number // rounds
-        current_model = (
-            model
-            if not pruned
-            else prune_heads(model, pruned, None if means is None else compute_folded_biases(model, pruned, means))
-        )
+        current_model = model.prune(pruned, compute_folded_biases(model, pruned, means)) if pruned else model
         fraction = (len(all_heads) - target) / len(current_model.spec.head_addresses)
         progress_label = f"ranking by {ranking}" + (f", round {round_number} of {rounds}" if rounds > 1 else "")
         scores |= rank_heads(
@@ -75,6 +74,22 @@ def select_heads_to_prune(
         )
         pruned = (*pruned, *lowest_scoring(current_model.spec.head_addresses, scores, target - len(pruned)))
     return tuple(head for head in all_heads if head in pruned), scores
+
+
+@torch.no_grad()
+def compute_folded_biases(
+    model: ModelProtocol, heads: HeadPattern, means: MeanActivations | None
+) -> dict[LayerAddress, Tensor]:
+    """Return the mean output of these heads by layer, in float64: Σ_h mean(z[h]) W_O[h], (D,) each; none without means."""
+    if means is None:
+        return {}
+    if means.granularity != "global":
+        raise HeadwiseError("a bias is the same at every position; take means with granularity='global' to fold them.")
+    biases = {}
+    for hook_point, selected in selected_hook_points(model, heads):
+        W_O = hook_point.W_O[[hook_point.head_index(head) for head in selected]].double()  # (n, e, D)
+        biases[hook_point.address] = torch.einsum("ne,ned->d", means.means_of_heads(selected).to(W_O), W_O)
+    return biases
 
 
 def lowest_scoring(heads: tuple[Address, ...], scores: Scores, count: int) -> tuple[Address, ...]:

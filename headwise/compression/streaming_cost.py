@@ -107,7 +107,7 @@ class StreamingEvaluator:
 
     @staticmethod
     def of(
-        model: Transformer, policy: CachePolicy, corpus: Any = None, *, running: bool = True, seed: int = 0
+        model: Transformer, policy: CachePolicy, corpus: Any = None, *, include_running_text: bool = True, seed: int = 0
     ) -> "StreamingEvaluator":
         """Make the texts and evaluate the model with its full cache.
 
@@ -123,7 +123,7 @@ class StreamingEvaluator:
             the model does not use its context there.
         """
         kinds = {}
-        if running and (running_text := _running_text(model, policy, corpus)) is not None:
+        if include_running_text and (running_text := _running_text(model, policy, corpus)) is not None:
             kinds[RUNNING] = running_text
         prompts_by_kind = {
             TOKENS: _random_lists(model, policy, seed),
@@ -137,7 +137,7 @@ class StreamingEvaluator:
             ):
                 evaluation = PairedEvaluator.of_batches(model, _batches(model, prompts))
                 control = PairedEvaluator.of_batches(model, _batches(model, prompts, control=True))
-                if evaluation.difference(control.full_losses, evaluation.full_losses).low > BOUND:
+                if evaluation.difference(control.full_losses_per_text, evaluation.full_losses_per_text).low > BOUND:
                     kinds[kind] = evaluation
         return StreamingEvaluator(policy, kinds)
 
@@ -145,8 +145,8 @@ class StreamingEvaluator:
         """Loss increase of a model with KV heads that stream, over the full cache."""
         costs = []
         for kind, evaluation in self.kinds.items():
-            loss_increase = evaluation.difference(evaluation.losses(model), evaluation.full_losses)
-            full_loss = float(evaluation.full_losses.sum() / evaluation.counts.sum())
+            loss_increase = evaluation.difference(evaluation.losses_per_text(model), evaluation.full_losses_per_text)
+            full_loss = float(evaluation.full_losses_per_text.sum() / evaluation.counts.sum())
             costs.append(StreamingCost(kind, full_loss, loss_increase, int((evaluation.counts > 0).sum())))
         return StreamingTestResult(self.policy, tuple(costs))
 

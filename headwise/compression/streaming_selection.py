@@ -1,92 +1,348 @@
-"""Which key heads may stream: ways to rank them, one entry each, and the choice that follows.
+"""Select the KV heads that stream: ranking methods, one entry of a table each, and the selection that follows.
 
 KV heads with the lowest score stream first. A low score does not recommend a head: on ordinary text heads that retrieve have
-low scores, too. `streaming_cost` measures the loss on texts that need retrieval. `streaming_rankers` is imported on demand.
+low scores, too. `streaming_cost` measures the loss on texts that need retrieval.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.analysis.metrics.hook_listeners import listen_at_hook_points
+from headwise.analysis.metrics.induction import make_repeated_sequences
+from headwise.analysis.metrics.long_offsets import attention_outside_window
+from headwise.analysis.metrics.retrieval import make_needle_texts
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.cache import NO_CACHE
+from headwise.compression.l0_gates import ANNEAL_FRACTION, LearnedGates, add_sparsity_gradient, gate_training
 from headwise.errors import HeadwiseError, suggest_names
 from headwise.heads import MultiHeadAttention
-from headwise.model import Transformer
-from headwise.spec import Address, CachePolicy
+from headwise.heads.hook_point import AttentionCall
+from headwise.kernels.batched import attention_weight_rows
+from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.model import Block, Transformer, eval_mode
+from headwise.model.block import BlockContext
+from headwise.progress import Progress
+from headwise.spec import Address, AttentionSpec, CachePolicy, LayerAddress
 from headwise.spec.cache_policy import KEEP_ALL
 from headwise.text.corpus import Corpus
 
-if TYPE_CHECKING:
-    from headwise.progress import Progress
+DEFAULT_MAX_LENGTH = 1024  # tokens of a text, if the context of the model is not shorter
+SAMPLED_ROWS = 64  # queries of a text whose attention is looked at
 
-Scores = dict[Address, float]  # of key heads
+Scores = dict[Address, float]  # of KV heads
 
 
 @dataclass(frozen=True)
-class StreamRankingInput:
-    """What a way is given beside the model; each takes what it needs."""
+class StreamingRequest:
+    """The KV heads that stream: how many, their cache policy, and how they are ranked.
 
-    corpus: Corpus | None
-    fraction: float
-    policy: CachePolicy
-    max_length: int  # tokens of a text
-    seed: int
-    gate_steps: int
-    progress: "Progress | None"
+    Attributes:
+        fraction: Fraction of the KV heads that stream.
+        sink_tokens: First tokens of a text that a streaming head caches.
+        window: Last tokens that it caches.
+        bits: Bits of the keys and values of all KV heads.
+        ranking: Ranking method: attention (attention on evicted tokens), output (change of what the heads write), loss
+            (loss increase if one KV head streams), gates (learned gates), role (heads that find repeated tokens do not
+            stream) or random.
+        corpus: A text, a list of texts, a path or a Corpus, on which KV heads are ranked.
+        max_length: Tokens of a text; None: 1024, or the context of the model if it is shorter.
+        seed: Seed of random rankings and gates.
+        gate_steps: Training steps of learned gates.
+        rounds: Number of selection rounds. Each round ranks the remaining KV heads with the selected ones streaming.
+        protected_fraction: Fraction of the KV heads that never stream: those that find repeated or copied tokens best.
+
+    >>> StreamingRequest(0.5, sink_tokens=4, window=16).retained_tokens
+    20
+    """
+
+    fraction: float = 0.5
+    sink_tokens: int = 4
+    window: int = 128
+    bits: int = 32
+    ranking: str = "output"
+    corpus: Any = None
+    max_length: int | None = None
+    seed: int = 0
+    gate_steps: int = 60
+    rounds: int = 1
+    protected_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        ranker = get_stream_ranker(self.ranking)
+        CachePolicy(self.bits, self.sink_tokens, self.window)  # raises if it is not valid
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float) or not 0 <= self.fraction <= 1:
+            raise HeadwiseError(
+                f"fraction is the part of the key heads that stream, from 0 to 1; got {self.fraction!r}."
+            )
+        if type(self.rounds) is not int or self.rounds < 1:
+            raise HeadwiseError(f"key heads are chosen in rounds, 1 or more; got {self.rounds!r}.")
+        if self.rounds > 1 and not ranker.supports_rounds:
+            round_rankers = " | ".join(name for name, entry in STREAM_RANKERS.items() if entry.supports_rounds)
+            raise HeadwiseError(
+                f"{self.ranking} ranks all key heads at once, so rounds say nothing; choose by {round_rankers}."
+            )
+        if (
+            isinstance(self.protected_fraction, bool)
+            or not isinstance(self.protected_fraction, int | float)
+            or not 0 <= self.protected_fraction <= 1 - self.fraction
+        ):
+            raise HeadwiseError(
+                f"protected_fraction is the part of the key heads that never stream, at most {1 - self.fraction:g}; "
+                f"got {self.protected_fraction!r}."
+            )
+
+    @property
+    def policy(self) -> CachePolicy:
+        """Tokens that a streaming head caches, at full precision."""
+        return CachePolicy(sink_tokens=self.sink_tokens, window=self.window)
 
     @property
     def retained_tokens(self) -> int:
-        """Tokens nobody has forgotten: up to here nothing can differ."""
-        assert self.policy.window is not None
-        return self.policy.sink_tokens + self.policy.window
+        """Tokens that a streaming head caches; a text of this length is not changed by streaming."""
+        return self.sink_tokens + self.window
+
+    def resolve(self, model: Transformer) -> "StreamingRequest":
+        """Return the request with the corpus and text length for this model; raise if the model cannot meet it."""
+        needs_corpus = get_stream_ranker(self.ranking).needs_corpus
+        usage = "key heads are chosen in headwise's own decoders; else name them: plan_pruning(model, cache={…})"
+        model.check_native(usage)
+        if model.spec.kind != "decoder":
+            raise HeadwiseError(f"{usage}.")
+        if model.spec.cache:
+            raise HeadwiseError("this model's key heads keep less already; choose in the model it came from.")
+        if needs_corpus and self.corpus is None:
+            raise HeadwiseError(f"ranking by {self.ranking} asks the model, so it needs a text: give corpus=….")
+        max_length = min(DEFAULT_MAX_LENGTH, model.spec.context) if self.max_length is None else self.max_length
+        if needs_corpus and max_length <= self.retained_tokens:
+            raise HeadwiseError(
+                f"texts of {max_length} tokens are all within {self.sink_tokens} + {self.window}, so nothing is forgotten; "
+                f"give a larger max_length=…, or a smaller window=…."
+            )
+        return replace(self, corpus=Corpus.of(self.corpus) if needs_corpus else None, max_length=max_length)
 
 
 @dataclass(frozen=True)
 class StreamRanker:
-    """One way to rank key heads."""
+    """One ranking method for KV heads."""
 
-    rank: Callable[[Transformer, StreamRankingInput], Scores]
-    score_description: str = ""  # what a key head's score is; nothing where it says nothing
-    needs_corpus: bool = True  # asks the model about texts of a corpus
-    supports_rounds: bool = False  # may be asked in rounds, with those chosen so far streaming
-
-
-def _rank_by_attention(model: Transformer, inputs: StreamRankingInput) -> Scores:
-    from headwise.compression.streaming_rankers import score_by_attention
-
-    return score_by_attention(model, inputs)
+    rank: Callable[[Transformer, StreamingRequest, Progress | None], Scores]
+    score_description: str = ""  # meaning of a score; empty if it has none
+    needs_corpus: bool = True  # runs the model on texts of a corpus
+    supports_rounds: bool = False  # can rank again while the selected KV heads stream
 
 
-def _rank_by_output_change(model: Transformer, inputs: StreamRankingInput) -> Scores:
-    from headwise.compression.streaming_rankers import score_by_output_change
+@torch.no_grad()
+def _rank_by_attention(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
+    """The share of attention on keys the key head would have forgotten, over queries that have forgotten any: of that head
+    among its readers which looks there most. A mean would hide one that needs them behind two that do not."""
+    total = {
+        layer.address: torch.zeros(len(layer.head_ids), dtype=torch.float64) for layer in model.gathered_hook_points()
+    }
+    row_count = 0
 
-    return score_by_output_change(model, inputs)
+    def on_call(call: AttentionCall, rows: list[int], _first: int) -> None:
+        for row in rows:
+            evicted_mass = attention_outside_window(call.map_rows([row])[0], [row], request.policy)  # (H, 1)
+            total[call.hook_point.address] += evicted_mass[:, 0].double().cpu()
+
+    texts = _long_texts(model, request)
+    for index, ids in enumerate(texts):
+        rows = (
+            torch.linspace(
+                request.retained_tokens, ids.shape[1] - 1, min(SAMPLED_ROWS, ids.shape[1] - request.retained_tokens)
+            )
+            .long()
+            .tolist()
+        )
+        row_count += len(rows)
+        with eval_mode(model), listen_at_hook_points(model.gathered_hook_points(), on_call, rows):
+            model(ids, hidden=True)
+        _report_progress(progress, "attention beyond the window", index + 1, len(texts))
+    means = {layer: sums / row_count for layer, sums in total.items()}
+    return _reduce_per_kv_head(model, means, torch.amax)
 
 
-def _rank_by_loss(model: Transformer, inputs: StreamRankingInput) -> Scores:
-    from headwise.compression.streaming_rankers import score_by_loss
+@torch.no_grad()
+def _rank_by_output_change(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
+    """How far what its heads write moves when it streams: the square of that against the square of the stream it is added to,
+    over rows that have forgotten any. Heads that spread their attention evenly may look far and write the same without it."""
+    change: Scores = dict.fromkeys(model.spec.cached_kv_head_addresses, 0.0)
+    texts = _long_texts(model, request)
+    for index, ids in enumerate(texts):
+        with eval_mode(model):
+            x, context = model.begin_forward(ids)
+            for block in model.blocks:
+                assert isinstance(block, Block)
+                layer, layer_address = block.attention, block.attention.hook_point.address
+                full, streamed = _full_and_streamed(block, block.attention_input(x), context, request)  # (1, H, T, e)
+                difference = at_least_float32(full - streamed)[0, :, request.retained_tokens :]  # (H, n, e)
+                residual_norm = at_least_float32(x[0, request.retained_tokens :]).square().sum(-1)  # (n,)
+                for kv_index, kv_head in enumerate(layer.spec.kv_head_ids):
+                    heads = [head for head, kv_of in enumerate(layer.spec.kv_of_head) if kv_of == kv_index]
+                    output_change = torch.einsum(
+                        "hne,hed->nd", difference[heads], layer.hook_point.W_O[heads].to(difference)
+                    )
+                    change[layer_address.head_address(kv_head)] += (
+                        output_change.square().sum(-1) / residual_norm
+                    ).mean().item() / len(texts)
+                x = block(x, context)
+        _report_progress(progress, "what each key head's heads write", index + 1, len(texts))
+    return change
 
-    return score_by_loss(model, inputs)
+
+@torch.no_grad()
+def _rank_by_loss(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
+    """Rank by the loss increase of tokens after the first eviction if this KV head alone streams."""
+    loss_increase: Scores = dict.fromkeys(model.spec.cached_kv_head_addresses, 0.0)
+    texts, token_count = _long_texts(model, request), 0
+    for index, ids in enumerate(texts):
+        with eval_mode(model):
+            x, context = model.begin_forward(ids)
+            block_inputs = []  # the stream that each block reads
+            for block in model.blocks:
+                block_inputs.append(x)
+                x = block(x, context)
+            full_loss = _loss_after(model, x, ids, request.retained_tokens)
+            token_count += ids.shape[1] - 1 - request.retained_tokens
+            for head in loss_increase:  # what comes before its layer stays as it was
+                x = block_inputs[head.layer]
+                with streaming(model, (head,), request.policy):
+                    for block in model.blocks[head.layer :]:
+                        x = block(x, context)
+                loss_increase[head] += _loss_after(model, x, ids, request.retained_tokens) - full_loss
+        _report_progress(progress, "loss of each key head", index + 1, len(texts))
+    return {head: value / token_count for head, value in loss_increase.items()}
 
 
-def _rank_by_gates(model: Transformer, inputs: StreamRankingInput) -> Scores:
-    from headwise.compression.streaming_rankers import score_by_gates
+def _rank_by_gates(
+    model: Transformer, request: StreamingRequest, progress: Progress | None, rate: float = 0.1
+) -> Scores:
+    """A gate on each key head blends what its heads find among all keys with what they find among few, and learns to close.
 
-    return score_by_gates(model, inputs)
+    What is made small is how far the last states move, as in DuoAttention (https://arxiv.org/abs/2410.10819); the share of
+    open gates is led down to what shall stay whole, as gates on heads are that may be cut.
+    """
+    if request.gate_steps < 1:
+        raise HeadwiseError(f"gates learn in steps, 1 or more; got {request.gate_steps}.")
+    texts = _long_texts(model, request)
+    with gradients_enabled(model), gate_training(model, False), torch.random.fork_rng():
+        torch.manual_seed(request.seed)
+        gates = LearnedGates(
+            {layer.hook_point.address: len(layer.spec.kv_head_ids) for layer in model.attention_layers()}
+        )
+        gates = gates.to(model.device)
+        optimizer = torch.optim.Adam(gates.parameters(), lr=rate)
+        initial_fraction, keep = gates.open_fraction().item(), 1 - request.fraction
+        for step in range(request.gate_steps):
+            ids = texts[step % len(texts)]
+            with torch.no_grad():
+                reference = at_least_float32(model(ids, hidden=True)[:, request.retained_tokens :])  # (1, n, D)
+            difference = _gated_forward(model, ids, gates.sample(1), request)[:, request.retained_tokens :] - reference
+            loss = difference.square().sum(-1).mean() / reference.square().sum(-1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            add_sparsity_gradient(gates)
+            optimizer.step()
+            gates.set_open_fraction(
+                initial_fraction
+                + (keep - initial_fraction) * min(1.0, (step + 1) / max(1.0, ANNEAL_FRACTION * request.gate_steps))
+            )
+            _report_progress(progress, "gates", step + 1, request.gate_steps)
+        open_probability = gates.open_probability().tolist()
+    return dict(zip(model.spec.cached_kv_head_addresses, open_probability, strict=True))
 
 
-def _rank_by_role(model: Transformer, inputs: StreamRankingInput) -> Scores:
-    from headwise.compression.streaming_rankers import score_by_retrieval
+def _gated_forward(
+    model: Transformer, ids: Tensor, gates: dict[LayerAddress, Tensor], request: StreamingRequest
+) -> Tensor:
+    """Last states with a gate on each key head, (B, K) for each layer: open, its heads see all; closed, what streams."""
+    x, context = model.begin_forward(ids)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        layer, attention_input = block.attention, block.attention_input(x)
+        full, streamed = _full_and_streamed(block, attention_input, context, request)
+        gate = gates[layer.hook_point.address][:, list(layer.spec.kv_of_head), None, None]  # (B, H, 1, 1)
+        x = block.finish(
+            x, attention_input, layer.output_projection(streamed + gate.to(streamed) * (full - streamed)), context
+        )
+    return x if model.norm is None else model.norm(x)
 
-    return score_by_retrieval(model, inputs)
+
+def _full_and_streamed(
+    block: Block, attention_input: Tensor, context: BlockContext, request: StreamingRequest
+) -> tuple[Tensor, Tensor]:
+    """Return z over all keys and z over the keys that a streaming head caches, (B, H, T, e) each."""
+    layer, score_request = block.attention, context.score_request(NO_CACHE, attention_input.shape[1])
+    full = layer.compute_z(attention_input, request=score_request, positions=context.rotary_table)
+    with cache_policy_override(layer, list(layer.spec.kv_head_ids), request.policy):
+        return full, layer.compute_z(attention_input, request=score_request, positions=context.rotary_table)
 
 
-def _rank_randomly(model: Transformer, inputs: StreamRankingInput) -> Scores:
-    import numpy as np
+@torch.no_grad()
+def _rank_by_role(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
+    """The most that any of its heads looks at what is repeated: the token behind the first copy, the first copy itself, or,
+    of a needle being copied, the token that comes next; such heads stay whole (https://arxiv.org/abs/2407.15891)."""
+    repeats, head_counts = (
+        make_repeated_sequences(model, seed=request.seed),
+        {layer.address: len(layer.head_ids) for layer in model.gathered_hook_points()},
+    )
+    sums = {layer: torch.zeros(3, n, dtype=torch.float64) for layer, n in head_counts.items()}
+    second_copy = range(repeats.second_copy.start, repeats.second_copy.stop)
 
-    values = np.random.default_rng(inputs.seed).random(len(model.spec.kv_head_addresses))
-    return dict(zip(model.spec.kv_head_addresses, values.tolist(), strict=True))
+    def on_call(call: AttentionCall, _first: int) -> None:
+        weights = attention_weight_rows(
+            at_least_float32(call.q), at_least_float32(call.k), call.params, second_copy
+        )  # (B, H, m, S)
+        for index, offset in enumerate((repeats.length - 1, repeats.length)):
+            diagonal = weights.diagonal(second_copy.start - offset, -2, -1)[..., : len(second_copy)]  # (B, H, m)
+            sums[call.hook_point.address][index] += diagonal.mean((0, 2)).double().cpu()
+
+    if repeats.length:
+        with eval_mode(model), listen_at_hook_points(model.gathered_hook_points(), on_call):
+            model(repeats.repeated, hidden=True)
+    needles = make_needle_texts(model, request.corpus, request.seed)
+    copied = 0
+    for index, needle in enumerate(needles):
+        target_of_row = {row: target for row, target in enumerate(needle.copy_source_positions) if target >= 0}
+        hits_by_layer: dict[LayerAddress, Tensor] = {}
+
+        def on_needle_call(
+            call: AttentionCall, _first: int, target_of_row=target_of_row, hits_by_layer=hits_by_layer
+        ) -> None:
+            needle_weights = call.map_rows(list(target_of_row))  # (1, H, rows, S)
+            targets = torch.tensor(list(target_of_row.values()), device=needle_weights.device)
+            hits_by_layer[call.hook_point.address] = (
+                (needle_weights[0].argmax(-1) == targets).double().cpu()
+            )  # (H, rows)
+
+        ids = torch.tensor([needle.ids], device=model.device)
+        with eval_mode(model), listen_at_hook_points(model.gathered_hook_points(), on_needle_call):
+            predicted = model(ids)[0].argmax(-1)  # (T,)
+        correct = torch.tensor(
+            [int(predicted[row]) == needle.ids[row + 1] for row in target_of_row], dtype=torch.float64
+        )
+        copied += int(correct.sum())
+        for layer, hits in hits_by_layer.items():
+            sums[layer][2] += (hits * correct).sum(-1)
+        _report_progress(progress, "needles", index + 1, len(needles))
+    means = {
+        layer: torch.stack((layer_sums[0], layer_sums[1], layer_sums[2] / max(1, copied))).amax(0)
+        for layer, layer_sums in sums.items()
+    }
+    return _reduce_per_kv_head(model, means, torch.amax)
+
+
+def _rank_randomly(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
+    values = np.random.default_rng(request.seed).random(len(model.spec.cached_kv_head_addresses))
+    return dict(zip(model.spec.cached_kv_head_addresses, values.tolist(), strict=True))
 
 
 STREAM_RANKERS = {
@@ -115,91 +371,91 @@ def get_stream_ranker(ranking: str) -> StreamRanker:
 
 
 def select_streaming_heads(
-    model: Transformer,
-    fraction: float,
-    policy: CachePolicy,
-    ranking: str,
-    corpus: Any,
-    max_length: int | None,
-    seed: int,
-    gate_steps: int,
-    rounds: int,
-    protected_fraction: float,
-    progress: "Progress | None",
+    model: Transformer, request: StreamingRequest, progress: Progress | None
 ) -> tuple[tuple[Address, ...], Scores, str]:
     """The key heads that stream, every key head's score, and the corpus as a plan tells it."""
-    ranker = get_stream_ranker(ranking)
-    model.check_native(
-        "key heads are chosen in headwise's own decoders; else name them: plan_pruning(model, cache={…})"
-    )
-    if model.spec.kind != "decoder":
-        raise HeadwiseError(
-            "key heads are chosen in headwise's own decoders; else name them: plan_pruning(model, cache={…})."
-        )
-    if model.spec.cache:
-        raise HeadwiseError("this model's key heads keep less already; choose in the model it came from.")
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-        raise HeadwiseError(f"fraction is the part of the key heads that stream, from 0 to 1; got {fraction!r}.")
-    if ranker.needs_corpus and corpus is None:
-        raise HeadwiseError(f"ranking by {ranking} asks the model, so it needs a text: give corpus=….")
-    assert policy.window is not None
-    max_length = min(1024, model.spec.context) if max_length is None else max_length
-    if ranker.needs_corpus and max_length <= policy.sink_tokens + policy.window:
-        raise HeadwiseError(
-            f"texts of {max_length} tokens are all within {policy.sink_tokens} + {policy.window}, so nothing is forgotten; "
-            f"give a larger max_length=…, or a smaller window=…."
-        )
-    if type(rounds) is not int or rounds < 1:
-        raise HeadwiseError(f"key heads are chosen in rounds, 1 or more; got {rounds!r}.")
-    if rounds > 1 and not ranker.supports_rounds:
-        round_rankers = " | ".join(name for name, entry in STREAM_RANKERS.items() if entry.supports_rounds)
-        raise HeadwiseError(f"{ranking} ranks all key heads at once, so rounds say nothing; choose by {round_rankers}.")
-    if (
-        isinstance(protected_fraction, bool)
-        or not isinstance(protected_fraction, int | float)
-        or not 0 <= protected_fraction <= 1 - fraction
-    ):
-        raise HeadwiseError(
-            f"protected_fraction is the part of the key heads that never stream, at most {1 - fraction:g}; "
-            f"got {protected_fraction!r}."
-        )
-    ranking_corpus = Corpus.of(corpus) if ranker.needs_corpus else None
-    inputs = StreamRankingInput(ranking_corpus, fraction, policy, max_length, seed, gate_steps, progress)
-    selected, scores = _select_in_rounds(
-        model, ranker, inputs, rounds, _protected_heads(model, inputs, protected_fraction)
-    )
-    corpus_name = "" if ranking_corpus is None else f"{ranking_corpus.name} ({ranking_corpus.fingerprint[:12]})"
-    return tuple(head for head in model.spec.kv_head_addresses if head in selected), scores, corpus_name
+    request = request.resolve(model)
+    selected, scores = _select_in_rounds(model, request, _protected_heads(model, request, progress), progress)
+    corpus_name = "" if request.corpus is None else request.corpus.description
+    return tuple(head for head in model.spec.cached_kv_head_addresses if head in selected), scores, corpus_name
 
 
-def _protected_heads(model: Transformer, inputs: StreamRankingInput, protected_fraction: float) -> set[Address]:
+def _protected_heads(model: Transformer, request: StreamingRequest, progress: Progress | None) -> set[Address]:
     """The share of key heads that find most of what is repeated, however little they seem to matter on the texts asked."""
-    heads = model.spec.kv_head_addresses
-    count = round(protected_fraction * len(heads))
+    heads = model.spec.cached_kv_head_addresses
+    count = round(request.protected_fraction * len(heads))
     if not count:
         return set()
-    scores = _rank_by_role(model, inputs)
+    scores = _rank_by_role(model, request, progress)
     return set(sorted(heads, key=lambda head: scores[head], reverse=True)[:count])
 
 
 def _select_in_rounds(
-    model: Transformer, ranker: StreamRanker, inputs: StreamRankingInput, rounds: int, protected: set[Address]
+    model: Transformer, request: StreamingRequest, protected: set[Address], progress: Progress | None
 ) -> tuple[set[Address], Scores]:
     """A few key heads at a time; the others are then asked about again, with those streaming. Those spared stay whole.
 
     Nobody's score is told as less than that of a head chosen in an earlier round, so scores stay in the order of the choice.
     """
-    heads, selected, scores, min_score = model.spec.kv_head_addresses, set[Address](), Scores(), -math.inf
+    heads, selected, scores, min_score = model.spec.cached_kv_head_addresses, set[Address](), Scores(), -math.inf
+    ranker, rounds = get_stream_ranker(request.ranking), request.rounds
     for round_number in range(rounds):
-        with streaming(model, tuple(selected), inputs.policy):
-            round_scores = ranker.rank(model, inputs)
+        with streaming(model, tuple(selected), request.policy):
+            round_scores = ranker.rank(model, request, progress)
         scores |= {head: max(round_scores[head], min_score) for head in heads if head not in selected}
         candidates = sorted(
             (head for head in heads if head not in selected | protected), key=lambda head: round_scores[head]
         )
-        selected |= set(candidates[: round(inputs.fraction * len(heads) * (round_number + 1) / rounds) - len(selected)])
+        selected |= set(
+            candidates[: round(request.fraction * len(heads) * (round_number + 1) / rounds) - len(selected)]
+        )
         min_score = math.nextafter(max((scores[head] for head in selected), default=-math.inf), math.inf)
     return selected, scores
+
+
+def _long_texts(model: Transformer, request: StreamingRequest) -> list[Tensor]:
+    """Texts long enough that something is forgotten: (1, T) each."""
+    corpus = TokenizedCorpus.of(model, request.corpus, request.max_length)
+    texts = [
+        torch.tensor([sample.ids], device=model.device)
+        for sample in corpus
+        if len(sample.ids) > request.retained_tokens + 1
+    ]
+    if not texts:
+        raise HeadwiseError(
+            f"no text is longer than the {request.retained_tokens} tokens that are kept, so nothing is forgotten; "
+            "give longer ones."
+        )
+    return texts
+
+
+def _loss_after(model: Transformer, x: Tensor, ids: Tensor, retained_tokens: int) -> float:
+    """The summed loss of the tokens that come after something was forgotten."""
+    x = x if model.norm is None else model.norm(x)
+    assert model.output is not None
+    return model.output.cross_entropy(x[0, retained_tokens:-1], ids[0, retained_tokens + 1 :], total=1).item()
+
+
+def _reduce_per_kv_head(
+    model: Transformer, values: dict[LayerAddress, Tensor], reduce: Callable[[Tensor], Tensor]
+) -> Scores:
+    """Values of heads, (H,) for each layer, brought together over the heads that share keys."""
+    scores: Scores = {}
+    for head in model.spec.cached_kv_head_addresses:
+        layer = model.spec.attention_at(head.layer_address)
+        scores[head] = float(reduce(values[head.layer_address][_query_heads_of(layer, head)]))
+    return scores
+
+
+def _query_heads_of(layer: AttentionSpec, head: Address) -> list[int]:
+    """The heads that read a key head's keys, by where they stand."""
+    kv_index = layer.kv_head_ids.index(head.head)
+    return [i for i, kv_of in enumerate(layer.kv_of_head) if kv_of == kv_index]
+
+
+def _report_progress(progress: Progress | None, label: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(label, done, total)
 
 
 @contextmanager

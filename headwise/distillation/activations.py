@@ -59,7 +59,7 @@ class ActivationCapture:
         return activations
 
 
-def main_stack(model: ModelProtocol) -> str:
+def main_stack_name(model: ModelProtocol) -> str:
     """The stack whose states become logits."""
     return "dec" if model.spec.kind == "encoder-decoder" else ""
 
@@ -70,7 +70,7 @@ def blocks_by_layer(model: ModelProtocol) -> dict[int, nn.Module]:
     blocks: dict[int, nn.Module] = {}
     modules = {name: module_part for module_part, name in names.items()}
     for layer in model.attention_layers():
-        if layer.hook_point.address.stack == main_stack(model):
+        if layer.hook_point.address.stack == main_stack_name(model):
             module = getattr(layer, "module", layer)
             name = re.match(r"(?:.*?\.)?\d+(?=\.)", names[module])
             if name is not None:

@@ -11,7 +11,7 @@ BLOCK_ROWS = 128  # queries in a block
 RowScores = Callable[[range], Tensor]  # rows → scores (B, H, R, S), −inf where nothing is seen
 
 
-def attention_kl(student: RowScores, teacher: RowScores, row_mask: Tensor) -> Tensor:
+def attention_kl(student_scores_fn: RowScores, teacher_scores_fn: RowScores, row_mask: Tensor) -> Tensor:
     """The mean over real rows and heads of KL(teacher's row ‖ student's row), in nats: row_mask (B, T) → ().
 
     Both are distributions over the keys that the student sees.
@@ -20,7 +20,7 @@ def attention_kl(student: RowScores, teacher: RowScores, row_mask: Tensor) -> Te
     total = torch.zeros((), device=row_mask.device)
     for start in range(0, T, BLOCK_ROWS):
         rows = range(start, min(start + BLOCK_ROWS, T))
-        arguments = (student, teacher, rows, row_mask[:, rows.start : rows.stop])
+        arguments = (student_scores_fn, teacher_scores_fn, rows, row_mask[:, rows.start : rows.stop])
         if torch.is_grad_enabled() and T > BLOCK_ROWS:
             total = total + checkpoint(_block_kl, *arguments, use_reentrant=False)  # pyright: ignore[reportOperatorIssue]
         else:

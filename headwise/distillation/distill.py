@@ -19,13 +19,13 @@ from headwise.distillation.head_pairs import (
 from headwise.distillation.teacher_logits_cache import TeacherLogitsCache
 from headwise.errors import HeadwiseError, suggest_names
 from headwise.model import ModelProtocol, Transformer
+from headwise.model.weights_digest import weights_digest
 from headwise.progress import Progress
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
-from headwise.training.language_loss import MakeLoss
 from headwise.training.loop import TrainCallback, TrainResult, run_request
 from headwise.training.recipe import Recipe
-from headwise.training.run_setup import weights_digest
+from headwise.training.train_loss import MakeLoss
 from headwise.training.train_request import TrainRequest
 
 DEFAULT_TOP_K = 64  # logits of each token that are kept, where any are

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.distillation.activations import Activations, main_stack
+from headwise.distillation.activations import Activations, main_stack_name
 from headwise.distillation.attention_kl import attention_kl
 from headwise.errors import HeadwiseError
 from headwise.heads.hook_point import AttentionCall
@@ -218,7 +218,7 @@ def _layer_address(model: ModelProtocol, layer: int, owner: str) -> LayerAddress
     addresses = [
         hook_point.address
         for hook_point in model.gathered_hook_points()
-        if hook_point.address.stack == main_stack(model) and hook_point.head_ids
+        if hook_point.address.stack == main_stack_name(model) and hook_point.head_ids
     ]
     layer_index = layer if layer >= 0 else model.spec.layers + layer
     for address in addresses:

@@ -15,7 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.loss import IGNORE_INDEX
 from headwise.training.batch_samplers import TrainBatch
-from headwise.training.language_loss import TrainLoss
+from headwise.training.train_loss import TrainLoss
 
 
 class DistillationLoss(TrainLoss):

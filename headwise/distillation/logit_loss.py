@@ -43,9 +43,9 @@ def logits_of(model: ModelProtocol, states: Tensor) -> Tensor:
         return model.output(states.to(weight_dtype)).float()
 
 
-def sum_over_chunks(chunk: Callable[..., LossSums], size: int, *tensors: Tensor) -> LossSums:
+def sum_over_chunks(chunk: Callable[..., LossSums], chunk_size: int, *tensors: Tensor) -> LossSums:
     """A function of tokens, some at a time."""
-    parts = list(zip(*(values.split(max(1, size)) for values in tensors), strict=True))
+    parts = list(zip(*(values.split(max(1, chunk_size)) for values in tensors), strict=True))
     if len(parts) == 1:
         return chunk(*parts[0])
     sums = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]

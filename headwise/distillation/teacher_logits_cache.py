@@ -59,7 +59,7 @@ class TeacherLogitsCache:
         if path.is_file():
             stored = {name: value.to(tensors[0].device) for name, value in load_file(path).items()}
             return TopLogits(stored["log_probs"], stored["ids"].long(), stored["rest_log_prob"])
-        computed = top_k_logits(compute_logits(), self.k, self.temperature)
+        computed = top_k_log_probs(compute_logits(), self.k, self.temperature)
         write_atomic(
             path,
             save(
@@ -73,10 +73,10 @@ class TeacherLogitsCache:
         return computed
 
 
-def top_k_logits(logits: Tensor, k: int, temperature: float) -> TopLogits:
+def top_k_log_probs(logits: Tensor, k: int, temperature: float) -> TopLogits:
     """(n, V) → the k largest of each token.
 
-    >>> top_logits = top_k_logits(torch.tensor([[0.0, 0.0, 0.0, 0.0]]), k=2, temperature=1.0)
+    >>> top_logits = top_k_log_probs(torch.tensor([[0.0, 0.0, 0.0, 0.0]]), k=2, temperature=1.0)
     >>> top_logits.log_probs.exp().tolist(), round(float(top_logits.rest_log_prob.exp()), 3)
     ([[0.25, 0.25]], 0.5)
     """

@@ -1,13 +1,23 @@
-"""Several processes: process groups, head parallelism, executors."""
+"""Several processes: process groups, head parallelism, FSDP, sharded checkpoints, cost estimates, executors."""
 
 from typing import TYPE_CHECKING
 
-from headwise.lazy_import import lazy_names
+from headwise.lazy_import import make_lazy_getattr
 
 if TYPE_CHECKING:
-    from headwise.distributed.head_parallel import shard
+    from headwise.distributed.job_executors import check_executor, run_in_subprocess, run_jobs_as_completed
+    from headwise.distributed.model_shard import shard
+    from headwise.distributed.parallel_cost import layout
     from headwise.distributed.process_group import ProcessGroup
 
-__all__ = ["ProcessGroup", "shard"]
+__all__ = ["ProcessGroup", "check_executor", "layout", "run_in_subprocess", "run_jobs_as_completed", "shard"]
 
-__getattr__ = lazy_names(__name__, {"head_parallel": ["shard"], "process_group": ["ProcessGroup"]})
+__getattr__ = make_lazy_getattr(
+    __name__,
+    {
+        "job_executors": ["check_executor", "run_in_subprocess", "run_jobs_as_completed"],
+        "model_shard": ["shard"],
+        "parallel_cost": ["layout"],
+        "process_group": ["ProcessGroup"],
+    },
+)

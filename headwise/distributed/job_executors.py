@@ -39,7 +39,7 @@ KILLED_MESSAGE = (
 _job_lock = threading.Lock()  # threads of one worker would share torch's random numbers
 
 
-def run_jobs(
+def run_jobs_as_completed(
     function: Callable[..., Any],
     jobs: Sequence[tuple],
     processes: int | None = None,
@@ -72,6 +72,15 @@ def run_jobs(
             if isinstance(pool, IsolatedProcessPool):
                 pool.stop(GRACE_SECONDS if isinstance(error, KeyboardInterrupt) else 0)
             raise
+
+
+def run_in_subprocess(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of some module in a fresh process with all threads, for example to measure its memory."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *args).result()
+        except BrokenExecutor:
+            raise HeadwiseError(KILLED_MESSAGE) from None
 
 
 def check_executor(executor: "Executor | str | None") -> None:

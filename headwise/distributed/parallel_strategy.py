@@ -16,16 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from headwise.distributed.head_parallel import HEADS_AXIS, partitions_on_mesh
+from headwise.distributed.head_partition import HeadPartition
+from headwise.distributed.model_shard import HEADS_AXIS, ShardedTransformer, partitions_and_collectives, shard_of
 from headwise.distributed.process_group import ProcessGroup
+from headwise.distributed.shard_axes import shard_axis_of
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
-from headwise.model.shard import ShardedTransformer, shard_of
-from headwise.model.shard_axes import shard_axis_of
 from headwise.model.transformer import Transformer
 
 DATA_AXIS = "data"
-PARALLEL_STRATEGIES = ("ddp", "fsdp", "heads", "fsdp+heads")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +69,7 @@ class ParallelStrategy:
         if self.mesh is None:
             return model
         if "heads" in self.kind and not model.is_sharded:
-            partitions, collectives = partitions_on_mesh(self.mesh, model.spec)
+            partitions, collectives = partitions_and_collectives(self.mesh, model.spec)
             model = shard_of(model, partitions, collectives)
         return model.to(self.process_group.device)
 
@@ -142,15 +141,13 @@ def _unique_rows(model: ShardedTransformer, name: str, rows: int) -> Tensor | No
         layer = model.get_submodule(layer_name)
         assert isinstance(layer, MultiHeadAttention)
         partition = layer.partition
-        if partition is None or not partition.has_replicated_kv:
+        assert isinstance(partition, HeadPartition)
+        if not partition.has_replicated_kv:
             return None
         row_masks = []
         for projection in parameter_name.rpartition("_")[0]:
             heads, channels = layer.qkv.sizes[projection]
-            is_first_holder = [
-                not any(kv_head in kv_indices for kv_indices in partition.kv_indices[: partition.collectives.rank])
-                for kv_head in partition.own_kv_heads
-            ]
+            is_first_holder = [partition.is_first_holder(kv_index) for kv_index in partition.own_kv_heads]
             row_masks += [
                 torch.tensor(is_first_holder if projection != "q" else [True] * heads).repeat_interleave(channels)
             ]
@@ -160,7 +157,7 @@ def _unique_rows(model: ShardedTransformer, name: str, rows: int) -> Tensor | No
 
 
 def local_tensor(value: Tensor) -> Tensor:
-    """What of a tensor is in this process."""
+    """Return the part of a tensor that this process holds."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 

@@ -91,7 +91,7 @@ class Claim:
     extra_key: Callable[[], str] = str  # what else decides its figures, as what is installed
     version: int = 1  # of `measure`: raised when it gives other figures, as said in versions.py
 
-    def decide(self, statistics: StatisticTable) -> tuple[StatisticTable, Verdict]:
+    def correct_and_judge(self, statistics: StatisticTable) -> tuple[StatisticTable, Verdict]:
         """The figures with the intervals the rule looks at made to hold together, and what it says of them."""
         corrected = statistics.bonferroni(self.judged(statistics))
         return corrected, self.judge(corrected)

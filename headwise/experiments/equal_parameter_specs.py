@@ -12,14 +12,14 @@ LAYERS = 6  # of the lab's deeper model
 STEP_FRACTION = 0.6  # of the usual steps, since a layer costs as much as in the usual model
 
 
-def equal_parameter_specs(spec: ModelSpec) -> tuple[ModelSpec, ModelSpec]:
+def reduce_layers_or_heads(spec: ModelSpec) -> tuple[ModelSpec, ModelSpec]:
     """One block less, and as many parameters less by fewer heads in every layer, each head as wide as before.
 
     The second is the number of heads that comes closest; `.parameters` of both tell how close.
 
     >>> from headwise.spec import AttentionSpec
     >>> spec = ModelSpec(vocab=100, context=16, layers=6, attention=AttentionSpec(width=64, heads=8))
-    >>> fewer_layers, fewer_heads = equal_parameter_specs(spec)
+    >>> fewer_layers, fewer_heads = reduce_layers_or_heads(spec)
     >>> fewer_layers.layers, fewer_heads.attention.heads, fewer_heads.attention.head_dim
     (5, 4, 8)
     >>> spec.num_parameters - fewer_layers.num_parameters, spec.num_parameters - fewer_heads.num_parameters
@@ -40,7 +40,7 @@ def equal_parameter_specs(spec: ModelSpec) -> tuple[ModelSpec, ModelSpec]:
     return shallow, narrow
 
 
-def deep_experiment(experiment: ExperimentContext) -> ExperimentContext:
+def make_deep_experiment(experiment: ExperimentContext) -> ExperimentContext:
     """The lab whose usual model has six layers and is trained for fewer steps: for what is asked of early and late layers."""
     return replace(
         experiment,

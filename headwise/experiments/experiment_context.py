@@ -6,11 +6,10 @@ from typing import Any
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.train_model import train_or_load
-from headwise.spec import AttentionSpec, ModelSpec
-from headwise.spec.json_spec import JSONSpec
-from headwise.text.corpus import Corpus
-from headwise.text.synthetic.vocabulary import VOCABULARY
-from headwise.training.recipe import Recipe
+from headwise.spec import AttentionSpec, JSONSpec, ModelSpec
+from headwise.text import Corpus
+from headwise.text.synthetic import VOCABULARY
+from headwise.training import Recipe
 
 QUICK_SEEDS, FULL_SEEDS = 1, 3  # how many seeds
 EXPLORED_SEEDS = range(10)  # seeds that were looked at while rules were made: verdicts on them are for exploring

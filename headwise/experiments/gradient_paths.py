@@ -49,7 +49,7 @@ def head_branches(model: ModelProtocol, layer: Any, ids: Tensor) -> BranchedFunc
         kv_of_head = layer.spec.kv_of_head
         views = [[W_O] for W_O in layer.hook_point.W_O]  # (e, D) each
         for projection, indices in (("q", range(len(kv_of_head))), ("k", kv_of_head), ("v", kv_of_head)):
-            for tensor in (layer.qkv.weight(projection), layer.qkv.bias(projection)):
+            for tensor in (layer.qkv.weight_by_head(projection), layer.qkv.bias_by_head(projection)):
                 for head_views, index in zip(views, indices, strict=True):
                     head_views += [] if tensor is None else [tensor[index]]
         return views
@@ -85,7 +85,7 @@ def convolution_branches(channels: int, branches: int, tokens: int, seed: int = 
     return BranchedFunction(run, [grouped.weight, mix.weight], branch_weights, 1)
 
 
-def compare_branches(branches: BranchedFunction, seed: int = 0) -> dict[str, float]:
+def measure_gradient_independence(branches: BranchedFunction, seed: int = 0) -> dict[str, float]:
     """What the sum of the branches' Jacobians leaves of the whole's, how far a branch's own gradient moves when the others
     are drawn anew (with the gradient from above fixed, and through a squared loss), and the share of channels it reads.
     """

@@ -9,19 +9,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.distributed.job_executors import check_executor, run_jobs
+from headwise.distributed import check_executor, run_jobs_as_completed
 from headwise.errors import HeadwiseError
 from headwise.experiments.engine.declared_code_versions import version_string
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import Statistic
 from headwise.experiments.engine.training_pool import train_all
-from headwise.experiments.equal_parameter_specs import equal_parameter_specs
+from headwise.experiments.equal_parameter_specs import reduce_layers_or_heads
 from headwise.experiments.experiment_context import SYNTHETIC_VOCAB_SIZE, default_config, default_recipe
 from headwise.experiments.head_diversity import head_diversity
 from headwise.progress import Progress
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.text.corpus import Corpus
+from headwise.text import Corpus
 
 MIN_CONTEXT = 128  # context that holds every document of the synthetic language
 HELD_OUT_DOCUMENTS = 100  # held out, on which the maps of heads are compared
@@ -109,7 +109,7 @@ def depth_vs_heads_sweep(
     """
     attention = AttentionSpec(width=width, heads=heads)
     full = ModelSpec(vocab=SYNTHETIC_VOCAB_SIZE, context=context, layers=layers, attention=attention)
-    shallow, narrow = equal_parameter_specs(full)
+    shallow, narrow = reduce_layers_or_heads(full)
     specs = {"whole": full, "fewer layers": shallow, "fewer heads": narrow}
     return compare_specs(specs, "what is cut, in parameters", **training)
 
@@ -220,7 +220,9 @@ def _measure_diversities(
             progress("comparing heads", sum(values is not None for values in results.values()), len(results))
 
     jobs = [(run.config.to_json(), str(store.folder)) for run in pending]
-    for index, values in run_jobs(_diversity, jobs, processes, report_progress, executor=executor, folder=store.folder):
+    for index, values in run_jobs_as_completed(
+        _diversity, jobs, processes, report_progress, executor=executor, folder=store.folder
+    ):
         name = pending[index].folder.name
         results[name] = values
         store.save_result("diversity", f"{name}-{version}", values)

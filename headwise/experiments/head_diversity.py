@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.similarity.compare_heads import compare_heads
+from headwise.analysis import compare_heads
 from headwise.model import Transformer
 
 ROWS = 256  # of text, on which maps are compared

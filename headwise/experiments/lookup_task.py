@@ -63,7 +63,7 @@ class LookupModel(nn.Module):
         return self.readout(hidden).unflatten(-1, (len(self.task.offsets), -1))
 
 
-def learn_lookups(
+def train_and_evaluate_lookups(
     heads: int,
     task: OffsetLookupTask | None = None,
     *,
@@ -74,7 +74,7 @@ def learn_lookups(
 ) -> tuple[float, float]:
     """Train a reader and test it: the share of look-ups it gets right, and of places where it gets all of them right.
 
-    >>> share, every = learn_lookups(2, OffsetLookupTask((1,), symbols=3, length=4), width=8, steps=5)
+    >>> share, every = train_and_evaluate_lookups(2, OffsetLookupTask((1,), symbols=3, length=4), width=8, steps=5)
     >>> share == every
     True
     """
@@ -92,11 +92,11 @@ def learn_lookups(
         loss.backward()
         optimizer.step()
         schedule.step()
-    return lookup_accuracy(model, task.sample(TEST_ROWS, generator))
+    return lookup_accuracies(model, task.sample(TEST_ROWS, generator))
 
 
 @torch.no_grad()
-def lookup_accuracy(model: LookupModel, ids: Tensor) -> tuple[float, float]:
+def lookup_accuracies(model: LookupModel, ids: Tensor) -> tuple[float, float]:
     """The share of look-ups a reader gets right, and of places where it gets all of them right."""
     correct = model(ids).argmax(-1) == model.task.targets(ids)  # (B, T − furthest, k)
     return float(correct.float().mean()), float(correct.all(-1).float().mean())

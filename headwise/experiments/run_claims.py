@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.distributed.job_executors import check_executor, run_jobs
+from headwise.distributed import check_executor, run_jobs_as_completed
 from headwise.errors import HeadwiseError
 from headwise.experiments.claim import Claim, Verdict
 from headwise.experiments.engine.declared_code_versions import version_string
@@ -158,7 +158,7 @@ def _measure_all(
         )
         for claim in parallel_claims
     ]
-    for index, rows in run_jobs(
+    for index, rows in run_jobs_as_completed(
         _measure, jobs, processes, report_progress, executor=executor, folder=experiment.store.folder
     ):
         results[parallel_claims[index].name] = StatisticTable.from_rows(rows)
@@ -185,7 +185,7 @@ def _apply_rule(
     claim: Claim, statistics: StatisticTable, seeds: tuple[int, ...], model_name: str = "", rerun_command: str = ""
 ) -> ClaimResult:
     """The verdict is drawn anew each time: a rule is not a measurement."""
-    return ClaimResult(claim, *claim.decide(statistics), seeds, model_name, rerun_command)
+    return ClaimResult(claim, *claim.correct_and_judge(statistics), seeds, model_name, rerun_command)
 
 
 def _result_key(claim: Claim, experiment: ExperimentContext) -> str:

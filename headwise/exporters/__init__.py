@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from headwise.lazy_import import lazy_names
+from headwise.lazy_import import make_lazy_getattr
 
 if TYPE_CHECKING:
     from headwise.exporters.export_targets import export
 
 __all__ = ["export"]
 
-__getattr__ = lazy_names(__name__, {"export_targets": __all__})
+__getattr__ = make_lazy_getattr(__name__, {"export_targets": __all__})

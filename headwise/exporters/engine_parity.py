@@ -67,7 +67,7 @@ class EncoderParityReport:
         )
 
 
-def banned_token_ids(model: ModelProtocol) -> tuple[int, ...]:
+def end_token_ids(model: ModelProtocol) -> tuple[int, ...]:
     """The tokens an engine is told not to write, so that no text ends early."""
     tokenizer = model.tokenizer
     if tokenizer is None:
@@ -102,7 +102,7 @@ def compare_generated(
 ) -> ParityReport:
     """Our log-probabilities behind each prompt and what the engine wrote, beside its own. It was told never to end."""
     max_difference, diverged, ties, tokens, values = 0.0, 0, 0, 0, 0
-    banned = list(banned_token_ids(model))
+    banned = list(end_token_ids(model))
     with eval_mode(model):
         for prompt, steps in zip(prompts, answers, strict=True):
             ids = [*prompt, *(step.id for step in steps)]

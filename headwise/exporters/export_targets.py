@@ -11,9 +11,9 @@ from headwise.errors import HeadwiseError, suggest_names
 from headwise.exporters.engine_parity import (
     EncoderParityReport,
     ParityReport,
-    banned_token_ids,
     compare_generated,
     compare_hidden_states,
+    end_token_ids,
 )
 from headwise.io.atomic_write import atomic_file
 from headwise.model import ModelProtocol
@@ -51,10 +51,8 @@ class ExportResult:
 
 @dataclass(frozen=True)
 class ExportTarget:
-    """An engine: what it takes, what becomes of cut heads there, how a model is written for it and run in it."""
+    """An engine: how a model is written for it and checked in it."""
 
-    supported_models: str
-    pruned_heads_note: str
     write: Callable[..., tuple[str, ...]]
     check: Callable[[ModelProtocol, Path, Sequence[Sequence[int]]], ParityReport | EncoderParityReport]
     engine: str  # the package that runs it
@@ -170,13 +168,13 @@ def _write_torch(model: Any, path: Path) -> tuple[str, ...]:
 def _check_transformers(
     model: ModelProtocol, path: Path, prompts: Sequence[Sequence[int]]
 ) -> ParityReport | EncoderParityReport:
-    from headwise.exporters import transformers_engine as engine
+    from headwise.exporters import transformers_runner as engine
 
     if model.spec.kind == "encoder":
         return compare_hidden_states(
             model, prompts, engine.hidden_states(path, prompts, logits=model.output is not None)
         )
-    return compare_generated(model, prompts, engine.generate(path, prompts, CHECK_TOKENS, banned_token_ids(model)))
+    return compare_generated(model, prompts, engine.generate(path, prompts, CHECK_TOKENS, end_token_ids(model)))
 
 
 def _check_llama_cpp(
@@ -196,7 +194,7 @@ def _check_onnxruntime(
 
     if model.spec.kind == "encoder":
         return compare_hidden_states(model, prompts, engine.hidden_states(path, prompts))
-    return compare_generated(model, prompts, engine.generate(path, prompts, CHECK_TOKENS, banned_token_ids(model)))
+    return compare_generated(model, prompts, engine.generate(path, prompts, CHECK_TOKENS, end_token_ids(model)))
 
 
 def _check_torch(
@@ -206,18 +204,12 @@ def _check_torch(
 
     if model.spec.kind == "encoder":
         return compare_hidden_states(model, prompts, engine.hidden_states(path, prompts))
-    return compare_generated(model, prompts, engine.generate(path, prompts, CHECK_TOKENS, banned_token_ids(model)))
+    return compare_generated(model, prompts, engine.generate(path, prompts, CHECK_TOKENS, end_token_ids(model)))
 
 
 TARGETS: dict[str, ExportTarget] = {
-    "transformers": ExportTarget(
-        "GPT-2, GPT-Neo, BERT and Llama families", "zeros, in the full shape", _write_transformers, _check_transformers,
-        "transformers", "attach",
-    ),
-    "gguf": ExportTarget(
-        "Llama, GPT-2 and BERT families", "gone from Llamas: heads are counted by layer; zeros in GPT-2 and BERT",
-        _write_gguf, _check_llama_cpp, "xllamacpp", "deploy",
-    ),
-    "onnx": ExportTarget("decoders and encoders", "gone", _write_onnx, _check_onnxruntime, "onnxruntime", "deploy"),
-    "torch": ExportTarget("decoders and encoders", "gone", _write_torch, _check_torch, "torch", None),
-}  # fmt: skip
+    "transformers": ExportTarget(_write_transformers, _check_transformers, "transformers", "attach"),
+    "gguf": ExportTarget(_write_gguf, _check_llama_cpp, "xllamacpp", "deploy"),
+    "onnx": ExportTarget(_write_onnx, _check_onnxruntime, "onnxruntime", "deploy"),
+    "torch": ExportTarget(_write_torch, _check_torch, "torch", None),
+}

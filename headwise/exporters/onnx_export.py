@@ -10,8 +10,8 @@ from typing import Any
 
 from headwise.errors import HeadwiseError
 from headwise.exporters.engine_parity import greedy_decode
-from headwise.exporters.export_modules import bypass_empty_layers, check_exportable, export_graphs
 from headwise.exporters.llama_cpp import EngineToken
+from headwise.exporters.traceable_modules import bypass_empty_layers, check_exportable, export_graphs
 from headwise.io.atomic_write import EXPORT_MARKER, atomic_folder
 
 OPSET = 23  # the first with the operator Attention

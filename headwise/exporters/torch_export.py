@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.exporters.engine_parity import greedy_decode
-from headwise.exporters.export_modules import EncoderModule, bypass_empty_layers, check_exportable
 from headwise.exporters.llama_cpp import EngineToken
+from headwise.exporters.traceable_modules import EncoderModule, bypass_empty_layers, check_exportable
 from headwise.model import Transformer
 
 SPEC_FILE = "headwise.json"  # a file inside, with our spec

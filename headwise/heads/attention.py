@@ -7,31 +7,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from headwise.cache import NO_CACHE, LayerCache
+from headwise.cache.per_head_cache import fake_quantize_kv, streaming_mask
 from headwise.errors import HeadwiseError, suggest_names
-from headwise.heads.build_score_params import and_masks, layer_score_params
-from headwise.heads.head import Heads
+from headwise.heads.collectives_protocol import HeadPartitionProtocol
+from headwise.heads.head import AttentionLayerProtocol, Heads
 from headwise.heads.head_dropout import HeadDropout
-from headwise.heads.head_groups import CacheStepContext
-from headwise.heads.hook_point import HookPoint, apply_gate
+from headwise.heads.hook_point import HOOKS, HookPoint, apply_gate
 from headwise.heads.initialize_weights import initialize
-from headwise.heads.layer_cache import CrossAttentionCache, LayerCache, SharedKVCache, SlidingWindowCache
-from headwise.heads.per_head_cache import PerHeadCache, fake_quantize_kv
 from headwise.heads.per_head_output import PerHeadOutput
 from headwise.heads.projections import QKVProjection, make_output_projection
-from headwise.heads.tensor_parallel import GatheredLayer, HeadPartition, sharded_score_params
 from headwise.kernels import (
     BACKENDS,
+    POSITION_BIASES,
     Bias,
+    CausalMask,
     KernelChoice,
     Mask,
     RotaryTable,
     ScoreParams,
+    ScoreRequest,
     attention_weights,
-    choose_kernel,
-    run_kernel,
+    default_score_params,
+    make_kernel_choice,
+    make_score_params,
     window,
 )
-from headwise.spec import AttentionSpec, CachePolicy, LayerAddress
+from headwise.kernels.masks import and_masks
+from headwise.spec import AttentionSpec, LayerAddress
 
 if TYPE_CHECKING:
     from headwise.heads.torch_mha_replacement import TorchAttention
@@ -73,8 +76,8 @@ class MultiHeadAttention(nn.Module):
         self.position_bias = nn.Parameter(torch.empty(present, position_parameters)) if position_parameters else None
         self.head_dropout = HeadDropout(spec.head_dropout, spec.head_dropout_schedule)
         self.hook_point = HookPoint(address, spec.head_ids, self.output_projection, spec.window)
-        self.partition: HeadPartition | None = None  # where other processes hold heads of this layer too
-        self._gathered: GatheredLayer | None = None
+        self.partition: HeadPartitionProtocol | None = None  # set if other processes hold heads of this layer too
+        self._gathered: AttentionLayerProtocol | None = None
         initialize(self)
 
     def forward(
@@ -87,17 +90,26 @@ class MultiHeadAttention(nn.Module):
         gate: Tensor | None = None,
         positions: Tensor | RotaryTable | None = None,
         cache: LayerCache | None = None,
-        row_starts: Tensor | None = None,
+        request: ScoreRequest | None = None,
         **unknown: object,
     ) -> Tensor:
-        """(B, T, D) → (B, T, D). `source` (B, S, ·) makes it cross-attention; `gate` (H,) or (B, H) scales heads.
+        """Attend, then project to the residual stream: (B, T, D) → (B, T, D).
 
-        `row_starts` (B,) says where the text of each row begins, for heads that keep its first tokens; None: at the first.
+        Args:
+            x: (B, T, D).
+            source: (B, S, ·), for cross-attention.
+            mask: Keys that each query may attend to.
+            bias: Added to the scores.
+            gate: (H,) or (B, H): scales the outputs of heads.
+            positions: (T,), (B, T) or a table of rotary angles; default: from the length of the cache on.
+            cache: Keys and values of earlier tokens.
+            request: Mask and bias in one object that the layers of a model share, instead of `mask` and `bias`. It also
+                says where the text of each row starts.
         """
         if extra or unknown:
             raise _foreign_kwargs_error(len(extra), unknown)
         z = self.compute_z(
-            x, source, mask=mask, bias=bias, gate=gate, positions=positions, cache=cache, row_starts=row_starts
+            x, source, mask=mask, bias=bias, gate=gate, positions=positions, cache=cache, request=request
         )
         return self.output_projection(z)  # (B, H, T, e) → (B, T, D)
 
@@ -111,15 +123,16 @@ class MultiHeadAttention(nn.Module):
         gate: Tensor | None = None,
         positions: Tensor | RotaryTable | None = None,
         cache: LayerCache | None = None,
-        row_starts: Tensor | None = None,
+        request: ScoreRequest | None = None,
     ) -> Tensor:
-        """What each head found, before W_O: z, (B, H, T, e)."""
-        q, k, v, mask, bias = self._project(x, source, mask, bias, positions, cache)
-        if isinstance(cache, PerHeadCache):
-            return self._attend_per_head(q, k, v, mask, bias, gate, cache, row_starts)
-        spec = self._full_spec
-        policies = spec.cache_policies if spec.cache else ()  # () is for all heads that keep everything
-        return self._run_attention(q, k, v, self._score_params(q, k, v, mask, bias, policies, row_starts), gate)
+        """Compute the outputs of all heads before W_O: z, (B, H, T, e). The arguments are those of `forward`."""
+        if request is None:
+            request = ScoreRequest(mask, bias)
+        elif mask is not None or bias is not None:
+            raise HeadwiseError("request= holds the mask and the bias of a call. Leave mask= and bias= out.")
+        cache = NO_CACHE if cache is None else cache
+        q, k, v, request = self._project(x, source, request, positions, cache)
+        return self._attend(q, k, v, request, gate, cache)
 
     def attention_weights(
         self,
@@ -136,15 +149,15 @@ class MultiHeadAttention(nn.Module):
         >>> layer.attention_weights(torch.randn(3, 5, 8)).shape
         torch.Size([3, 2, 5, 5])
         """
-        q, k, v, mask, bias = self._project(x, source, mask, bias, positions, None)
-        return attention_weights(q, k, self._score_params(q, k, v, mask, bias, self._full_spec.cache_policies))
+        q, k, v, request = self._project(x, source, ScoreRequest(mask, bias), positions, NO_CACHE)
+        return attention_weights(q, k, self.score_params(q, k, v, self._bind(request)))
 
     def per_head_output(
         self, x: Tensor, source: Tensor | None = None, *, mask: Mask | None = None, gate: Tensor | None = None
     ) -> PerHeadOutput:
         """The heads' outputs one by one: z, and what each writes; their sum plus b_O is the layer's output."""
         return PerHeadOutput(
-            self.compute_z(x, source, mask=mask, gate=gate), self.output_projection.head_weights, self.b_O
+            self.compute_z(x, source, mask=mask, gate=gate), self.output_projection.head_output_weights, self.b_O
         )
 
     @staticmethod
@@ -175,16 +188,16 @@ class MultiHeadAttention(nn.Module):
         return Heads((self,))
 
     @property
-    def gathered_layer(self) -> "MultiHeadAttention | GatheredLayer":
-        """The layer with all its heads, whichever process holds them; of a whole one, itself."""
+    def gathered_layer(self) -> AttentionLayerProtocol:
+        """The layer with all its heads, whichever process holds them: itself, if it has no partition."""
         return self if self._gathered is None else self._gathered
 
-    def set_partition(self, partition: HeadPartition) -> None:
-        """From now on other processes hold the other heads of this layer."""
-        self.partition, self._gathered = partition, GatheredLayer(self, partition)
+    def set_partition(self, partition: HeadPartitionProtocol) -> None:
+        """Make this layer a part of a larger one, whose other heads are held by other processes."""
+        self.partition, self._gathered = partition, partition.gathered_layer(self)
         self.output_projection.collectives = partition.collectives
-        self.qkv.sync_kv_grad = (
-            partial(partition.sync_kv_grad, sizes=self.qkv.sizes) if partition.has_replicated_kv else None
+        self.qkv.sum_kv_grads_in_backward = (
+            partial(partition.sum_kv_grads_in_backward, sizes=self.qkv.sizes) if partition.has_replicated_kv else None
         )
 
     @property
@@ -216,77 +229,101 @@ class MultiHeadAttention(nn.Module):
         spec, H = self.spec, len(self.spec.head_ids)
         q = torch.empty(B, H, T, spec.head_dim, device="meta")
         k = torch.empty(B, len(spec.kv_head_ids), S, spec.head_dim, device="meta")
-        return choose_kernel(self._score_params(q, k, k, mask, bias), B, H, T, S)
+        return make_kernel_choice(self.score_params(q, k, k, ScoreRequest(mask, bias)), B, H, T, S)
+
+    def score_params(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> ScoreParams:
+        """Build the kernel's score params for a call with these tensors."""
+        if self.partition is not None:
+            return self.partition.score_params(self, (q, k, v), request)
+        return self.build_score_params(self.spec, self.sink, self.position_bias, (q, k, v), request)
+
+    def build_score_params(
+        self,
+        spec: AttentionSpec,
+        sink: Tensor | None,
+        position_bias: Tensor | None,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        request: ScoreRequest,
+    ) -> ScoreParams:
+        """Build score params from a request, and from the spec, the sinks and the position biases of some heads."""
+        (q, k, v), mask, bias = tensors, request.mask, request.bias
+        dropout = spec.dropout if self.training else 0.0
+        is_simple = bias is None and not request.policies and (mask is None or isinstance(mask, CausalMask))
+        fits = q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1] and k.shape[:3] == v.shape[:3]  # or raise below
+        if is_simple and fits and spec.uses_default_score_params and not dropout:
+            return default_score_params(spec.head_dim, spec.scale, spec.kv_of_head, mask, spec.softcap)
+        if spec.window is not None:
+            mask = and_masks(mask, window(spec.window))
+        if request.policies:
+            num_keys = k.shape[2] if request.num_keys is None else request.num_keys
+            not_evicted = streaming_mask(request.policies, spec.kv_of_head, num_keys, request.row_starts)
+            mask = mask if not_evicted is None else and_masks(mask, not_evicted)
+        if spec.position_bias_field is not None:
+            if bias is not None:
+                raise HeadwiseError("a layer with a bias by distance takes no other bias; leave one of them out.")
+            bias_parameters = q.new_empty(q.shape[1], 0) if position_bias is None else position_bias  # (H, n)
+            bias = POSITION_BIASES[spec.position_bias_field].from_layer(bias_parameters, spec.heads, spec.head_ids)
+        return make_score_params(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=spec.scale,
+            bias=bias,
+            softcap=spec.softcap,
+            sink=0.0 if spec.softmax == "off_by_one" else sink,
+            kv_of_head=spec.kv_of_head,
+            dropout=dropout,
+            num_keys=request.num_keys,
+        )
 
     def _project(
         self,
         x: Tensor,
         source: Tensor | None,
-        mask: Mask | None,
-        bias: Bias | Tensor | None,
+        request: ScoreRequest,
         positions: Tensor | RotaryTable | None,
-        cache: LayerCache | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Mask | None, Bias | Tensor | None]:
-        """q, k and v, turned by their positions and with what a cache holds; and the mask and bias that go with them."""
+        cache: LayerCache,
+    ) -> tuple[Tensor, Tensor, Tensor, ScoreRequest]:
+        """Project to q, k and v after positions, (B, H, T, d) (B, K, T, d) (B, K, T, e), with the request that fits them."""
         self._check_input(x, source)
         if self.partition is not None:
             x = self.partition.collectives.copy_to_group(x)
-            if source is not None and cache is None:  # a cache knows its source by sight
+            if source is not None and cache is NO_CACHE:  # other caches compare sources by identity
                 source = self.partition.collectives.copy_to_group(source)
         rotary_table = self._rotary_table(x, source, positions, cache)
-        if source is not None:
-            q, k, v = self._project_cross(x, source, cache)
-        else:
-            q, k, v = self.qkv(x, rotary_table=rotary_table)  # (B, H, T, d) (B, K, T, d) (B, K, T, e)
-            if isinstance(cache, CrossAttentionCache):
-                raise HeadwiseError(
-                    "a CrossAttentionCache is for cross-attention; self-attention takes one of the others."
-                )
-            if isinstance(cache, SlidingWindowCache):
-                # what it will have forgotten is not seen in a long prompt either
-                mask = and_masks(mask, window(cache.size))
-            if cache is None:
-                if self.spec.cache:
-                    k, v = fake_quantize_kv(k, self.spec.cache_policies), fake_quantize_kv(v, self.spec.cache_policies)
-            elif isinstance(cache, SharedKVCache):
-                if self.spec.cache:
-                    raise HeadwiseError("heads of this layer keep different things; give it a PerHeadCache.")
-                k, v = cache.extend(k, v)  # (B, K, S, ·)
-        return q, k, v, mask, bias
+        stored_source = None if source is None else cache.stored_source_kv(source)
+        if stored_source is not None:
+            return *self.qkv.project(x, "q"), *stored_source, request  # pyright: ignore[reportReturnType]
+        q, k, v = self.qkv(x, source, rotary_table)
+        if self.spec.cache and source is None and cache is NO_CACHE:  # as a per-head cache would return them
+            k, v = fake_quantize_kv(k, self.spec.cache_policies), fake_quantize_kv(v, self.spec.cache_policies)
+        return q, k, v, request
 
-    def _attend_per_head(
+    def _attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Mask | None,
-        bias: Bias | Tensor | None,
-        gate: Tensor | None,
-        cache: PerHeadCache,
-        row_starts: Tensor | None,
+        request: ScoreRequest,
+        gate: Tensor | None = None,
+        cache: LayerCache = NO_CACHE,
     ) -> Tensor:
-        """Each head looks at what its cache holds: z, (B, H, T, e). Only who listens sees keys side by side."""
-        cache.check_batch_size(k)
-        S = cache.visible_keys(k.shape[2])
-        k, v = (x.detach() if x.requires_grad else x for x in (k, v))
-        params = self._score_params(q, k, v, mask, bias, num_keys=S)
-        listener_inputs = None
-        if self.hook_point.has_listeners:
-            listener_inputs = (
-                *cache.dense_kv(k, v, row_starts),
-                self._score_params(q, k, v, mask, bias, cache.all_policies, row_starts, S),
-            )
-        window_mask = None if self.spec.window is None else window(self.spec.window)
-        z = cache.attend(q, k, v, CacheStepContext(cache.length, row_starts, params, self.backend, window_mask))
-        return self._run_attention(q, *(listener_inputs or (k, v, params)), gate, z)
+        """Attend, apply gates and head dropout, and pass the hook point: z, (B, H, T, e)."""
+        with self._local_rng(q.device):
+            result = cache.attend(q, k, v, self._bind(request))
+        z = self._apply_gates(result.z, gate)
+        return z if HOOKS.now is HOOKS else self.hook_point.apply(q, result, z)
 
-    def _run_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, gate: Tensor | None = None, z: Tensor | None = None
-    ) -> Tensor:
-        """The kernel (unless its z is there), gates, head dropout and the hook point: z, (B, H, T, e)."""
+    def _bind(self, request: ScoreRequest) -> ScoreRequest:
+        """Return a request for this layer. It shares the memo of the given one."""
+        spec = self._full_spec
+        has_listeners = HOOKS.now is not HOOKS and self.hook_point.has_listeners
+        return request.for_layer(self, spec.cache_policies if spec.cache else (), has_listeners=has_listeners)
+
+    def _apply_gates(self, z: Tensor, gate: Tensor | None) -> Tensor:
+        """Scale z by the learned gates, the gates of the call, and head dropout."""
         partition = self.partition
-        with nullcontext() if partition is None else partition.local_rng_if(params.dropout > 0, q.device):
-            z = run_kernel(q, k, v, params, self.backend) if z is None else z  # (B, H, T, e)
         if self.gate is not None:
             z = apply_gate(z, self.gate)
         if gate is not None:
@@ -295,42 +332,15 @@ class MultiHeadAttention(nn.Module):
             dropout_gate = self.head_dropout.sample_gate(z.shape[0], len(self._full_spec.head_ids), z)  # (B, H)
             if dropout_gate is not None:
                 z = apply_gate(z, dropout_gate if partition is None else partition.local_gate(dropout_gate))
-        return self.hook_point.apply(q, k, v, params, z)
+        return z
 
-    def _score_params(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask | None,
-        bias: Bias | Tensor | None,
-        policies: tuple[CachePolicy, ...] = (),
-        row_starts: Tensor | None = None,
-        num_keys: int | None = None,
-    ) -> ScoreParams:
-        request = (mask, bias, policies, row_starts, num_keys)
-        if self.partition is not None:
-            return sharded_score_params(self, self.partition, (q, k, v), request)
-        return layer_score_params(self.spec, self.sink, self.position_bias, (q, k, v), request, self.training)
-
-    def _project_cross(self, x: Tensor, source: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
-        if cache is None:
-            return self.qkv(x, source)
-        if not isinstance(cache, CrossAttentionCache):
-            raise HeadwiseError(
-                f"cross-attention keeps its source in a CrossAttentionCache, got {type(cache).__name__}."
-            )
-        if cache.kv is not None and cache.source is not source:
-            raise HeadwiseError(
-                "the cache holds the keys of another source; start a new CrossAttentionCache for a new source."
-            )
-        cache.source = source
-        (q,) = self.qkv.project(x, "q")
-        k, v = cache.kv or cache.extend(*self.qkv.project(source, "kv"))  # pyright: ignore[reportCallIssue]
-        return q, k, v
+    def _local_rng(self, device: torch.device) -> Any:
+        """Return a context in which each process draws its own dropout masks."""
+        has_dropout = self.training and self.spec.dropout > 0
+        return nullcontext() if self.partition is None or not has_dropout else self.partition.fork_rng_per_rank(device)
 
     def _rotary_table(
-        self, x: Tensor, source: Tensor | None, positions: Tensor | RotaryTable | None, cache: LayerCache | None
+        self, x: Tensor, source: Tensor | None, positions: Tensor | RotaryTable | None, cache: LayerCache
     ) -> RotaryTable | None:
         if self.spec.rotary is None:
             return None
@@ -341,8 +351,7 @@ class MultiHeadAttention(nn.Module):
         if isinstance(positions, RotaryTable):
             return positions
         if positions is None:
-            start = 0 if cache is None else cache.length
-            positions = torch.arange(start, start + x.shape[1], device=x.device)
+            positions = torch.arange(cache.length, cache.length + x.shape[1], device=x.device)
         return RotaryTable.at(positions, self.spec.rotary, self.spec.head_dim, x.dtype)
 
     def _check_input(self, x: Tensor, source: Tensor | None) -> None:

@@ -13,17 +13,13 @@ Heads that share a key head share its basis. All is computed in float64.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError, suggest_names
 from headwise.heads.head import AttentionLayerProtocol
 from headwise.spec import AttentionSpec, Rotary
-
-Basis = Literal["given", "balanced", "random"]
-BASES = ("given", "balanced", "random")
+from headwise.spec.weight_bits import Basis
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +38,9 @@ class LayerHeadMatrices:
     def from_layer(layer: AttentionLayerProtocol) -> "LayerHeadMatrices":
         """Those of a layer, ours or not: live where the layer's own views are."""
         qkv = layer.qkv
-        q, k, v = (qkv.weight(projection) for projection in "qkv")
-        b_q, b_k, b_v = (qkv.bias(projection) for projection in "qkv")
-        return LayerHeadMatrices(q, k, v, layer.output_projection.head_weights, b_q, b_k, b_v)
-
-
-def check_basis(basis: str) -> None:
-    """Refuse a basis nobody knows."""
-    if basis not in BASES:
-        raise HeadwiseError(f"there is no basis {basis!r}; {suggest_names(str(basis), BASES)}")
+        q, k, v = (qkv.weight_by_head(projection) for projection in "qkv")
+        b_q, b_k, b_v = (qkv.bias_by_head(projection) for projection in "qkv")
+        return LayerHeadMatrices(q, k, v, layer.hook_point.W_O, b_q, b_k, b_v)
 
 
 def change_basis(matrices: LayerHeadMatrices, spec: AttentionSpec, basis: Basis, seed: int = 0) -> LayerHeadMatrices:
@@ -82,7 +72,7 @@ def random_basis(matrices: LayerHeadMatrices, spec: AttentionSpec, seed: int = 0
         _write_columns(result.v, result.b_v, [kv_index], _with_bias(result.v, result.b_v, [kv_index]) @ rotation)
         result.o[heads] = (rotation.mT @ result.o[heads].double()).to(result.o)
         rotation = torch.zeros(result.q.shape[1], result.q.shape[1], dtype=torch.float64)
-        rotary_pairs, fixed_channels = rotary_channel_pairs(len(rotation), spec.rotary)
+        rotary_pairs, fixed_channels = split_rotary_channels(len(rotation), spec.rotary)
         for channels in [*rotary_pairs, *([fixed_channels] if fixed_channels else [])]:
             rotation[torch.tensor(channels)[:, None], channels] = _random_rotation(len(channels), generator)
         _write_columns(result.q, result.b_q, heads, _with_bias(result.q, result.b_q, heads) @ rotation)
@@ -111,7 +101,7 @@ def _balance_qk(matrices: LayerHeadMatrices, heads: list[int], kv_index: int, ro
         _with_bias(matrices.q, matrices.b_q, heads),
         _with_bias(matrices.k, matrices.b_k, [kv_index]),
     )  # (n·(D + 1), d), (D + 1, d)
-    rotary_pairs, fixed_channels = rotary_channel_pairs(queries.shape[1], rotary)
+    rotary_pairs, fixed_channels = split_rotary_channels(queries.shape[1], rotary)
     for pair in rotary_pairs:
         queries[:, pair], keys[:, pair] = balance_rotary_pair(queries[:, pair], keys[:, pair])
     if fixed_channels:
@@ -121,10 +111,10 @@ def _balance_qk(matrices: LayerHeadMatrices, heads: list[int], kv_index: int, ro
     _write_columns(matrices.k, matrices.b_k, [kv_index], keys)
 
 
-def rotary_channel_pairs(channels: int, rotary: Rotary | None) -> tuple[list[list[int]], list[int]]:
+def split_rotary_channels(channels: int, rotary: Rotary | None) -> tuple[list[list[int]], list[int]]:
     """The pairs of channels that turn together, and the channels that do not turn.
 
-    >>> rotary_channel_pairs(6, Rotary(dims=4)), rotary_channel_pairs(4, Rotary(layout="interleaved"))
+    >>> split_rotary_channels(6, Rotary(dims=4)), split_rotary_channels(4, Rotary(layout="interleaved"))
     (([[0, 2], [1, 3]], [4, 5]), ([[0, 1], [2, 3]], []))
     """
     if rotary is None:

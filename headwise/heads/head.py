@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.heads.hook_point import HookPoint, OutputWeightsProtocol
+from headwise.heads.hook_point import HookPoint
 from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.spec import Address, AttentionSpec, LayerAddress, select
 from headwise.spec.address import is_single_head
@@ -23,17 +23,17 @@ Gates = Mapping[str, ScaleFactor] | Mapping[LayerAddress, Tensor]  # by pattern,
 class QKVWeightsProtocol(Protocol):
     """What reads in a layer, by letter: q, k, v."""
 
-    def weight(self, projection: str) -> Tensor:
+    def weight_by_head(self, projection: str) -> Tensor:
         """(heads, channels, width)"""
         ...
 
-    def bias(self, projection: str) -> Tensor | None:
+    def bias_by_head(self, projection: str) -> Tensor | None:
         """(heads, channels)"""
         ...
 
 
-class OutputProjectionProtocol(OutputWeightsProtocol, Protocol):
-    """What writes in a layer."""
+class OutputProjectionProtocol(Protocol):
+    """An output projection. `HookPoint.W_O` holds the weights of its heads."""
 
     @property
     def weight(self) -> Tensor:
@@ -61,7 +61,7 @@ class AttentionLayerProtocol(Protocol):
 
     @property
     def output_projection(self) -> OutputProjectionProtocol:
-        """W_O."""
+        """The output projection, for its dtype and device."""
         ...
 
     @property
@@ -132,7 +132,7 @@ class Head:
     @property
     def W_O(self) -> Tensor:
         """(e, D): what the head found, as it is written into the stream."""
-        return self.layer.output_projection.head_weights[self.index]
+        return self.layer.hook_point.W_O[self.index]
 
     @property
     def b_Q(self) -> Tensor | None:
@@ -177,7 +177,7 @@ class Head:
             yield
 
     def _projection_weight(self, projection: str, index: int) -> Tensor:
-        weight = self.layer.qkv.weight(projection)[index].mT  # (D, d), or (D/heads, d)
+        weight = self.layer.qkv.weight_by_head(projection)[index].mT  # (D, d), or (D/heads, d)
         if self.layer.spec.head_input == "full":
             return weight
         full = weight.new_zeros(self.layer.spec.heads, *weight.shape)
@@ -185,7 +185,7 @@ class Head:
         return full.flatten(0, 1)
 
     def _projection_bias(self, projection: str, index: int) -> Tensor | None:
-        bias = self.layer.qkv.bias(projection)
+        bias = self.layer.qkv.bias_by_head(projection)
         return None if bias is None else bias[index]
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from headwise.cache import CacheResult
 from headwise.errors import HeadwiseError
 from headwise.kernels import ScoreParams, attention_weights
 from headwise.kernels.batched import attention_weight_rows
@@ -33,7 +34,7 @@ class OutputWeightsProtocol(Protocol):
     """An output projection that can show each head's own part, (H, e, D)."""
 
     @property
-    def head_weights(self) -> Tensor:
+    def head_output_weights(self) -> Tensor:
         """(H, e, D)"""
         ...
 
@@ -112,7 +113,7 @@ class HookPoint:
     @property
     def W_O(self) -> Tensor:
         """A live view of the heads' output projections: (H, e, D)."""
-        return self._output.head_weights
+        return self._output.head_output_weights
 
     @property
     def head_addresses(self) -> tuple[Address, ...]:
@@ -183,13 +184,11 @@ class HookPoint:
         """A pickled hook point gets a key of its own when it is read."""
         self.__dict__ |= state | {"key": f"hook point {next(_numbers)}"}
 
-    def apply(self, q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, z: Tensor) -> Tensor:
-        """Called by the layer between the kernel and W_O: edits first, in the order they were made, then listeners."""
-        if HOOKS.now is HOOKS:
-            return z
+    def apply(self, q: Tensor, result: CacheResult, z: Tensor) -> Tensor:
+        """Apply the open edits to z, then show the call to listeners. The layer calls this between the kernel and W_O."""
         z = self.apply_edits(z)
         if self.has_listeners:
-            self.notify_listeners(q, k, v, lambda: params, z)
+            self.notify_listeners(q, result.keys, result.values, lambda: result.params, z)
         return z
 
     def apply_edits(self, z: Tensor) -> Tensor:
@@ -265,10 +264,10 @@ def _set_items(kind: str, key: str, items: tuple[Any, ...]) -> None:
     if items:
         by_key[key] = items
     edits, listeners = (by_key, now.listeners) if kind == "edits" else (now.edits, by_key)
-    adopt_hooks(OpenHooks(edits, listeners, now.repeats) if edits or listeners or now.repeats else HOOKS)
+    set_open_hooks(OpenHooks(edits, listeners, now.repeats) if edits or listeners or now.repeats else HOOKS)
 
 
-def adopt_hooks(hooks: OpenHooks) -> None:
+def set_open_hooks(hooks: OpenHooks) -> None:
     """Make hooks that were open elsewhere (`HOOKS.now` there) those of this context."""
     _open.set(hooks)
 

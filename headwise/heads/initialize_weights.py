@@ -33,8 +33,8 @@ def initialize(module: nn.Module, *, residual_writes: int | None = None) -> None
     for submodule in module.modules():
         if isinstance(submodule, QKVProjection):
             for projection in "qkv":
-                _fill(submodule.weight(projection), residual_writes is None)
-                _constant(submodule.bias(projection), 0.0)
+                _fill(submodule.weight_by_head(projection), residual_writes is None)
+                _constant(submodule.bias_by_head(projection), 0.0)
         elif isinstance(submodule, OutputProjection):
             _fill(submodule.weight, residual_writes is None, STD / math.sqrt(residual_writes or 1))
             _constant(submodule.bias, 0.0)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.heads.quantized_weights import QuantizedWeight, quantized_linear, quantized_linear_fused
+from headwise.heads.collectives_protocol import CollectivesProtocol
+from headwise.heads.quantized_weights import QuantizedWeight, quantized_linear, try_fused_quantized_linear
 from headwise.kernels import RotaryTable
-from headwise.kernels.autotuned_linear import linear
-from headwise.kernels.collectives import ProcessGroupOps
+from headwise.kernels.matmul_tuner import linear
 from headwise.spec import AttentionSpec
 from headwise.spec.weight_bits import FULL_PRECISION
 
@@ -55,7 +55,7 @@ class QKVProjection(nn.Module):
         }
         self.fused_groups = tuple("qkv" if quantized else storage.split(","))  # what lies together
         # where other processes hold copies of key heads
-        self.sync_kv_grad: Callable[[Tensor, str], Tensor] | None = None
+        self.sum_kv_grads_in_backward: Callable[[Tensor, str], Tensor] | None = None
         for group in self.fused_groups:
             rows = sum(self._rows(projection) for projection in group)
             if group in quantized:
@@ -117,20 +117,26 @@ class QKVProjection(nn.Module):
 
     def _linear(self, x: Tensor, group: str, selected: str) -> Tensor:
         quantized, bias = self._quantized(group), self._bias(selected)
-        if quantized is not None and self.sync_kv_grad is None:
+        if quantized is not None and self.sum_kv_grads_in_backward is None:
             return quantized.matmul(x, bias)
         weight = self._weight(selected)
-        if self.sync_kv_grad is not None:
-            weight = self.sync_kv_grad(weight, selected)
-            bias = None if bias is None else self.sync_kv_grad(bias, selected)
+        if self.sum_kv_grads_in_backward is not None:
+            weight = self.sum_kv_grads_in_backward(weight, selected)
+            bias = None if bias is None else self.sum_kv_grads_in_backward(bias, selected)
         return linear(self._quantize_input(x, group), weight, bias)
 
     def _fused_quantized(self, x: Tensor) -> Tensor | None:
         """q, k and v of packed weights by one product, where a generation step has one."""
         q, k, v = (self._quantized(projection) for projection in "qkv")
-        if q is None or k is None or v is None or self.sync_kv_grad is not None or self.spec.head_input == "slice":
+        if (
+            q is None
+            or k is None
+            or v is None
+            or self.sum_kv_grads_in_backward is not None
+            or self.spec.head_input == "slice"
+        ):
             return None
-        out = quantized_linear_fused((q, k, v), x) if len(set(self.input_widths.values())) == 1 else None
+        out = try_fused_quantized_linear((q, k, v), x) if len(set(self.input_widths.values())) == 1 else None
         return out if out is None or not self.spec.bias else out + torch.cat([self._bias(name) for name in "qkv"])  # pyright: ignore
 
     def _split_heads(self, product: Tensor, projection: str) -> Tensor:
@@ -153,15 +159,15 @@ class QKVProjection(nn.Module):
         heads = torch.tensor(self.spec.head_ids, dtype=torch.long, device=x.device)
         slices = x.unflatten(-1, (self.spec.heads, -1)).index_select(2, heads)  # (B, T, H, D/heads)
         slices = self._quantize_input(slices, projection)
-        out = torch.einsum("bthc,hdc->bhtd", slices, self.weight(projection))  # (B, H, T, d)
-        bias = self.bias(projection)
+        out = torch.einsum("bthc,hdc->bhtd", slices, self.weight_by_head(projection))  # (B, H, T, d)
+        bias = self.bias_by_head(projection)
         return out if bias is None else out + bias[:, None]
 
-    def weight(self, projection: str) -> Tensor:
+    def weight_by_head(self, projection: str) -> Tensor:
         """A live view of one letter's weight with its head axis: (heads, channels, width)."""
         return self._weight(projection).unflatten(0, self.sizes[projection])
 
-    def bias(self, projection: str) -> Tensor | None:
+    def bias_by_head(self, projection: str) -> Tensor | None:
         """A live view of one letter's bias: (heads, channels)."""
         bias = self._bias(projection)
         return None if bias is None else bias.unflatten(0, self.sizes[projection])
@@ -203,7 +209,7 @@ class QKVProjection(nn.Module):
 
     def _quantize_input(self, x: Tensor, group: str) -> Tensor:
         quantized = self._quantized(group)
-        return x if quantized is None else quantized.quantize_input(x)
+        return x if quantized is None else quantized.fake_quantize_input(x)
 
     def _bias(self, projections: str) -> Tensor | None:
         group, rows = self._locate_rows(projections)
@@ -222,8 +228,10 @@ class QKVProjection(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for projection in "qkv":
-            weight = None if self._quantized(projection) else self.weight(projection)  # what is packed saves itself
-            for kind, value in (("weight", weight), ("bias", self.bias(projection))):
+            weight = (
+                None if self._quantized(projection) else self.weight_by_head(projection)
+            )  # what is packed saves itself
+            for kind, value in (("weight", weight), ("bias", self.bias_by_head(projection))):
                 if value is not None:
                     destination[f"{prefix}{projection}.{kind}"] = value if keep_vars else value.detach()
 
@@ -277,7 +285,7 @@ class OutputProjection(nn.Module):
     Where other processes hold heads of the layer, what all of them write is added up, and the bias once.
     """
 
-    collectives: ProcessGroupOps | None = None
+    collectives: CollectivesProtocol | None = None
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
@@ -294,7 +302,7 @@ class OutputProjection(nn.Module):
         return summed if self.bias is None else summed + self.bias
 
     @property
-    def head_weights(self) -> Tensor:
+    def head_output_weights(self) -> Tensor:
         """A live view of every head's own W_O: (H, e, D)."""
         return self.weight.unflatten(1, (self.heads, self.value_dim)).permute(1, 2, 0)
 
@@ -325,7 +333,7 @@ class QuantizedOutputProjection(OutputProjection):
 
     def forward(self, z: Tensor) -> Tensor:
         """(B, H, T, e) → (B, T, D)"""
-        z = self.quantized.quantize_input(z)
+        z = self.quantized.fake_quantize_input(z)
         if self.collectives is not None:
             return super().forward(z)
         return quantized_linear(self.quantized, z.transpose(1, 2).flatten(2), self.bias, lambda: self.weight)
@@ -336,7 +344,7 @@ class QuantizedOutputProjection(OutputProjection):
         return self.quantized.dequantize().transpose(0, 1).flatten(1)
 
     @property
-    def head_weights(self) -> Tensor:
+    def head_output_weights(self) -> Tensor:
         """Every head's own W_O: (H, e, D); not live."""
         return self.quantized.dequantize().mT
 
@@ -366,7 +374,7 @@ def prune_quantized_state(
         name = f"{prefix}output_projection.quantized" if projection == "o" else f"{prefix}qkv.{projection}"
         for buffer_name, _ in quantized.named_buffers():
             state.pop(f"{name}.{buffer_name}")
-        selected = quantized.select_matrices([ids_before.index(number) for number in ids_after])
+        selected = quantized.select_matrix_buffers([ids_before.index(number) for number in ids_after])
         if any(bits != FULL_PRECISION for bits in bits_of_present_heads(after, projection)):
             state |= {f"{name}.{buffer_name}": tensor for buffer_name, tensor in selected.items()}
             continue

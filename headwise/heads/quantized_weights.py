@@ -7,15 +7,14 @@ is to be trained is unpacked first.
 
 import re
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
-from headwise.kernels.autotuned_linear import can_use_prepacked, linear
-from headwise.kernels.prepacked_fp16 import PrepackedMatmul, prepack_fp16
+from headwise.kernels.matmul_tuner import MatmulTuner, linear, prepacking_tuner
+from headwise.kernels.prepacked_fp16 import PrepackedMatmul, make_prepacked_matmul
 from headwise.kernels.quantization import dequantize, fake_quantize, quantize
 from headwise.spec.weight_bits import FULL_PRECISION, GROUP_SIZE
 
@@ -61,7 +60,7 @@ class QuantizedWeight(nn.Module):
     def _matrices_at(self, bit_width: int) -> list[int]:
         return [matrix for matrix, bits in enumerate(self.bits) if bits == bit_width]
 
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize_to_buffers(self, weight: Tensor) -> dict[str, Tensor]:
         """What is to be held of these numbers, (units, rows, inputs), by name."""
         buffers: dict[str, Tensor] = {}
         for bit_width in self._bit_widths():
@@ -80,7 +79,7 @@ class QuantizedWeight(nn.Module):
                 buffers |= {f"codes{bit_width}": quantized.contiguous(), f"scales{bit_width}": scales.contiguous()}
         return buffers
 
-    def select_matrices(self, matrices: Sequence[int]) -> dict[str, Tensor]:
+    def select_matrix_buffers(self, matrices: Sequence[int]) -> dict[str, Tensor]:
         """What is held of some matrices, by name; of kinds that none of them is of, nothing."""
         buffers: dict[str, Tensor] = {}
         for bit_width in self._bit_widths():
@@ -124,7 +123,7 @@ class QuantizedWeight(nn.Module):
         """Side by side what all matrices make of an input: (…, inputs) → (…, units · rows)"""
         return quantized_linear(self, x, bias, lambda: self.dequantize().flatten(0, 1))
 
-    def quantize_input(self, x: Tensor) -> Tensor:
+    def fake_quantize_input(self, x: Tensor) -> Tensor:
         """What is multiplied by these weights: as it is, or rounded to few bits, row by row."""
         return fake_quantize(x, self.activation_bits, x.shape[-1])
 
@@ -157,40 +156,42 @@ class QuantizedWeight(nn.Module):
         return f"{self.rows} × {self.inputs}, bits: {summary}"
 
 
-# made at a first step
-_prepacked: WeakKeyDictionary[QuantizedWeight, dict[int, tuple[object, PrepackedMatmul | None]]] = WeakKeyDictionary()
-
-
 def quantized_linear(
     quantized: QuantizedWeight, x: Tensor, bias: Tensor | None, weight: Callable[[], Tensor]
 ) -> Tensor:
     """x Wᵀ + b; in a generation step through a form of the weight, if one can be made, else by its plain numbers."""
-    inputs = x if quantized.inputs_are_split else quantized.quantize_input(x)  # what is split was rounded head by head
-    prepacked = _prepacked_matmul((quantized,), weight) if can_use_prepacked(x) else None
+    inputs = (
+        x if quantized.inputs_are_split else quantized.fake_quantize_input(x)
+    )  # what is split was rounded head by head
+    tuner = prepacking_tuner(x)
+    prepacked = None if tuner is None else _prepacked_matmul(tuner, (quantized,), weight)
     return linear(inputs, weight(), bias) if prepacked is None else prepacked(inputs, bias)
 
 
-def quantized_linear_fused(weights: tuple[QuantizedWeight, ...], x: Tensor) -> Tensor | None:
+def try_fused_quantized_linear(weights: tuple[QuantizedWeight, ...], x: Tensor) -> Tensor | None:
     """In a generation step, side by side what each makes of one input, by one product; None where there is no such form."""
-    if not can_use_prepacked(x):
+    tuner = prepacking_tuner(x)
+    if tuner is None:
         return None
     prepacked = _prepacked_matmul(
-        weights, lambda: torch.cat([quantized.dequantize().flatten(0, 1) for quantized in weights])
+        tuner, weights, lambda: torch.cat([quantized.dequantize().flatten(0, 1) for quantized in weights])
     )
-    return None if prepacked is None else prepacked(weights[0].quantize_input(x), None)
+    return None if prepacked is None else prepacked(weights[0].fake_quantize_input(x), None)
 
 
-def _prepacked_matmul(weights: tuple[QuantizedWeight, ...], weight: Callable[[], Tensor]) -> PrepackedMatmul | None:
+def _prepacked_matmul(
+    tuner: MatmulTuner, weights: tuple[QuantizedWeight, ...], weight: Callable[[], Tensor]
+) -> PrepackedMatmul | None:
     versions = [
         (buffer.data_ptr(), buffer._version)
         for quantized in weights
         for buffer in quantized._buffers.values()
         if buffer is not None
     ]
-    cached = _prepacked.setdefault(weights[0], {})
+    cached = tuner.prepacked.setdefault(weights[0], {})
     key, prepacked = cached.get(len(weights), (None, None))
     if key != versions:  # not made yet, or written over
-        prepacked = prepack_fp16(weight())
+        prepacked = make_prepacked_matmul(weight())
         cached[len(weights)] = versions, prepacked
     return prepacked
 

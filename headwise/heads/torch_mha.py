@@ -40,10 +40,10 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     layer = MultiHeadAttention(spec).to(module.out_proj.weight)
     with torch.no_grad():
         for projection, weight in zip("qkv", _torch_weights(module), strict=True):
-            layer.qkv.weight(projection).copy_(weight.view_as(layer.qkv.weight(projection)))
+            layer.qkv.weight_by_head(projection).copy_(weight.view_as(layer.qkv.weight_by_head(projection)))
         if module.in_proj_bias is not None:
             for projection, bias in zip("qkv", module.in_proj_bias.chunk(3), strict=True):
-                layer.qkv.bias(projection).copy_(bias.view_as(layer.qkv.bias(projection)))  # pyright: ignore
+                layer.qkv.bias_by_head(projection).copy_(bias.view_as(layer.qkv.bias_by_head(projection)))  # pyright: ignore
             layer.output_projection.bias.copy_(module.out_proj.bias)  # pyright: ignore
         layer.output_projection.weight.copy_(module.out_proj.weight)
     return layer.train(module.training)
@@ -89,9 +89,9 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
     ).to(layer.output_projection.weight)
     with torch.no_grad():
         for projection, weight in zip("qkv", _torch_weights(module), strict=True):
-            weight.copy_(layer.qkv.weight(projection).flatten(0, 1))
+            weight.copy_(layer.qkv.weight_by_head(projection).flatten(0, 1))
         if module.in_proj_bias is not None:
-            module.in_proj_bias.copy_(torch.cat([layer.qkv.bias(projection).flatten() for projection in "qkv"]))  # pyright: ignore
+            module.in_proj_bias.copy_(torch.cat([layer.qkv.bias_by_head(projection).flatten() for projection in "qkv"]))  # pyright: ignore
             module.out_proj.bias.copy_(layer.output_projection.bias)  # pyright: ignore
         module.out_proj.weight.copy_(layer.output_projection.weight)
     return module.train(layer.training)

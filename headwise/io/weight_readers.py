@@ -6,7 +6,7 @@ file: nothing is copied until it is written to.
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +142,21 @@ class GGUFReader(WeightReader):
                     f"{self._file} keeps {name!r} as {tensor_type.name}, which the gguf package does not dequantise."
                 ) from None
         return dequantized.view(self.shapes[name])
+
+
+class RenamedReader(WeightReader):
+    """The tensors of another reader under other names."""
+
+    def __init__(self, reader: WeightReader, rename: Callable[[str], str]) -> None:
+        super().__init__()
+        self._reader = reader
+        self._names = {rename(name): name for name in reader.shapes}
+        if len(self._names) != len(reader.shapes):
+            raise HeadwiseError(
+                "a tensor is stored twice, under its names of format 1 and format 2; save the model again."
+            )
+        self.shapes = {name: reader.shapes[old_name] for name, old_name in self._names.items()}
+
+    def get(self, name: str) -> Tensor:
+        """One tensor by its new name."""
+        return self._reader.get(self._names[name])

@@ -6,8 +6,8 @@ from headwise.kernels.dispatch import (
     BACKENDS,
     KernelChoice,
     attention,
-    choose_kernel,
     default_score_params,
+    make_kernel_choice,
     make_score_params,
     run_kernel,
 )
@@ -15,8 +15,22 @@ from headwise.kernels.fused import fused
 from headwise.kernels.masks import CausalMask, Mask, causal, document_mask, padding_mask, per_head, window
 from headwise.kernels.positions import RotaryTable, alibi_slopes, sinusoidal
 from headwise.kernels.reference import reference
-from headwise.kernels.score_bias import POSITION_BIASES, AlibiBias, Bias, DenseBias, T5RelativeBias, distances
-from headwise.kernels.score_params import ScoreParams
+from headwise.kernels.score_bias import (
+    POSITION_BIASES,
+    AlibiBias,
+    Bias,
+    DenseBias,
+    T5RelativeBias,
+    query_minus_key_distances,
+)
+from headwise.kernels.score_params import (
+    ScoreParams,
+    ScoreRequest,
+    masked_scores,
+    raw_scores,
+    repeat_kv,
+    softmax_weights,
+)
 
 __all__ = [
     "BACKENDS",
@@ -29,6 +43,7 @@ __all__ = [
     "Mask",
     "RotaryTable",
     "ScoreParams",
+    "ScoreRequest",
     "T5RelativeBias",
     "alibi_slopes",
     "attention",
@@ -36,16 +51,20 @@ __all__ = [
     "batched",
     "blockwise",
     "causal",
-    "choose_kernel",
     "default_score_params",
-    "distances",
     "document_mask",
     "fused",
+    "make_kernel_choice",
     "make_score_params",
+    "masked_scores",
     "padding_mask",
     "per_head",
+    "query_minus_key_distances",
+    "raw_scores",
     "reference",
+    "repeat_kv",
     "run_kernel",
     "sinusoidal",
+    "softmax_weights",
     "window",
 ]

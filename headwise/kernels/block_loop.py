@@ -45,7 +45,7 @@ def run_blocks(
     if block_shape.rows >= T and block_shape.heads >= H:
         rows, cols = range(T), params.key_range(range(T), T, S)
         return kernel(q, k[:, :, _as_slice(cols)], v[:, :, _as_slice(cols)], params, rows, cols, T, S)
-    return _RunBlocks.apply(kernel, params, block_shape, q, k, v, *params.tensors())  # pyright: ignore[reportReturnType]
+    return _RunBlocks.apply(kernel, params, block_shape, q, k, v, *params.learnable_tensors())  # pyright: ignore[reportReturnType]
 
 
 def zero_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class _RunBlocks(torch.autograd.Function):
         q, k, v, *extra = ctx.saved_tensors
         extra = [x.detach().requires_grad_(needed) for x, needed in zip(extra, ctx.needs_input_grad[6:], strict=True)]
         learned = [x for x in extra if x.requires_grad]
-        params = ctx.params.with_tensors(extra)
+        params = ctx.params.with_learnable_tensors(extra)
         # many blocks add up
         accumulation_dtype = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
         dq, dk, dv = (

@@ -65,7 +65,7 @@ def run_kernel(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, backend: st
         elif torch.compiler.is_exporting():
             backend = "batched"  # sizes may be symbols: nobody knows how large the maps will be
         else:
-            backend = choose_kernel(params, q.shape[0], q.shape[1], q.shape[2], k.shape[2]).backend
+            backend = make_kernel_choice(params, q.shape[0], q.shape[1], q.shape[2], k.shape[2]).backend
     kernel = BACKENDS.get(backend)
     if kernel is None:
         raise HeadwiseError(f"there is no backend {backend!r}; {suggest_names(backend, ['auto', *BACKENDS])}")
@@ -148,7 +148,7 @@ class KernelChoice:
         return f"{self.backend}: {self.reason}. {self.alternative}"
 
 
-def choose_kernel(params: ScoreParams, B: int, H: int, T: int, S: int) -> KernelChoice:
+def make_kernel_choice(params: ScoreParams, B: int, H: int, T: int, S: int) -> KernelChoice:
     """Pick the kernel for a call: fused, unless something in it is beyond the fused kernel."""
     unsupported = _unsupported_by_fused(params)
     if not unsupported:

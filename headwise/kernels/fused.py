@@ -41,7 +41,7 @@ def rows_per_block(params: ScoreParams, T: int, S: int) -> int:
     last = range(max(0, T - NARROW_ROW_BLOCK), T)
     if 4 * len(params.key_range(last, T, S)) < S:
         return NARROW_ROW_BLOCK
-    return max(64, MASK_BUDGET // (S * params.mask_plane_count()))
+    return max(64, MASK_BUDGET // (S * params.num_mask_bias_planes()))
 
 
 def _masked_rows(

@@ -366,6 +366,15 @@ def per_head(masks: Sequence[Mask]) -> Mask:
     return PerHeadMask(tuple(_as_mask(mask) for mask in masks))
 
 
+def and_masks(mask: Mask | None, other: Mask) -> Mask:
+    """Combine a mask with one that may be None."""
+    if mask is None:
+        return other
+    if not isinstance(mask, Mask):
+        raise HeadwiseError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.Mask.of(tensor).")
+    return mask & other
+
+
 def slice_block(full: Tensor, rows: range, cols: range) -> Tensor:
     """A block of a (B, H, T, S) tensor whose axes of size 1 broadcast."""
     if full.shape[-2] > 1:

@@ -17,7 +17,7 @@ PrepackedMatmul = Callable[[Tensor, Tensor | None], Tensor]
 FP16_TOLERANCE = 2**-10
 
 
-def prepack_fp16(weight: Tensor) -> PrepackedMatmul | None:
+def make_prepacked_matmul(weight: Tensor) -> PrepackedMatmul | None:
     """(out, in) at 16 bits; inputs, sums and outputs are float32."""
     weight_f32 = weight.detach().float().contiguous()
     if weight.device.type != "cpu" or not weight.numel() or weight_f32.abs().max() > torch.finfo(torch.float16).max:

@@ -29,7 +29,7 @@ class Bias(ABC):
     ...     slopes: Tensor  # (H,)
     ...
     ...     def block(self, rows, cols, T, S):
-    ...         return -self.slopes[:, None, None] * distances(rows, cols, T, S).abs().log1p()
+    ...         return -self.slopes[:, None, None] * query_minus_key_distances(rows, cols, T, S).abs().log1p()
     >>> Kerple(torch.ones(2)).block(range(1), range(3), 1, 3).shape
     torch.Size([2, 1, 3])
     """
@@ -128,7 +128,7 @@ class AlibiBias(Bias):
         return AlibiBias((alibi_slopes(heads)[list(head_ids)] if head_ids else torch.zeros(0)).to(parameters))
 
     def block(self, rows: range, cols: range, T: int, S: int) -> Tensor:
-        return -self.slopes[None, :, None, None] * distances(rows, cols, T, S, self.slopes.device).abs()
+        return -self.slopes[None, :, None, None] * query_minus_key_distances(rows, cols, T, S, self.slopes.device).abs()
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ class T5RelativeBias(Bias):
             )
 
     def block(self, rows: range, cols: range, T: int, S: int) -> Tensor:
-        distance = distances(rows, cols, T, S, self.table.device)  # (R, C)
+        distance = query_minus_key_distances(rows, cols, T, S, self.table.device)  # (R, C)
         return self.table[:, self._bucket(distance)][None]  # (1, H, R, C)
 
     def _bucket(self, distance: Tensor) -> Tensor:
@@ -185,10 +185,10 @@ class T5RelativeBias(Bias):
 POSITION_BIASES: dict[str, type[Bias]] = {"alibi": AlibiBias, "t5_buckets": T5RelativeBias}
 
 
-def distances(rows: range, cols: range, T: int, S: int, device: torch.device | None = None) -> Tensor:
+def query_minus_key_distances(rows: range, cols: range, T: int, S: int, device: torch.device | None = None) -> Tensor:
     """How far each key lies before each query, (R, C); negative where it comes after.
 
-    >>> distances(range(2), range(3), 2, 3)
+    >>> query_minus_key_distances(range(2), range(3), 2, 3)
     tensor([[ 1,  0, -1],
             [ 2,  1,  0]])
     """

@@ -1,12 +1,18 @@
-"""Everything besides q, k and v that decides the scores, and the two steps every materialising kernel shares."""
+"""Everything besides q, k and v that decides the scores: what a call requests and what a kernel needs.
 
-from dataclasses import dataclass, replace
+Also the two steps that every materializing kernel shares.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from headwise.kernels.masks import Mask
 from headwise.kernels.score_bias import Bias
+from headwise.spec import AttentionSpec, CachePolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +41,7 @@ class ScoreParams:
         """The keys these queries can see at most."""
         return range(S) if self.mask is None else self.mask.key_range(rows, T, S)
 
-    def mask_plane_count(self) -> int:
+    def num_mask_bias_planes(self) -> int:
         """How many separate T×S planes the mask and the bias need together, at most B·H."""
         batch, heads = (1, 1) if self.mask is None else self.mask.leading_shape()
         if self.bias is not None:
@@ -71,15 +77,77 @@ class ScoreParams:
             dropout=self.dropout,
         )
 
-    def tensors(self) -> list[Tensor]:
+    def learnable_tensors(self) -> list[Tensor]:
         """The tensors in here that might be learned: the sink, and those of the bias."""
         return [*([] if self.sink is None else [self.sink]), *([] if self.bias is None else self.bias.tensors())]
 
-    def with_tensors(self, tensors: list[Tensor]) -> "ScoreParams":
+    def with_learnable_tensors(self, tensors: list[Tensor]) -> "ScoreParams":
         """The same params with other tensors, in the order of `tensors()`."""
         remaining = list(tensors)
         sink = None if self.sink is None else remaining.pop(0)
         return replace(self, sink=sink, bias=None if self.bias is None else self.bias.with_tensors(remaining))
+
+
+class ScoringLayerProtocol(Protocol):
+    """An attention layer as a cache sees it: it turns a request into the score params of its heads."""
+
+    spec: AttentionSpec
+    backend: str
+
+    def score_params(self, q: Tensor, k: Tensor, v: Tensor, request: "ScoreRequest") -> ScoreParams:
+        """Build the score params of a call with these tensors."""
+        ...
+
+
+@dataclass(eq=False)
+class ScoreRequest:
+    """Mask, bias and cache settings of one attention call. The layer builds the kernel's `ScoreParams` from it.
+
+    Attributes:
+        mask: Keys that each query may attend to; None: all.
+        bias: Added to the scores; None: nothing.
+        policies: Cache policies of all KV heads of the layer if evicted tokens are masked; () if all tokens are visible.
+        row_starts: (B,): index of the first real token of each row, with padding on its left; None: 0 in every row.
+        num_keys: Number of keys if k and v hold only the new tokens; None: as many as k has.
+        layer: The layer that attends. It is None in a request that several layers share.
+        has_listeners: True if a listener will read the keys and values of this call.
+        memo: Values derived from this request. The layers of a model share it for one step.
+    """
+
+    mask: Mask | None = None
+    bias: Bias | Tensor | None = None
+    policies: tuple[CachePolicy, ...] = ()
+    row_starts: Tensor | None = None
+    num_keys: int | None = None
+    layer: ScoringLayerProtocol | None = None
+    has_listeners: bool = False
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def required_layer(self) -> ScoringLayerProtocol:
+        """The layer that attends."""
+        assert self.layer is not None, "a shared request belongs to no layer"
+        return self.layer
+
+    def for_layer(
+        self, layer: ScoringLayerProtocol, policies: tuple[CachePolicy, ...], *, has_listeners: bool
+    ) -> "ScoreRequest":
+        """Return the request of one layer. It shares the memo."""
+        return ScoreRequest(
+            self.mask, self.bias, policies, self.row_starts, self.num_keys, layer, has_listeners, self.memo
+        )
+
+    def for_keys(self, num_keys: int, policies: tuple[CachePolicy, ...]) -> "ScoreRequest":
+        """Return the request over this number of keys, of which these policies evict some. It shares the memo."""
+        return ScoreRequest(
+            self.mask, self.bias, policies, self.row_starts, num_keys, self.layer, self.has_listeners, self.memo
+        )
+
+    def memoized(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return a derived value, computed once per step."""
+        if key not in self.memo:
+            self.memo[key] = compute()
+        return self.memo[key]
 
 
 def raw_scores(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:

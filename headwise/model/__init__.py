@@ -1,7 +1,6 @@
 """Whole networks."""
 
 from headwise.model.block import Block
-from headwise.model.model_cache import ModelCache
 from headwise.model.protocols import ModelProtocol, check_model, eval_mode
 from headwise.model.residual_stream import LinearizedNorm, ResidualLayer, ResidualStream
 from headwise.model.resumable_forward import LayerCheckpoint, ResumableForward
@@ -12,7 +11,6 @@ __all__ = [
     "Block",
     "LayerCheckpoint",
     "LinearizedNorm",
-    "ModelCache",
     "ModelProtocol",
     "ResidualLayer",
     "ResidualStream",

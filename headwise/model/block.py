@@ -1,53 +1,65 @@
 """The transformer block: attention, perhaps attention to a source, and an MLP, each adding to the stream."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from torch import Tensor, nn
 
-from headwise.heads import LayerCache, MultiHeadAttention, PerHeadCache
-from headwise.kernels import Mask, RotaryTable, causal, padding_mask
+from headwise.cache import NO_CACHE, LayerCache, ModelCache
+from headwise.heads import MultiHeadAttention
+from headwise.kernels import Mask, RotaryTable, ScoreRequest, causal, padding_mask
 from headwise.model.layers import MLP, make_norm
-from headwise.model.model_cache import ModelCache
 from headwise.spec import LayerAddress, ModelSpec
 
 
 @dataclass(frozen=True, eq=False)
 class BlockContext:
-    """What travels beside the stream through all blocks of a stack."""
+    """Per-call context shared by all blocks of a stack."""
 
     causal: bool = False
-    mask: Mask | None = None  # the caller's own, on top
-    attention_mask: Tensor | None = None  # (B, S): which keys are real tokens
+    mask: Mask | None = None  # of the caller, in addition
+    attention_mask: Tensor | None = None  # (B, S): True at keys that are real tokens
     rotary_table: RotaryTable | None = None
     gates: dict[LayerAddress, Tensor] = field(default_factory=dict)
     cache: ModelCache | None = None
     memory: Tensor | None = None  # (B, S, D): the encoded source
     source_attention_mask: Tensor | None = None
+    # Requests by window of the cache and by whether they hold row starts. `replace` makes a new dict.
+    _score_requests: dict[tuple[int | None, bool], ScoreRequest] = field(init=False, default_factory=dict)
 
-    def mask_for(self, cache: LayerCache | None, T: int) -> Mask | None:
-        """The mask of one self-attention layer; a sliding cache shows fewer keys than have been seen."""
+    def layer_cache(self, address: LayerAddress) -> LayerCache:
+        """Return the cache of one layer, or the null cache."""
+        return NO_CACHE if self.cache is None else self.cache.layers.get(address, NO_CACHE)
+
+    def score_request(self, cache: LayerCache, T: int, *, has_policies: bool = False) -> ScoreRequest:
+        """Return mask and row starts of one self-attention layer. Layers that see the same keys share the request.
+
+        Args:
+            cache: The cache of the layer. A sliding one shows fewer keys than have been seen.
+            T: Number of new tokens.
+            has_policies: True if the layer has cache policies, which count tokens from the start of each row.
+        """
+        needs_row_starts = has_policies or cache.needs_row_starts
+        key = (cache.window, needs_row_starts)
+        if key not in self._score_requests:
+            row_starts = self._row_starts() if needs_row_starts else None
+            self._score_requests[key] = ScoreRequest(self._mask(cache, T), row_starts=row_starts)
+        return self._score_requests[key]
+
+    def _mask(self, cache: LayerCache, T: int) -> Mask | None:
+        """Combine the causal mask, the padding of the visible keys and the mask of the caller."""
         masks = [causal()] if self.causal else []
         if self.attention_mask is not None:
+            is_limited = cache.window is not None
             masks.append(
-                self.padding_only_mask
-                if cache is None
-                else padding_mask(self.attention_mask[:, -cache.visible_keys(T) :])
+                padding_mask(self.attention_mask[:, -cache.visible_keys(T) :] if is_limited else self.attention_mask)
             )
         if self.mask is not None:
             masks.append(self.mask)
         return _and_all(masks)
 
-    @cached_property
-    def row_starts(self) -> Tensor | None:
-        """Where the text of each row begins, (B,), behind its padding; None where there is no padding."""
+    def _row_starts(self) -> Tensor | None:
+        """Return the index of the first real token of each row, (B,), or None if there is no padding."""
         return None if self.attention_mask is None else (self.attention_mask.cumsum(1) == 0).sum(1)
-
-    @cached_property
-    def padding_only_mask(self) -> Mask:
-        """Real tokens only: one mask for all layers, so that what is worked out for it serves them all."""
-        assert self.attention_mask is not None
-        return padding_mask(self.attention_mask)
 
 
 class Block(nn.Module):
@@ -86,15 +98,12 @@ class Block(nn.Module):
         return x if self.norm_placement == "post" else self.norm_attention(x)
 
     def attend(self, normed: Tensor, context: BlockContext) -> Tensor:
-        """What attention writes: (B, T, D) → (B, T, D)"""
+        """Compute the output of self-attention: (B, T, D) → (B, T, D)."""
         layer_address = self.attention.hook_point.address
-        cache = None if context.cache is None else context.cache.layers.get(layer_address)
-        mask = context.mask_for(cache, normed.shape[1])
-        row_starts = context.row_starts if isinstance(cache, PerHeadCache) or self.attention.spec.cache else None
+        cache = context.layer_cache(layer_address)
+        request = context.score_request(cache, normed.shape[1], has_policies=bool(self.attention.spec.cache))
         gate = context.gates.get(layer_address)
-        out = self.attention(
-            normed, mask=mask, positions=context.rotary_table, gate=gate, cache=cache, row_starts=row_starts
-        )
+        out = self.attention(normed, request=request, positions=context.rotary_table, gate=gate, cache=cache)
         return self._drop(out)
 
     def finish(self, x: Tensor, normed: Tensor, attention_output: Tensor, context: BlockContext) -> Tensor:
@@ -115,10 +124,9 @@ class Block(nn.Module):
     def _cross_attend(self, x: Tensor, context: BlockContext) -> Tensor:
         assert self.cross is not None
         layer_address = self.cross.hook_point.address
-        cache = None if context.cache is None else context.cache.layers.get(layer_address)
+        cache, gate = context.layer_cache(layer_address), context.gates.get(layer_address)
         mask = None if context.source_attention_mask is None else padding_mask(context.source_attention_mask)
-        out = self.cross(x, context.memory, mask=mask, gate=context.gates.get(layer_address), cache=cache)
-        return self._drop(out)
+        return self._drop(self.cross(x, context.memory, mask=mask, gate=gate, cache=cache))
 
     def _mlp(self, x: Tensor) -> Tensor:
         return self._drop(self.mlp(x))

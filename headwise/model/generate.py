@@ -1,16 +1,16 @@
 """Writing on: one token after another, with a cache, one prompt or many of different lengths."""
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from headwise.cache import ModelCache
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Gates, resolve_gates
-from headwise.kernels.autotuned_linear import autotuned_decode_step
-from headwise.model.model_cache import ModelCache
 from headwise.model.protocols import eval_mode
 from headwise.model.sampling import Sampling
 from headwise.model.unsupported_kwargs import foreign_kwargs_error
@@ -24,7 +24,7 @@ StopTokens = int | Sequence[int | Sequence[int]]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The settings of `stream`, by name."""
+    """Options of `generate` and `stream`, by name."""
 
     temperature: float
     top_k: int | None
@@ -40,32 +40,59 @@ class GenerateOptions(TypedDict, total=False):
     prompt_chunk: int
 
 
+@dataclass(frozen=True, eq=False)
+class GenerationSetup:
+    """Everything that is settled before the first token is generated."""
+
+    ids: Tensor  # (B, T), padded on the left
+    real_tokens: Tensor | None  # (B, T): True at tokens; None: there is no padding
+    max_new_tokens: int
+    sampling: Sampling
+    generator: torch.Generator | None
+    stops: list[tuple[int, ...]]
+    pad: int
+    cache: ModelCache
+    gates: Gates | None
+    prompt_inputs: dict[str, Tensor | None]  # what only the prompt needs: its mask and its source
+    prompt_chunk: int
+
+
 def generate(model: "Transformer", prompt: Prompt, max_new_tokens: int = 64, **options: Unpack[GenerateOptions]) -> Any:
     """Prompt and continuation, in the kind the prompt came in: text, a tensor (B, T), a list of ids, or a list of those.
 
     Takes what `stream` takes. Texts and lists end where they stop; a tensor is filled up with `pad`. A text that an
     encoder-decoder reads gives what it writes.
     """
-    is_text, is_single = _is_text(prompt), isinstance(prompt, str)
-    prompt, options = _with_source(model, prompt, options)
-    if _is_text(prompt):  # tokenised once; ids do not say what ends a text
-        prompt, options = _encode(model, prompt), {**options, "stop": _stops(model, prompt, options.get("stop"))}
-    rows, attention_mask = batch_prompts(model, prompt)
-    steps = list(stream(model, prompt, max_new_tokens, **options))  # each (B,)
-    generated = torch.stack(steps, 1) if steps else rows[:, :0]
+    setup = prepare_generation(model, prompt, max_new_tokens, **options)
+    ids, steps = setup.ids, list(_generate_steps(model, setup))  # each (B,)
+    generated = torch.stack(steps, 1) if steps else ids[:, :0]
     if isinstance(prompt, Tensor):
-        return torch.cat((rows, generated), 1)
-    ends = _end_positions(generated, _stops(model, prompt, options.get("stop")))
-    attention_mask = torch.ones_like(rows, dtype=torch.bool) if attention_mask is None else attention_mask
-    lists = [rows[i][attention_mask[i]].tolist() + generated[i, : ends[i]].tolist() for i in range(len(rows))]
-    texts = [model.tokenizer.decode(ids) for ids in lists] if is_text and model.tokenizer else lists
-    return texts[0] if is_single or isinstance(prompt[0], Integral) else texts
+        return torch.cat((ids, generated), 1)
+    ends = _end_positions(generated, setup.stops)
+    real_tokens = torch.ones_like(ids, dtype=torch.bool) if setup.real_tokens is None else setup.real_tokens
+    lists = [ids[i][real_tokens[i]].tolist() + generated[i, : ends[i]].tolist() for i in range(len(ids))]
+    texts = [model.tokenizer.decode(row) for row in lists] if _is_text(prompt) and model.tokenizer else lists
+    return texts[0] if isinstance(prompt, str) or isinstance(prompt[0], Integral) else texts
 
 
 def stream(
+    model: "Transformer", prompt: Prompt, max_new_tokens: int = 64, **options: Unpack[GenerateOptions]
+) -> Generator[Tensor, None, None]:
+    """Yield the next token of every prompt, (B,), step by step, until `max_new_tokens` are made or all have stopped.
+
+    Temperature 0 takes the best token; above, it draws. `stop` is a token id, or a list of ids and of id sequences (for a
+    text by default its end-of-text token); a row that has stopped yields `pad`. Prompts of different lengths are padded
+    on the left and masked. `gates` scales heads for this call alone. An encoder-decoder needs `source`, token ids (B, S);
+    without, a text is what it reads, and it writes from the start. A prompt is read `prompt_chunk` tokens at a time, so that
+    what reading takes beside the cache does not grow with its length.
+    """
+    return _generate_steps(model, prepare_generation(model, prompt, max_new_tokens, **options))
+
+
+def prepare_generation(
     model: "Transformer",
     prompt: Prompt,
-    max_new_tokens: int = 64,
+    max_new_tokens: int,
     *,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -80,83 +107,64 @@ def stream(
     source_attention_mask: Tensor | None = None,
     prompt_chunk: int = 2048,
     **unknown: object,
-) -> Generator[Tensor, None, None]:
-    """Yield the next token of every prompt, (B,), step by step, until `max_new_tokens` are made or all have stopped.
-
-    Temperature 0 takes the best token; above, it draws. `stop` is a token id, or a list of ids and of id sequences (for a
-    text by default its end-of-text token); a row that has stopped yields `pad`. Prompts of different lengths are padded
-    on the left and masked. `gates` scales heads for this call alone. An encoder-decoder needs `source`, token ids (B, S);
-    without, a text is what it reads, and it writes from the start. A prompt is read `prompt_chunk` tokens at a time, so that
-    what reading takes beside the cache does not grow with its length.
-    """
+) -> GenerationSetup:
+    """Check the options of `generate` and `stream`, and tokenize and batch the prompts."""
     if unknown:
-        raise foreign_kwargs_error(stream, "model.generate(prompt, max_new_tokens, attention_mask=…)", unknown)
+        usage = "model.generate(prompt, max_new_tokens, attention_mask=…)"
+        raise foreign_kwargs_error(prepare_generation, usage, unknown)
     if source is None:
-        prompt, source_options = _with_source(model, prompt, {"stop": stop, "cache": cache})
-        stop, source, source_attention_mask = (
-            source_options.get("stop"),
-            source_options.get("source"),
-            source_options.get("source_attention_mask"),
-        )
+        source, source_attention_mask = _encode_source(model, prompt, cache)
+        if source is not None:  # it generates from the start
+            end = model.decoder_start_token
+            prompt, stop = [[end]] * len(source), end if stop is None else stop
     if model.output is None or model.spec.kind == "encoder":
         raise HeadwiseError(
             "this model has no next-token output; generate needs a decoder with output='lm'. Load the folder of a model "
             "with an output head, for example LlamaForCausalLM instead of LlamaModel."
         )
     sampling = Sampling(temperature, top_k, top_p)
-    ids, prompt_mask = batch_prompts(model, prompt)
-    attention_mask = prompt_mask if attention_mask is None else attention_mask
+    ids, real_tokens = batch_prompts(model, prompt)
+    attention_mask = real_tokens if attention_mask is None else attention_mask
     _check_length(model, ids, attention_mask, max_new_tokens)
     if type(prompt_chunk) is not int or prompt_chunk < 1:
         raise HeadwiseError(f"prompt_chunk counts tokens, 1 or more; got {prompt_chunk!r}.")
-    generator = None if seed is None else torch.Generator(model.device).manual_seed(seed)
-    cache = model.cache() if cache is None else cache
-    gates = resolve_gates(model.gathered_layers(), gates)  # once, not at every step
-    prompt_inputs = {"attention_mask": attention_mask, "source": source, "source_attention_mask": source_attention_mask}
-    stops = _stops(model, prompt, stop)
-    return _generate_steps(
-        model, ids, max_new_tokens, sampling, generator, stops, pad, cache, gates, prompt_inputs, prompt_chunk
+    return GenerationSetup(
+        ids,
+        real_tokens,
+        max_new_tokens,
+        sampling,
+        None if seed is None else torch.Generator(model.device).manual_seed(seed),
+        _stops(model, prompt, stop),
+        pad,
+        model.cache() if cache is None else cache,
+        resolve_gates(model.gathered_layers(), gates),  # once, not at every step
+        {"attention_mask": attention_mask, "source": source, "source_attention_mask": source_attention_mask},
+        prompt_chunk,
     )
 
 
-def _generate_steps(
-    model: "Transformer",
-    ids: Tensor,
-    max_new_tokens: int,
-    sampling: Sampling,
-    generator: torch.Generator | None,
-    stops: list[tuple[int, ...]],
-    pad: int,
-    cache: ModelCache,
-    gates: Gates | None,
-    prompt_inputs: dict[str, Tensor | None],
-    chunk: int,
-) -> Generator[Tensor, None, None]:
-    """One step after the other; `prompt_inputs` is what only the prompt needs, which is read a chunk at a time."""
+def _generate_steps(model: "Transformer", setup: GenerationSetup) -> Generator[Tensor, None, None]:
+    """Generate one token after the other; the prompt is read a chunk at a time."""
+    ids, prompt_inputs = setup.ids, setup.prompt_inputs
     running = torch.ones(len(ids), dtype=torch.bool, device=model.device)
     tail, modules = ids[:, :0], tuple(model.modules())
-    for _ in range(max_new_tokens):
+    for _ in range(setup.max_new_tokens):
         # step by step: whoever reads the tokens finds the model as it was
         with eval_mode(model, modules), torch.no_grad():
-            last_state = _prefill(model, ids, cache, gates, prompt_inputs, chunk)  # (B, 1, D)
-            with autotuned_decode_step(model, len(ids)):
+            last_state = _prefill(model, ids, setup, prompt_inputs)  # (B, 1, D)
+            with model.matmul_tuner.decode_step(model, len(ids)):
                 logits = model.output(last_state)[:, 0]  # (B, V)  # pyright: ignore[reportOptionalCall]
-            next_tokens = torch.where(running, sampling.pick(logits, generator), pad)  # (B,)
+            next_tokens = torch.where(running, setup.sampling.pick(logits, setup.generator), setup.pad)  # (B,)
         yield next_tokens.clone()
         tail = torch.cat((tail, next_tokens[:, None]), 1)
-        running = running & ~_ended(tail, stops)
+        running = running & ~_ended(tail, setup.stops)
         if not running.any():
             return
         ids, prompt_inputs = next_tokens[:, None], {}
 
 
 def _prefill(
-    model: "Transformer",
-    ids: Tensor,
-    cache: ModelCache,
-    gates: "Gates | None",
-    prompt_inputs: dict[str, Tensor | None],
-    chunk: int,
+    model: "Transformer", ids: Tensor, setup: GenerationSetup, prompt_inputs: dict[str, Tensor | None]
 ) -> Tensor:
     """The state of the last token, (B, 1, D); of the others nothing is kept but what the cache holds."""
     attention_mask, prompt_inputs = (
@@ -164,11 +172,16 @@ def _prefill(
         {name: value for name, value in prompt_inputs.items() if name != "attention_mask"},
     )
     last_state = ids.new_zeros(0)
-    for start in range(0, ids.shape[1], chunk):
-        chunk_slice = slice(start, start + chunk)
+    for start in range(0, ids.shape[1], setup.prompt_chunk):
+        chunk_slice = slice(start, start + setup.prompt_chunk)
         chunk_mask = None if attention_mask is None else attention_mask[:, chunk_slice]
         last_state = model(
-            ids[:, chunk_slice], attention_mask=chunk_mask, cache=cache, gates=gates, hidden=True, **prompt_inputs
+            ids[:, chunk_slice],
+            attention_mask=chunk_mask,
+            cache=setup.cache,
+            gates=setup.gates,
+            hidden=True,
+            **prompt_inputs,
         )[:, -1:]
         prompt_inputs = {}  # a source is read once
     return last_state
@@ -192,20 +205,15 @@ def _check_length(model: "Transformer", ids: Tensor, attention_mask: Tensor | No
         )
 
 
-def _with_source(model: "Transformer", prompt: Prompt, options: GenerateOptions) -> tuple[Prompt, GenerateOptions]:
-    """Texts for an encoder-decoder that has no other source: they are the source, and writing starts anew."""
-    cached = options.get("cache") is not None and options["cache"].memory is not None  # pyright: ignore
-    if model.spec.kind != "encoder-decoder" or options.get("source") is not None or cached or not _is_text(prompt):
-        return prompt, options
+def _encode_source(
+    model: "Transformer", prompt: Prompt, cache: ModelCache | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Token ids and mask of texts that an encoder-decoder reads as its source; None if the prompt is no such text."""
+    has_memory = cache is not None and cache.memory is not None
+    if model.spec.kind != "encoder-decoder" or has_memory or not _is_text(prompt):
+        return None, None
     rows, end = _encode(model, prompt), model.decoder_start_token
-    source, source_attention_mask = batch_prompts(model, [row if row[-1:] == [end] else [*row, end] for row in rows])
-    stop = end if options.get("stop") is None else options["stop"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
-    return [[end]] * len(rows), {
-        **options,
-        "source": source,
-        "source_attention_mask": source_attention_mask,
-        "stop": stop,
-    }
+    return batch_prompts(model, [row if row[-1:] == [end] else [*row, end] for row in rows])
 
 
 def batch_prompts(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor | None]:

@@ -1,18 +1,19 @@
 """The parts around attention: norms and MLPs, and the two ends, embedding and output."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
+from headwise.heads.collectives_protocol import CollectivesProtocol
 from headwise.heads.quantized_weights import QuantizedEmbedding, QuantizedLinear, TiedQuantizedLinear
 from headwise.kernels import sinusoidal
-from headwise.kernels.autotuned_linear import Linear, linear
-from headwise.kernels.collectives import ProcessGroupOps
-from headwise.model.loss import IGNORE_INDEX, linear_cross_entropy, vocab_parallel_cross_entropy
+from headwise.kernels.matmul_tuner import Linear, linear
+from headwise.model.loss import IGNORE_INDEX, linear_cross_entropy
 from headwise.spec import ModelSpec
 from headwise.spec.weight_bits import FULL_PRECISION
 
@@ -30,18 +31,22 @@ def make_norm(spec: ModelSpec) -> nn.Module:
     return kind(spec.width, eps=spec.norm_eps)
 
 
-class VocabShard:
-    """Which rows of the vocabulary this process has, where others hold the rest."""
+class VocabShardProtocol(Protocol):
+    """The rows of the vocabulary that this process holds, if others hold the rest. `headwise.distributed` implements it."""
 
-    def __init__(self, collectives: ProcessGroupOps, ranges: Sequence[tuple[int, int]]) -> None:
-        self.collectives, self.sizes = collectives, [stop - start for start, stop in ranges]
-        self.start, self.stop = ranges[collectives.rank]
-        self.vocab = sum(self.sizes)
+    def embed(self, tokens: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+        """Look up token ids: (…) → (…, D). `tokens` is the table of the local rows."""
+        ...
 
-    def localize_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of some ids are rows of this process, and where; 0 for the others."""
-        is_local = (ids >= self.start) & (ids < self.stop)
-        return is_local, torch.where(is_local, ids - self.start, 0)
+    def logits(self, output: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Compute the logits of all rows: (B, T, D) → (B, T, V). `output` computes those of the local rows."""
+        ...
+
+    def cross_entropy(
+        self, output: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, total: int | None
+    ) -> Tensor:
+        """Return the mean cross-entropy of (N, D) and targets (N,), or the sum divided by `total`."""
+        ...
 
 
 class MLP(nn.Module):
@@ -50,7 +55,7 @@ class MLP(nn.Module):
     Where several processes hold a part of the channels each, what they write is added up, and the bias once.
     """
 
-    collectives: ProcessGroupOps | None = None
+    collectives: CollectivesProtocol | None = None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -74,7 +79,7 @@ class MLP(nn.Module):
 
 
 def _linear(spec: ModelSpec, inputs: int, outputs: int) -> Linear | QuantizedLinear:
-    bits, group_size = spec.bits_of("mlp")
+    bits, group_size = spec.bits_and_group_size("mlp")
     if bits == FULL_PRECISION:
         return Linear(inputs, outputs, spec.mlp_bias)
     return QuantizedLinear(inputs, outputs, spec.mlp_bias, bits, group_size, spec.activation_bits)
@@ -83,12 +88,12 @@ def _linear(spec: ModelSpec, inputs: int, outputs: int) -> Linear | QuantizedLin
 class Embedding(nn.Module):
     """Tokens, positions and token types become one vector."""
 
-    vocab_shard: VocabShard | None = None  # of the vocabulary, where others hold the rest
+    vocab_shard: VocabShardProtocol | None = None  # set if other processes hold rows of the vocabulary
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        bits, group_size = spec.bits_of("vocabulary")
+        bits, group_size = spec.bits_and_group_size("vocabulary")
         is_quantized = bits != FULL_PRECISION
         self.tokens = (
             QuantizedEmbedding(spec.vocab, spec.width, bits, group_size)
@@ -129,13 +134,7 @@ class Embedding(nn.Module):
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """(…) → (…, D)"""
-        vocab_shard = self.vocab_shard
-        if vocab_shard is None:
-            return self.tokens(ids)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_shard.vocab:
-            raise IndexError("there is no such token")
-        is_local, local_ids = vocab_shard.localize_ids(ids)
-        return vocab_shard.collectives.sum(self.tokens(local_ids).masked_fill(~is_local[..., None], 0))
+        return self.tokens(ids) if self.vocab_shard is None else self.vocab_shard.embed(self.tokens, ids)
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
@@ -146,7 +145,7 @@ def _table(rows: int, width: int) -> nn.Embedding:
 class LMHead(nn.Module):
     """From the stream to the vocabulary. For masked tokens as BERT does it: one more layer, then the vocabulary."""
 
-    vocab_shard: VocabShard | None = None  # of the vocabulary, where others hold the rest
+    vocab_shard: VocabShardProtocol | None = None  # set if other processes hold rows of the vocabulary
 
     def __init__(self, spec: ModelSpec, tokens: nn.Embedding | QuantizedEmbedding) -> None:
         super().__init__()
@@ -154,7 +153,7 @@ class LMHead(nn.Module):
         self.activation = ACTIVATIONS[spec.activation]
         self.transform = Linear(spec.width, spec.width) if masked else None
         self.norm = make_norm(spec) if masked else None
-        bits, group_size = spec.bits_of("vocabulary")
+        bits, group_size = spec.bits_and_group_size("vocabulary")
         if bits == FULL_PRECISION:
             self.vocabulary = Linear(spec.width, spec.vocab, bias=masked)
             self.tie_weight(tokens)
@@ -170,12 +169,8 @@ class LMHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, V)"""
-        if self.vocab_shard is None:
-            return self.vocabulary(self.pre_vocab_transform(x))
-        collectives = self.vocab_shard.collectives
-        return collectives.gather(
-            self.vocabulary(collectives.copy_to_group(self.pre_vocab_transform(x))), -1, self.vocab_shard.sizes
-        )
+        x = self.pre_vocab_transform(x)
+        return self.vocabulary(x) if self.vocab_shard is None else self.vocab_shard.logits(self.vocabulary, x)
 
     def pre_vocab_transform(self, x: Tensor) -> Tensor:
         """What comes before the vocabulary: (…, D) → (…, D)"""
@@ -188,17 +183,10 @@ class LMHead(nn.Module):
         if self.transform is not None:  # masked: few of many are asked for
             is_target = targets != IGNORE_INDEX
             hidden, targets = hidden[is_target], targets[is_target]  # (n, D), (n,)
+        hidden = self.pre_vocab_transform(hidden)
         if self.vocab_shard is not None:
-            return vocab_parallel_cross_entropy(
-                self._local_logits, self.vocab_shard, self.pre_vocab_transform(hidden), targets, total
-            )
-        return linear_cross_entropy(
-            self.pre_vocab_transform(hidden), self.vocabulary.weight, self.vocabulary.bias, targets, total
-        )
-
-    def _local_logits(self, x: Tensor) -> Tensor:
-        """The logits of the rows that are here."""
-        return self.vocabulary(x)
+            return self.vocab_shard.cross_entropy(self.vocabulary, hidden, targets, total)
+        return linear_cross_entropy(hidden, self.vocabulary.weight, self.vocabulary.bias, targets, total)
 
 
 class Pooler(nn.Module):

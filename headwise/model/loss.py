@@ -1,7 +1,6 @@
 """The surprise at the tokens asked for, without ever holding all their logits at once."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +9,6 @@ from torch.nn import LinearCrossEntropyOptions
 from torch.utils.checkpoint import checkpoint
 
 from headwise.kernels.rounding_tolerance import at_least_float32
-
-if TYPE_CHECKING:
-    from headwise.model.layers import VocabShard
 
 IGNORE_INDEX = -100  # a target that is not asked for
 MAX_LOGITS = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of them in chunks
@@ -54,41 +50,13 @@ def chunked_cross_entropy(
     def nll(states: Tensor, chunk_targets: Tensor) -> Tensor:
         return F.cross_entropy(at_least_float32(output(states)), chunk_targets, reduction="sum")
 
-    return _sum_over_chunks(nll, vocab, hidden, targets, total)
+    return sum_over_chunks(nll, vocab, hidden, targets, total)
 
 
-def vocab_parallel_cross_entropy(
-    output: Callable[[Tensor], Tensor],
-    vocab_shard: "VocabShard",
-    hidden: Tensor,
-    targets: Tensor,
-    total: int | None = None,
-) -> Tensor:
-    """The same where processes hold rows of the vocabulary: `output` gives the logits of those that are here.
-
-    Each adds up exp(logit − the largest logit of all) over its own rows; those sums and the one logit asked for are what
-    is exchanged, never the logits.
-    """
-
-    def nll(states: Tensor, chunk_targets: Tensor) -> Tensor:
-        collectives = vocab_shard.collectives
-        logits = output(collectives.copy_to_group(states))  # (n, v)
-        logits = at_least_float32(logits)
-        max_logits = collectives.all_reduce_max(logits.amax(1))  # (n,)
-        is_local, local_ids = vocab_shard.localize_ids(chunk_targets)
-        target_logits = logits.gather(1, local_ids[:, None])[:, 0].masked_fill(~is_local, 0)
-        exp_sums, target_logits = collectives.sum(
-            torch.stack(((logits - max_logits[:, None]).exp().sum(1), target_logits))
-        )
-        return (exp_sums.log() + max_logits - target_logits).sum()
-
-    return _sum_over_chunks(nll, max(vocab_shard.sizes), hidden, targets, total)
-
-
-def _sum_over_chunks(
+def sum_over_chunks(
     nll: Callable[[Tensor, Tensor], Tensor], vocab: int, hidden: Tensor, targets: Tensor, total: int | None
 ) -> Tensor:
-    """The sum of a surprise over chunks, none of which has too many logits; made again in the backward pass."""
+    """Sum a loss over chunks, so that logits fit in memory; the backward pass computes them again."""
     is_target = targets != IGNORE_INDEX
     hidden, targets = hidden[is_target], targets[is_target]  # (n, D), (n,)
     chunk_size = max(1, MAX_LOGITS // max(1, vocab))

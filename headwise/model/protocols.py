@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.heads import Heads, HookPoint
 from headwise.heads.head import Gates, HeadPattern
-from headwise.spec import LayerAddress, ModelSpec
+from headwise.spec import LayerAddress, ModelSpec, Plan
 from headwise.spec.cache_policy import CachePolicies
 from headwise.spec.patch_grid import PatchGrid
 
@@ -46,7 +46,7 @@ class ImageInputProtocol(Protocol):
     preprocessor: Any  # how pixels become what it reads, if that is known
 
     @property
-    def patch_grid(self) -> PatchGrid:
+    def token_patch_grid(self) -> PatchGrid:
         """Which token is which patch; refused where tokens are no patches."""
         ...
 
@@ -94,12 +94,12 @@ class ModelProtocol(Protocol):
         ...
 
     @property
-    def plans(self) -> tuple[Any, ...]:
+    def plans(self) -> tuple[Plan, ...]:
         """The plans (`hw.Plan`) by which heads were cut, in their order; heads cut by hand are in none."""
         ...
 
     @plans.setter
-    def plans(self, plans: tuple[Any, ...]) -> None: ...
+    def plans(self, plans: tuple[Plan, ...]) -> None: ...
 
     # Calls.
 
@@ -181,7 +181,7 @@ class ModelProtocol(Protocol):
 
     # Others like it.
 
-    def to_memory(self) -> Self:
+    def copy_offloaded_to_memory(self) -> Self:
         """This model, or, if weights are offloaded, a copy with all weights in memory."""
         ...
 
@@ -189,15 +189,18 @@ class ModelProtocol(Protocol):
         """A model of the same shape that has learned nothing."""
         ...
 
-    def without(
+    def prune(
         self,
         heads: HeadPattern,
         folded_biases: Mapping[LayerAddress, Tensor] | None = None,
         cache: CachePolicies | None = None,
     ) -> Self:
-        """A smaller model without these heads, sharing no memory with this one, which stays as it is.
+        """Return a smaller model without these heads. It shares no memory with this one, which stays unchanged.
 
-        `folded_biases` are added to output biases; `cache` says what key heads keep (None: what they kept).
+        Args:
+            heads: Heads to prune, by address or pattern.
+            folded_biases: Added to the output biases of layers, (D,) each.
+            cache: Cache policies of the KV heads; None keeps those of the model.
         """
         ...
 
@@ -219,7 +222,7 @@ class ModelProtocol(Protocol):
         """Its weights, by name."""
         ...
 
-    def restore(self, state: Mapping[str, Tensor]) -> list[str]:
+    def load_weights(self, state: Mapping[str, Tensor]) -> list[str]:
         """Take over weights by the names they have in a folder it was saved to; the names that are not known."""
         ...
 

@@ -1,8 +1,9 @@
-"""A model of ours without some heads: their slices are gone, and so are keys and values nobody reads any more."""
+"""Prune heads of a native model: their slices are removed, and so are KV heads that no remaining head reads."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,22 +19,33 @@ from headwise.spec.cache_policy import CachePolicies, rules_from_policies
 if TYPE_CHECKING:
     from headwise.model.transformer import Transformer
 
+T = TypeVar("T", bound="Transformer")
 Biases = Mapping[LayerAddress, Tensor]  # (D,) each
 
 
 @torch.no_grad()
-def without(
-    model: "Transformer", heads: HeadPattern, folded_biases: Biases | None = None, cache: CachePolicies | None = None
-) -> "Transformer":
-    """A smaller model without these heads, sharing no memory with this one, which stays as it is.
+def prune(model: T, heads: HeadPattern, folded_biases: Biases | None = None, cache: CachePolicies | None = None) -> T:
+    """Return a smaller model without these heads. It shares no memory with the given one, which stays unchanged.
 
-    `folded_biases` are added to the output biases of layers; a model that had none gets them. `cache` says what key heads
-    keep; None: what they kept.
+    Args:
+        model: The model.
+        heads: Heads to prune, by address or pattern.
+        folded_biases: Added to the output biases of layers, (D,) each. A model without output biases gets them.
+        cache: Cache policies of the KV heads; None keeps those of the model.
+
+    >>> from headwise.model import Transformer
+    >>> from headwise.spec import preset
+    >>> model = Transformer(preset("nano"))
+    >>> small = model.prune("5.1,3.*")
+    >>> model.spec.num_parameters - small.spec.num_parameters  # seven times four matrices of 384 × 64
+    688128
+    >>> len(small.spec.head_addresses)
+    29
     """
     spec = (
         model.spec
         if cache is None
-        else replace(model.spec, cache=rules_from_policies(cache, model.spec.kv_head_addresses))
+        else replace(model.spec, cache=rules_from_policies(cache, model.spec.cached_kv_head_addresses))
     )
     spec = _pruned_spec(spec, heads_to_prune(model.spec, heads), bool(folded_biases))
     state = dict(model.state_dict())  # split, with a head axis
@@ -83,7 +95,7 @@ def _add_to_bias(state: dict[str, Tensor], prefix: str, zero_bias: Tensor, shift
     state[f"{prefix}bias"] = bias if shift is None else (bias.double() + shift.to(bias.device).double()).to(bias.dtype)
 
 
-def rebuild_like(spec: ModelSpec, state: dict[str, Tensor], like: "Transformer") -> "Transformer":
+def rebuild_like(spec: ModelSpec, state: dict[str, Tensor], like: T) -> T:
     """A model of these tensors, copied; all else is as it was in the one it came from."""
     if like.is_sharded:
         raise HeadwiseError("this process holds a part of the model; change the whole one, then use hw.shard.")
@@ -99,7 +111,7 @@ def rebuild_like(spec: ModelSpec, state: dict[str, Tensor], like: "Transformer")
     for new, old in zip(model.attention_layers(), like.attention_layers(), strict=True):
         new.backend = old.backend
     model.tokenizer, model.family, model.checkpointing = like.tokenizer, like.family, like.checkpointing
-    model.plans = like.plans
+    model.plans, model.matmul_tuner = like.plans, copy.copy(like.matmul_tuner)
     modes = {name: module.training for name, module in like.named_modules()}
     for name, module in model.named_modules():
         module.training = modes.get(name, like.training)

@@ -36,8 +36,8 @@ def randomize_attention(model: ModelProtocol, seed: int = 0) -> ModelProtocol:
     for layer in twin.attention_layers():
         if not layer.hook_point.head_ids:
             continue
-        views = [lambda letter=letter, layer=layer: layer.qkv.weight(letter) for letter in "qkv"]
-        views += [lambda letter=letter, layer=layer: layer.qkv.bias(letter) for letter in "qkv"]
+        views = [lambda letter=letter, layer=layer: layer.qkv.weight_by_head(letter) for letter in "qkv"]
+        views += [lambda letter=letter, layer=layer: layer.qkv.bias_by_head(letter) for letter in "qkv"]
         for view in (*views, lambda layer=layer: layer.hook_point.W_O):
             weight = view()
             if weight is None:  # no bias

@@ -26,7 +26,7 @@ class LinearizedNorm:
     """A norm as what it is once its scale is frozen: scale · gain · (x − mean) + bias, the mean only where `centered`.
 
     >>> norm, x = LinearizedNorm.from_module(nn.LayerNorm(4)), torch.tensor([3.0, 2.0, 0.0, 0.0])
-    >>> torch.allclose(norm.apply_gain(x) * norm.scale(x).float(), norm.module(x))
+    >>> torch.allclose(norm.center_and_apply_gain(x) * norm.scale(x).float(), norm.module(x))
     True
     """
 
@@ -63,7 +63,7 @@ class LinearizedNorm:
             norm = LinearizedNorm(module_copy, centered, weight_offset)
             bias = 0.0 if norm.bias is None else norm.bias
             if (
-                norm.apply_gain(x) * norm.scale(x) + bias - expected
+                norm.center_and_apply_gain(x) * norm.scale(x) + bias - expected
             ).abs().max() <= PROBE_TOLERANCE * expected.abs().max():
                 return LinearizedNorm(module, centered, weight_offset)
         return None
@@ -87,7 +87,7 @@ class LinearizedNorm:
         x64 = x64 - x64.mean(-1, keepdim=True) if self.centered else x64
         return (x64.square().mean(-1, keepdim=True) + eps).rsqrt()
 
-    def apply_gain(self, x: Tensor) -> Tensor:
+    def center_and_apply_gain(self, x: Tensor) -> Tensor:
         """What becomes of x but for scale and bias: (…, D) → (…, D)"""
         return (x - x.mean(-1, keepdim=True) if self.centered else x) * self.gain.to(x)
 
@@ -118,7 +118,7 @@ class ResidualStream:
     embed: Callable[[Tensor], Tensor] | None  # ids (n,) → the stream at its beginning, (n, D), positions left out
     logit_scale: float = 1.0  # what logits are multiplied by behind the vocabulary
 
-    def logits(self, x: Tensor) -> Tensor:
+    def unembed(self, x: Tensor) -> Tensor:
         """What a part of the last norm's output adds to the logits: (…, D) → (…, V)"""
         return x @ self.vocabulary.weight.to(x).mT * self.logit_scale
 

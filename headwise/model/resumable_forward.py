@@ -39,7 +39,7 @@ class ResumableForward(Protocol):
     """A clean pass: iterate over its stops; then `hidden_states` are the final states of the rows wanted, (B, R, D)."""
 
     @property
-    def hidden_states(self) -> Tensor:
+    def last_hidden_state(self) -> Tensor:
         """(B, R, D), once the walk has come to its end."""
         ...
 
@@ -64,7 +64,7 @@ def resumable_forward(
         len(ids),
         {
             hook_point: block
-            for hook_point, block in encoder_decoder_hook_points(model)
+            for hook_point, block in hook_points_with_blocks(model)
             if hook_point.address in layer_addresses
         },
         [*model.encoder_blocks, *model.blocks],
@@ -72,7 +72,7 @@ def resumable_forward(
     )
 
 
-def encoder_decoder_hook_points(model: "Transformer") -> Iterator[tuple[HookPoint, nn.Module]]:
+def hook_points_with_blocks(model: "Transformer") -> Iterator[tuple[HookPoint, nn.Module]]:
     """Every hook point of an encoder-decoder, with its block."""
     for block in (*model.encoder_blocks, *model.blocks):
         assert isinstance(block, Block)
@@ -99,7 +99,7 @@ class BlockResumableForward:
             layer_addresses,
             select_rows,
         )
-        self.hidden_states = ids.new_zeros(0)
+        self.last_hidden_state = ids.new_zeros(0)
 
     def __iter__(self) -> Iterator[LayerCheckpoint]:
         x, context = self.model.begin_forward(self.ids, attention_mask=self.attention_mask)
@@ -115,7 +115,7 @@ class BlockResumableForward:
             if hook_point.address in self.layer_addresses:
                 yield LayerCheckpoint(hook_point, calls[0].z, partial(self._resume, blocks[layer:], x, normed, context))
             x = block.finish(x, normed, attention_output, context)
-        self.hidden_states = self._final_norm(self.select_rows(x, 1))
+        self.last_hidden_state = self._final_norm(self.select_rows(x, 1))
 
     def _resume(self, blocks: list[Block], x: Tensor, normed: Tensor, context: BlockContext, z: Tensor) -> Tensor:
         copies, (block, *later_blocks) = len(z) // len(x), blocks
@@ -168,7 +168,7 @@ class ReplayForward:
     ) -> None:
         self.forward, self.block_of_hook_point, self.select_rows = forward, block_of_hook_point, select_rows
         self.output_cache = BlockOutputCache(blocks, batch)
-        self.hidden_states = torch.zeros(0)
+        self.last_hidden_state = torch.zeros(0)
 
     def __iter__(self) -> Iterator[LayerCheckpoint]:
         z: dict[HookPoint, Tensor] = {}
@@ -183,7 +183,7 @@ class ReplayForward:
                     f"layer {hook_point.address} was not called in this pass, so its heads cannot be ablated."
                 )
             yield LayerCheckpoint(hook_point, z[hook_point], partial(self._resume, hook_point, block))
-        self.hidden_states = self.select_rows(hidden_states, 1)
+        self.last_hidden_state = self.select_rows(hidden_states, 1)
 
     def _resume(self, hook_point: HookPoint, block: nn.Module, z: Tensor) -> Tensor:
         copies = len(z) // self.output_cache.batch

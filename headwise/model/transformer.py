@@ -1,7 +1,7 @@
 """The whole network: a decoder, an encoder, or both, built from a spec."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -10,20 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from headwise.cache import ModelCache
+from headwise.cache.model_cache import check_model_cache
 from headwise.errors import HeadwiseError
-from headwise.heads import Heads, HookPoint, MultiHeadAttention, PerHeadCache, SlidingWindowCache, initialize
+from headwise.heads import Heads, HookPoint, MultiHeadAttention, initialize
 from headwise.heads.head import AttentionLayerProtocol, Gates, resolve_gates
 from headwise.heads.hook_point import HOOKS, replaying
 from headwise.kernels import Mask, RotaryTable
+from headwise.kernels.matmul_tuner import MatmulTuner
 from headwise.model.block import Block, BlockContext
 from headwise.model.generate import generate, stream
 from headwise.model.layers import Embedding, LMHead, Pooler, make_norm
-from headwise.model.model_cache import CachePlanProtocol, ModelCache
-from headwise.model.prune import without
+from headwise.model.prune import prune
 from headwise.model.residual_stream import input_norms, residual_stream
 from headwise.model.resumable_forward import resumable_forward
 from headwise.model.unsupported_kwargs import foreign_kwargs_error
-from headwise.spec import LayerAddress, ModelSpec
+from headwise.model.weights_digest import check_plan
+from headwise.spec import LayerAddress, ModelSpec, Plan
 
 
 class TokenizerProtocol(Protocol):
@@ -72,7 +75,8 @@ class Transformer(nn.Module):
         self.spec = spec
         self._tokenizer: TokenizerProtocol | Callable[[], TokenizerProtocol] | None = None
         self.family: str | None = None  # whose weights these are, if they came from a file
-        self.plans: tuple[Any, ...] = ()  # by which heads were cut, if by plans
+        self.plans: tuple[Plan, ...] = ()  # by which heads were cut, if by plans
+        self.matmul_tuner = MatmulTuner()  # of the products of its decode steps
         self.checkpointing = False  # True: activations inside blocks are recomputed in the backward pass, not kept
         two_stacks = spec.kind == "encoder-decoder"
         with nullcontext() if device is None else torch.device(device):
@@ -115,11 +119,11 @@ class Transformer(nn.Module):
         if unknown:
             raise foreign_kwargs_error(self.forward, "model(ids, attention_mask=…)", unknown)
         ids = self._validate_ids(ids, attention_mask)
-        layer_gates = resolve_gates(self.gathered_layers(), gates)
+        layer_gates = {} if gates is None else resolve_gates(self.gathered_layers(), gates)
         self._check_cache(cache)
-        with nullcontext() if cache is None else cache.atomic_step(self, ids.numel()):
+        with nullcontext() if cache is None else self._cached_step(cache, ids.numel()):
             start, full_attention_mask = (
-                (0, attention_mask) if cache is None else cache.extend_attention_mask(ids, attention_mask)
+                (0, attention_mask) if cache is None else cache.advance_length_and_mask(ids, attention_mask)
             )
             self._check_padding_side(cache, full_attention_mask)
             memory = self._memory(source, source_attention_mask, memory, cache, layer_gates)
@@ -143,13 +147,13 @@ class Transformer(nn.Module):
 
     generate, stream = generate, stream
     input_norms, residual_stream, resumable_forward = input_norms, residual_stream, resumable_forward
-    without = without
+    prune = prune
 
     def why_not_resumable(self) -> str:
         """Why ablated copies cost whole passes: here they never do."""
         return ""
 
-    def to_memory(self) -> Self:
+    def copy_offloaded_to_memory(self) -> Self:
         """This model: its weights are always in memory."""
         return self
 
@@ -164,7 +168,7 @@ class Transformer(nn.Module):
     def check_native(self, operation: str) -> None:
         """Refuse what only models of our own can do: this is one."""
 
-    def restore(self, state: Mapping[str, Tensor]) -> list[str]:
+    def load_weights(self, state: Mapping[str, Tensor]) -> list[str]:
         """Take over weights by their names in a folder; what is tied is there once. The names that are not known."""
         return self.load_state_dict(state, strict=False).unexpected_keys
 
@@ -276,18 +280,25 @@ class Transformer(nn.Module):
 
     # Caching.
 
-    def cache(self, kind: "str | CachePlanProtocol" = "dynamic", size: int | None = None) -> ModelCache:
+    def cache(self, kind: str | Plan = "dynamic", size: int | None = None) -> ModelCache:
         """An empty cache for this model: dynamic, static (size, default the context) or sliding (size); or as a plan says."""
         if self.spec.kind == "encoder":
             raise HeadwiseError("an encoder sees all tokens at once and keeps no cache.")
         if isinstance(kind, str):
             return self._make_cache(self.spec, kind, size)
-        if not isinstance(kind, CachePlanProtocol):
+        if not isinstance(kind, Plan):
             raise HeadwiseError(f"a cache is 'dynamic', 'static', 'sliding' or what a Plan says; got {kind!r}.")
-        return self._make_cache(kind.spec_with_cache(self), "dynamic" if size is None else "static", size)
+        check_plan(kind, self)
+        return self._make_cache(kind.cache_spec(), "dynamic" if size is None else "static", size)
 
     def _make_cache(self, spec: ModelSpec, kind: str, size: int | None) -> ModelCache:
         return ModelCache(spec, kind, size)
+
+    @contextmanager
+    def _cached_step(self, cache: ModelCache, rows: int) -> Iterator[None]:
+        """Run a step with tuned products; restore the cache if it fails."""
+        with cache.atomic_step(), self.matmul_tuner.decode_step(self, rows):
+            yield
 
     # The small print.
 
@@ -371,8 +382,7 @@ class Transformer(nn.Module):
         return ids.long()
 
     def _check_cache(self, cache: ModelCache | None) -> None:
-        if cache is not None and not isinstance(cache, ModelCache):
-            raise HeadwiseError(f"cache must come from model.cache(), got {cache!r}.")
+        check_model_cache(cache)
         if cache is not None and self.checkpointing and torch.is_grad_enabled():
             raise HeadwiseError("a cache holds numbers, not graphs; use torch.no_grad(), or turn checkpointing off.")
 
@@ -380,10 +390,8 @@ class Transformer(nn.Module):
         """Windows and biases by distance count places, padding among them: with a cache, padding must all lie on the left."""
         if cache is None or attention_mask is None:
             return
-        has_bounded_cache = any(
-            isinstance(layer_cache, SlidingWindowCache | PerHeadCache) for layer_cache in cache.layers.values()
-        )
-        uses_distances = self.spec.attention.position_bias_field is not None or has_bounded_cache
+        cache_counts_positions = any(layer_cache.needs_left_padding for layer_cache in cache.layers.values())
+        uses_distances = self.spec.attention.position_bias_field is not None or cache_counts_positions
         if uses_distances and (attention_mask[:, :-1] & ~attention_mask[:, 1:]).any():
             raise HeadwiseError(
                 "with windows, biases by distance or caches by head texts are padded on the left; padding follows a token "

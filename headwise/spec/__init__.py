@@ -3,8 +3,9 @@
 from headwise.spec.address import Address, LayerAddress, select
 from headwise.spec.attention import AttentionSpec, Rotary, RotaryScaling
 from headwise.spec.cache_policy import CachePolicy, CacheRule
+from headwise.spec.json_spec import JSONSpec
 from headwise.spec.model import ModelSpec
-from headwise.spec.parallel_cost import layout
+from headwise.spec.plan import Plan
 from headwise.spec.presets import preset, presets
 from headwise.spec.weight_bits import LayerBits, WeightRule
 
@@ -13,13 +14,14 @@ __all__ = [
     "AttentionSpec",
     "CachePolicy",
     "CacheRule",
+    "JSONSpec",
     "LayerAddress",
     "LayerBits",
     "ModelSpec",
+    "Plan",
     "Rotary",
     "RotaryScaling",
     "WeightRule",
-    "layout",
     "preset",
     "presets",
     "select",

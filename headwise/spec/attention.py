@@ -241,6 +241,11 @@ class AttentionSpec(JSONSpec):
         return tuple(index[self._kv_of(head)] for head in self.head_ids)
 
     @cached_property
+    def heads_of_kv(self) -> tuple[tuple[int, ...], ...]:
+        """For each present key/value head, the original numbers of the heads that read it."""
+        return tuple(tuple(n for n in self.head_ids if self._kv_of(n) == kv_id) for kv_id in self.kv_head_ids)
+
+    @cached_property
     def cache_policies(self) -> tuple[CachePolicy, ...]:
         """What each present key head keeps."""
         return tuple(self.cache[kv_id] if self.cache else KEEP_ALL for kv_id in self.kv_head_ids)
@@ -251,7 +256,7 @@ class AttentionSpec(JSONSpec):
         return next((name for name in POSITION_BIASES if getattr(self, name)), None)
 
     @cached_property
-    def has_plain_scores(self) -> bool:
+    def uses_default_score_params(self) -> bool:
         """Whether scores are q·k and the caller's mask alone: no window, no bias by distance, no sink."""
         return self.window is None and self.position_bias_field is None and self.softmax == "plain"
 

@@ -11,9 +11,18 @@ from headwise.errors import HeadwiseError, suggest_names
 class JSONSpec:
     """A spec that goes through JSON."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data, defaults left out."""
+        return _to_json_value(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Build a spec from plain data; an unknown or ill-typed field is an error that names it."""
+        return _build(cls, data, cls.__name__)
+
     def to_json(self) -> str:
         """Write the spec as JSON, defaults left out."""
-        return json.dumps(_to_json_value(self), indent=2)
+        return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -22,7 +31,7 @@ class JSONSpec:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise HeadwiseError(f"the spec is not valid JSON: {error}.") from None
-        return _build(cls, data, cls.__name__)
+        return cls.from_dict(data)
 
 
 def _to_json_value(value: Any) -> Any:

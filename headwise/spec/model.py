@@ -17,10 +17,10 @@ from headwise.spec.weight_bits import (
     LayerBits,
     WeightRule,
     filter_rules,
-    head_bytes_saved,
     layer_bits_from_rules,
     row_bytes_saved,
     rules_from_allocation,
+    total_head_bytes_saved,
 )
 
 MAX_LAYERS = 2**12
@@ -108,7 +108,7 @@ class ModelSpec(JSONSpec):
         rules, weight_rules = tuple(self.cache), tuple(self.weight_rules)
         object.__setattr__(self, "cache", ())
         object.__setattr__(self, "weight_rules", ())
-        object.__setattr__(self, "cache", rules_from_policies(rules, self.kv_head_addresses) if rules else ())
+        object.__setattr__(self, "cache", rules_from_policies(rules, self.cached_kv_head_addresses) if rules else ())
         self.__dict__["_layer_bits"] = layer_bits_from_rules(weight_rules, self._layers, self.activation_bits)
         object.__setattr__(self, "weight_rules", weight_rules)
         for layer_address in self.layer_addresses:
@@ -213,7 +213,7 @@ class ModelSpec(JSONSpec):
         )
 
     @cached_property
-    def kv_head_addresses(self) -> tuple[Address, ...]:
+    def cached_kv_head_addresses(self) -> tuple[Address, ...]:
         """Every head whose keys and values a cache holds, by its number among the key heads of its layer."""
         if self.kind == "encoder":
             return ()
@@ -235,10 +235,10 @@ class ModelSpec(JSONSpec):
         >>> [(rule.heads, str(rule.policy)) for rule in spec.cache]
         [(('0.1',), 'streaming 4 + 128'), (('1.0', '1.1', '1.2'), '8 bits')]
         """
-        if not self.kv_head_addresses:
+        if not self.cached_kv_head_addresses:
             reason = "an encoder sees all tokens at once" if self.kind == "encoder" else "it has no head left"
             raise HeadwiseError(f"this model keeps no cache, for {reason}; leave cache out.")
-        return replace(self, cache=rules_from_policies(cache, self.kv_head_addresses))
+        return replace(self, cache=rules_from_policies(cache, self.cached_kv_head_addresses))
 
     def quantized(
         self, weights: BitAllocation, *, group_size: int = GROUP_SIZE, activation_bits: int = FULL_PRECISION
@@ -257,7 +257,7 @@ class ModelSpec(JSONSpec):
             raise HeadwiseError("activations are rounded where weights are; give weights=8 as well.")
         return replace(self, weight_rules=rules, activation_bits=activation_bits)
 
-    def bits_of(self, part: str) -> tuple[int, int]:
+    def bits_and_group_size(self, part: str) -> tuple[int, int]:
         """The bits and the group of the MLPs, or the vocabulary."""
         return next(
             ((rule.bits, rule.group_size) for rule in self.weight_rules if rule.part == part),
@@ -274,7 +274,7 @@ class ModelSpec(JSONSpec):
             for layer_address in self.layer_addresses
         }
         pruned_spec = replace(self, kept_heads=remaining, cache=(), weight_rules=())
-        cached_kv_heads = set(map(str, pruned_spec.kv_head_addresses))
+        cached_kv_heads = set(map(str, pruned_spec.cached_kv_head_addresses))
         kv_heads = {
             str(layer_address.head_address(n))
             for layer_address, layer in pruned_spec._layers.items()
@@ -360,8 +360,8 @@ class ModelSpec(JSONSpec):
         >>> preset("gpt2").weight_bytes(), preset("gpt2").quantized(4).weight_bytes()
         (497759232, 80838624)
         """
-        saved_total = head_bytes_saved(self._layers, element_bytes)
-        bits, group_size = self.bits_of("mlp")
+        saved_total = total_head_bytes_saved(self._layers, element_bytes)
+        bits, group_size = self.bits_and_group_size("mlp")
         up_projections = 2 if self.activation == "swiglu" else 1
         blocks = self.layers + self.encoder_layers
         saved_total += (
@@ -369,7 +369,9 @@ class ModelSpec(JSONSpec):
         )
         saved_total += blocks * self.width * row_bytes_saved(self.mlp_width, bits, group_size, element_bytes)
         tables = 1 + (self.output != "none" and not self.tied)
-        saved_total += tables * self.vocab * row_bytes_saved(self.width, *self.bits_of("vocabulary"), element_bytes)
+        saved_total += (
+            tables * self.vocab * row_bytes_saved(self.width, *self.bits_and_group_size("vocabulary"), element_bytes)
+        )
         return self.num_parameters * element_bytes - saved_total
 
     @property

@@ -8,9 +8,9 @@ the MLPs and the vocabulary, which is the embedding too where the two are tied.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, suggest_names
 from headwise.spec.address import Address, LayerAddress, select
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ FULL_PRECISION = 32  # numbers as the model computes them
 GROUP_SIZE = 32  # numbers along the input that share a scale
 PROJECTION_PAIRS = ("qk", "vo")
 NON_HEAD_PARTS = ("mlp", "vocabulary")
+
+Basis = Literal["given", "balanced", "random"]  # of heads, in which their weights are quantized
+BASES = ("given", "balanced", "random")
 
 # one number for everything, or by head and part: {"*": 8, "5.1": 4, "5.2:qk": 3, "mlp": 8}
 BitAllocation = int | Mapping[str, int]
@@ -79,6 +82,12 @@ def check_group_size(group_size: object) -> None:
         raise HeadwiseError(f"group_size counts the numbers that share a scale, 1 or more; got {group_size!r}.")
 
 
+def check_basis(basis: str) -> None:
+    """Raise if a basis has an unknown name."""
+    if basis not in BASES:
+        raise HeadwiseError(f"there is no basis {basis!r}; {suggest_names(str(basis), BASES)}")
+
+
 def row_bytes(elements: int, bits: int, group_size: int = GROUP_SIZE, element_bytes: int = 4) -> int:
     """What a row takes, packed, with a scale of 4 bytes for each group; at 32 bits it is as it is, `element_bytes` a number.
 
@@ -95,7 +104,7 @@ def row_bytes_saved(elements: int, bits: int, group_size: int, element_bytes: in
     return elements * element_bytes - row_bytes(elements, bits, group_size, element_bytes)
 
 
-def head_bytes_saved(layers: Mapping[LayerAddress, "AttentionSpec"], element_bytes: int) -> int:
+def total_head_bytes_saved(layers: Mapping[LayerAddress, "AttentionSpec"], element_bytes: int) -> int:
     """The same over all heads of a model."""
     saved = 0
     for layer in layers.values():

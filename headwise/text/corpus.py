@@ -15,7 +15,7 @@ from headwise.text.file_formats import (
     TextChunk,
     describe_file_kinds,
     file_kind,
-    is_corpus_file,
+    is_included_in_folder_corpus,
     read_corpus_file,
     read_text_chunks,
     row_text,
@@ -54,6 +54,11 @@ class Corpus:
     _iterate: Callable[[], Iterator[TextChunk | Document | TextPair]] = field(repr=False)
     paired: bool = False  # whether its items are pairs
     files: tuple[Path, ...] = ()  # where they lie, in order, if they do in files and nowhere else
+
+    @property
+    def description(self) -> str:
+        """The name and the start of the fingerprint, as plans state them."""
+        return f"{self.name} ({self.fingerprint[:12]})"
 
     def items(self) -> Iterator[TextChunk | Document | TextPair]:
         """What is read: documents where there are relations, pairs for an encoder-decoder, else pieces of text."""
@@ -190,7 +195,7 @@ class Corpus:
     @staticmethod
     def _from_path(path: Path) -> "Corpus":
         if path.is_dir():
-            files = sorted(f for f in path.rglob("*") if f.is_file() and is_corpus_file(f))
+            files = sorted(f for f in path.rglob("*") if f.is_file() and is_included_in_folder_corpus(f))
             if not files:
                 raise HeadwiseError(
                     f"there is no text in the folder {path}; known kinds of files: {describe_file_kinds()}."

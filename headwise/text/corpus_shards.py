@@ -31,7 +31,7 @@ class TextShard:
     has_relations: bool  # whether documents with relations are among them
     digest: str
 
-    def read(self, sources: Sequence[ItemSource], name: str) -> Corpus:
+    def to_corpus(self, sources: Sequence[ItemSource], name: str) -> Corpus:
         """Its texts as a corpus; what is read must be what it was."""
 
         def items() -> Iterator[Item]:

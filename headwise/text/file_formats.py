@@ -45,7 +45,7 @@ def file_kind(path: Path) -> str | None:
     )
 
 
-def is_corpus_file(path: Path) -> bool:
+def is_included_in_folder_corpus(path: Path) -> bool:
     """Whether a file is read where it lies in a folder: texts are; treebanks and files without a suffix are named singly."""
     return file_kind(path) not in (None, "", *TREEBANK_SUFFIXES)
 
@@ -71,7 +71,7 @@ def read_text_chunks(path: Path) -> Iterator[TextChunk]:
     """A UTF-8 file, however long, in pieces cut where a line ends."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     lines, pending = 1, ""
-    with open_compressed(path) as file:
+    with open_decompressed(path) as file:
         while True:
             block = file.read(READ_BYTES)
             try:
@@ -93,7 +93,7 @@ def read_text_chunks(path: Path) -> Iterator[TextChunk]:
 
 
 @contextmanager
-def open_compressed(path: Path) -> Iterator[BinaryIO]:
+def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     """A file's bytes, unpacked while they are read; a damaged one is told."""
     decode_errors: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, zlib.error)
     with open(path, "rb") as file:
@@ -154,7 +154,7 @@ def _import_zstandard(path: Path) -> Any:
 
 def _read_jsonl(path: Path) -> Iterator[TextChunk | Document]:
     line_number = 0
-    with open_compressed(path) as file:
+    with open_decompressed(path) as file:
         for line_number, line in enumerate(file, 1):
             if not line.strip():
                 continue

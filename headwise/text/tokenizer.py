@@ -54,18 +54,18 @@ class Tokenizer:
         return (), ()
 
     @property
-    def closing_ids(self) -> tuple[int, ...]:
+    def suffix_ids_with_eos(self) -> tuple[int, ...]:
         """What closes a text that is to be written: what is put behind it, and the end token last."""
         suffix = self.template_ids[1]
         return suffix if self.end_id is None or suffix[-1:] == (self.end_id,) else (*suffix, self.end_id)
 
     def wrap_pair(
-        self, source: Sequence[int], text: Sequence[int], decoder_start_token: int
+        self, source_ids: Sequence[int], target_ids: Sequence[int], decoder_start_token: int
     ) -> tuple[list[int], list[int]]:
         """A pair, its ids without what is put around them, as an encoder-decoder reads it: the source, and the text behind
         the token a decoder starts from. Both end with the end token, whether the tokenizer puts it there or not."""
-        prefix, suffix = self.template_ids[0], self.closing_ids
-        return [*prefix, *source, *suffix], [decoder_start_token, *prefix, *text, *suffix]
+        prefix, suffix = self.template_ids[0], self.suffix_ids_with_eos
+        return [*prefix, *source_ids, *suffix], [decoder_start_token, *prefix, *target_ids, *suffix]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; `add_special_tokens` adds what the model expects around it ([CLS] … [SEP], a start token)."""
@@ -88,7 +88,7 @@ class Tokenizer:
         spans = [trim_leading_space(text, span) for span in encoding.offsets]
         return Alignment.of(text, encoding.ids, encoding.tokens, spans, words)
 
-    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_without_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts, without special tokens."""
         check_lone_surrogates(texts)
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]

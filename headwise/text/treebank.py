@@ -131,7 +131,7 @@ class GAPExample:
     answer: str | None
 
     @property
-    def nearest_name(self) -> str:
+    def nearest_name_answer(self) -> str:
         """The baseline: the name that stands nearer to the pronoun."""
         distance = {
             name: min(abs(self.pronoun - index) for index in indices)

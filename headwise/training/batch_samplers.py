@@ -130,7 +130,7 @@ class DocumentSampler:
 
     def training_rows(self, first: int, count: int) -> np.ndarray:
         """Texts first … first + count − 1 of the endless order: (count, the longest), −1 behind the shorter ones."""
-        return pad_rows(
+        return pad_with_minus_one(
             [self.document(index) for index in _shuffled_indices(self.seed, self.rows_per_epoch, first, count)]
         )
 
@@ -157,30 +157,33 @@ class PairSampler:
     wrap_pair: Callable[[list[int], list[int]], tuple[list[int], list[int]]]
 
     @cached_property
-    def document_sampler(self) -> DocumentSampler:
+    def interleaved_document_sampler(self) -> DocumentSampler:
         """Sources and texts, by turns."""
         return DocumentSampler(self.tokens, len(self.tokens), self.seed, self.end_id, (), ())
 
     @property
     def rows_per_epoch(self) -> int:
         """Pairs in an epoch."""
-        return self.document_sampler.rows_per_epoch // 2
+        return self.interleaved_document_sampler.rows_per_epoch // 2
 
-    def pair(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def target_and_source_ids(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The text of a pair, at most context + 1 tokens, and its source, at most context."""
-        source, text = (self.document_sampler.document(2 * index + i).tolist() for i in range(2))
+        source, text = (self.interleaved_document_sampler.document(2 * index + i).tolist() for i in range(2))
         source, text = self.wrap_pair(source, text)
         return np.array(text[: self.context + 1]), np.array(source[: self.context])
 
     def training_rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Pairs first … first + count − 1 of the endless order: texts, sources, −1 behind the shorter ones."""
-        pairs = map(self.pair, _shuffled_indices(self.seed, self.rows_per_epoch, first, count))
+        pairs = map(self.target_and_source_ids, _shuffled_indices(self.seed, self.rows_per_epoch, first, count))
         texts, sources = zip(*pairs, strict=True)
-        return pad_rows(texts), pad_rows(sources)
+        return pad_with_minus_one(texts), pad_with_minus_one(sources)
 
     def evaluation_rows(self, max_tokens: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All pairs, for evaluation, or some spread evenly: at most about so many tokens."""
-        return (self.pair(index) for index in _evenly_spaced(self.rows_per_epoch, len(self.tokens), max_tokens))
+        return (
+            self.target_and_source_ids(index)
+            for index in _evenly_spaced(self.rows_per_epoch, len(self.tokens), max_tokens)
+        )
 
 
 def _shuffled_indices(seed: int, size: int, first: int, count: int) -> Iterator[int]:
@@ -194,7 +197,7 @@ def _evenly_spaced(count: int, num_tokens: int, max_tokens: int | None) -> range
     return range(0, count, 1 if max_tokens is None else max(1, math.ceil(max(1, num_tokens) / max_tokens)))
 
 
-def pad_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
+def pad_with_minus_one(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Rows of different lengths as one array, −1 behind the shorter ones."""
     padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int64)
     for row, tokens in zip(padded, rows, strict=True):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,28 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from headwise.distributed.parallel_strategy import local_tensor
+from headwise.distributed.process_group import ProcessGroup
+from headwise.distributed.sharded_checkpoint import (
+    LOSS_PREFIX,
+    MOMENTS,
+    load_shards,
+    moment_shards,
+    save_shards,
+    tensor_shards,
+    weight_shards,
+)
+from headwise.distributed.sharded_reader import MODEL_PREFIX, tensor_names
 from headwise.errors import HeadwiseError
 from headwise.io.aligned_safetensors import read_tensors, write_tensors
 from headwise.io.atomic_write import atomic_folder
-from headwise.training.language_loss import TrainLoss
+from headwise.model.transformer import Transformer
 from headwise.training.optimizer import optimizer_state, restore_optimizer
+from headwise.training.train_loss import TrainLoss
+from headwise.weights.save import write_metadata
 
 CHECKSUMS_FILE = "checksums.json"
+SHARDS_FOLDER = "shards"
 
 
 class CheckpointFolder:
@@ -51,10 +67,7 @@ class CheckpointFolder:
             write_tensors(optimizer_state(parameters, optimizer), new_folder / "optimizer.safetensors")
             if loss_parameters := _loss_parameters(parameters):
                 write_tensors(loss_parameters, new_folder / "loss.safetensors")
-            (new_folder / "training.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
-            (new_folder / CHECKSUMS_FILE).write_text(
-                json.dumps(folder_checksums(new_folder), indent=2), encoding="utf-8"
-            )
+            _write_state(new_folder, state)
         self.drop_old(best_step)
 
     def drop_old(self, best_step: int) -> None:
@@ -88,7 +101,7 @@ class CheckpointFolder:
         folder, model, parameters = self.path(step), loss.model, loss.trainable_parameters()
         if not (folder / "model.safetensors").is_file():
             raise HeadwiseError(f"the checkpoint {folder} is of another layout; go on with the recipe it was made by.")
-        unknown = model.restore(load_file(folder / "model.safetensors"))
+        unknown = model.load_weights(load_file(folder / "model.safetensors"))
         if unknown:
             raise HeadwiseError(
                 f"the checkpoint {folder} is of another model: {', '.join(unknown[:3])} is not in this one."
@@ -106,9 +119,69 @@ class CheckpointFolder:
         return json.loads((folder / "training.json").read_text(encoding="utf-8"))
 
 
+class ShardedCheckpointFolder(CheckpointFolder):
+    """Checkpoints that all processes write and read together (`headwise.distributed.sharded_checkpoint`)."""
+
+    is_collective = True
+
+    def __init__(self, folder: Path, keep_newest: int, log: Callable[[str], None], process_group: ProcessGroup) -> None:
+        super().__init__(folder, keep_newest, log)
+        self.process_group = process_group.all_processes
+
+    def save(
+        self, loss: TrainLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int, best_step: int
+    ) -> None:
+        """Write a checkpoint atomically, then drop those that are neither among the newest nor the best."""
+        model, parameters = _native_model(loss), loss.trainable_parameters()
+        shards = {**weight_shards(model, parameters), **moment_shards(model, parameters, optimizer)}
+        with ExitStack() as stack:
+            atomic = atomic_folder(self.path(step), ("training.json", CHECKSUMS_FILE))
+            new_folder = Path(self.process_group.run_on_rank_zero(lambda: str(stack.enter_context(atomic))))
+            save_shards(shards, new_folder / SHARDS_FOLDER, self.process_group)
+            self.process_group.barrier()
+            if self.process_group.is_rank_zero:
+                write_metadata(model, new_folder)
+                _write_state(new_folder, state)
+        if self.process_group.is_rank_zero:
+            self.drop_old(best_step)
+
+    def restore(self, step: int, loss: TrainLoss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Restore a model and its optimizer, whatever the number of processes was; return the state of the loop."""
+        folder, model, parameters = self.path(step), _native_model(loss), loss.trainable_parameters()
+        if not (folder / SHARDS_FOLDER).is_dir():
+            raise HeadwiseError(
+                f"the checkpoint {folder} is of another layout: it was written with parallel='ddp'. Go on with that."
+            )
+        shards = weight_shards(model, parameters)
+        saved_names = tensor_names((folder / SHARDS_FOLDER).glob("*.safetensors"))
+        if missing := sorted(set(shards) - saved_names):
+            raise HeadwiseError(
+                f"the checkpoint {folder} is of another model: {missing[0].removeprefix(MODEL_PREFIX)} is not in it."
+            )
+        training_state = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        if optimizer is not None:
+            for name, value in parameters.items():
+                if any(f"{MOMENTS[0]}:{shard}" in saved_names for shard, _ in tensor_shards(model, name, value)):
+                    count = torch.tensor(float(training_state["step"]), device=local_tensor(value).device)
+                    optimizer.state[value] = {"step": count, **{moment: torch.zeros_like(value) for moment in MOMENTS}}
+            shards |= moment_shards(model, parameters, optimizer)
+        load_shards(shards, folder / SHARDS_FOLDER, self.process_group)
+        return training_state
+
+
+def _native_model(loss: TrainLoss) -> Transformer:
+    return loss.model  # pyright: ignore[reportReturnType]
+
+
+def _write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the state of the loop, then the checksums of all files."""
+    (folder / "training.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+    (folder / CHECKSUMS_FILE).write_text(json.dumps(folder_checksums(folder), indent=2), encoding="utf-8")
+
+
 def _loss_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """What learns and belongs to the loss, not to the model."""
-    return {name: value.detach() for name, value in parameters.items() if name.startswith("loss.")}
+    return {name: value.detach() for name, value in parameters.items() if name.startswith(LOSS_PREFIX)}
 
 
 def checkpoint_problem(folder: Path) -> str | None:

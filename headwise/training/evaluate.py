@@ -7,8 +7,8 @@ import torch
 
 from headwise.distributed.process_group import ProcessGroup
 from headwise.model import Transformer, eval_mode
-from headwise.training.batch_samplers import MaskTokens, make_train_batch, pad_rows
-from headwise.training.language_loss import LanguageLoss
+from headwise.training.batch_samplers import MaskTokens, make_train_batch, pad_with_minus_one
+from headwise.training.train_loss import LanguageLoss
 
 
 @torch.no_grad()
@@ -37,7 +37,10 @@ def evaluate(
             first = index * batch_size if index < num_batches else 0
             batch_slice = slice(first, first + batch_size)
             train_batch = make_train_batch(
-                pad_rows(texts[batch_slice]), pad_rows(sources[batch_slice]) if sources else None, mask_tokens, first
+                pad_with_minus_one(texts[batch_slice]),
+                pad_with_minus_one(sources[batch_slice]) if sources else None,
+                mask_tokens,
+                first,
             )
             batch_loss = float(loss(*train_batch.select_rows(slice(None), process_group.device)))
             if index < num_batches:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.distributed.parallel_strategy import ParallelStrategy, clip_gradients, reshard, unique_row_mask
-from headwise.distributed.process_group import init_distributed
+from headwise.distributed.process_group import explain_peer_errors, open_process_group
 from headwise.errors import HeadwiseError
 from headwise.heads.head_dropout import set_training_progress
-from headwise.kernels.collectives import explain_peer_errors
 from headwise.kernels.enable_grad import gradients_enabled
 from headwise.model import Transformer, eval_mode
 from headwise.progress import Progress
@@ -29,18 +28,17 @@ from headwise.training.batch_samplers import (
     masked_targets,
     sequential_windows,
 )
-from headwise.training.checkpoint import CheckpointFolder, checkpoint_problem
+from headwise.training.checkpoint import CheckpointFolder, ShardedCheckpointFolder, checkpoint_problem
 from headwise.training.evaluate import evaluate
-from headwise.training.language_loss import LanguageLoss, LossAccumulator, MakeLoss
 from headwise.training.optimizer import make_optimizer
 from headwise.training.recipe import Recipe
-from headwise.training.run_folder import MetricsLog, write_run_json
+from headwise.training.run_folder import MetricsLog, write_run_json_if_missing
 from headwise.training.run_setup import RunSetup, load_setup, prepare_run, sampler_factory
-from headwise.training.sharded_checkpoint import ShardedCheckpointFolder
 from headwise.training.stop_signals import interruptible
+from headwise.training.train_loss import LanguageLoss, LossAccumulator, MakeLoss
 from headwise.training.train_progress_display import ProgressDisplay, ThroughputTimer
 from headwise.training.train_request import TrainRequest
-from headwise.training.train_result import TrainResult, nan_to_none
+from headwise.training.train_result import TrainResult, nonfinite_to_none
 from headwise.weights.load import merge_sharded_checkpoint
 
 TrainCallback = Callable[[Transformer, int], object]
@@ -108,7 +106,7 @@ def run_request(
     trained = None if isinstance(request.model, ModelSpec) else request.model
     with (
         gradients_enabled(trained),
-        init_distributed(device) as process_group,
+        open_process_group(device) as process_group,
         tempfile.TemporaryDirectory() as scratch,
         torch.random.fork_rng(),
     ):
@@ -140,7 +138,7 @@ def resume(
     True
     """
     folder = Path(folder)
-    with gradients_enabled(), init_distributed(device) as process_group, torch.random.fork_rng():
+    with gradients_enabled(), open_process_group(device) as process_group, torch.random.fork_rng():
         setup, recipe = load_setup(folder, loss, process_group)
         return _run(setup, recipe, folder, True, callback, callback_every, progress)
 
@@ -157,7 +155,7 @@ def _run(
     threads = torch.get_num_threads()
     loop = TrainLoop(setup, recipe, folder if keep_folder else None, progress)
     if loop.process_group.is_rank_zero:
-        write_run_json(folder, setup.run_record)  # from here on the folder is this run's
+        write_run_json_if_missing(folder, setup.run_record)  # from here on the folder is this run's
         if recipe.warmup >= recipe.steps:
             loop.display.log(
                 f"the warm-up of {recipe.warmup} steps is not shorter than the run of {recipe.steps}: the rate never reaches "
@@ -267,7 +265,9 @@ class TrainLoop:
                 with torch.autocast(
                     process_group.device.type, self.autocast_dtype, enabled=self.autocast_dtype != torch.float32
                 ):
-                    loss = losses.add(module(*batch.select_rows(own_rows, process_group.device), total=num_targets))
+                    loss = losses.add_and_scale(
+                        module(*batch.select_rows(own_rows, process_group.device), total=num_targets)
+                    )
                 self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         if self.layout.is_sharded:
@@ -288,7 +288,7 @@ class TrainLoop:
         self.scaler.update()
         self.step += 1
         if self.step % recipe.log_every == 0 or self.step == recipe.steps:
-            self.loss, self.loss_terms = losses.mean()
+            self.loss, self.loss_terms = losses.all_reduce_mean()
         return grad_norm
 
     def _load_batch(self, step: int) -> TrainBatch:
@@ -315,7 +315,7 @@ class TrainLoop:
 
     def _log(self, grad_norm: float, clock: ThroughputTimer) -> None:
         if self.process_group.is_rank_zero:
-            speed = clock.tokens_per_second()
+            speed = clock.pop_tokens_per_second()
             row = {
                 "step": self.step, "tokens": self.tokens_seen, "loss": self.loss,
                 "learning_rate": self.recipe.learning_rate_at(self.step - 1), "grad_norm": grad_norm,
@@ -377,8 +377,8 @@ class TrainLoop:
     def _save(self) -> None:
         if self.checkpoints is not None and (self.process_group.is_rank_zero or self.checkpoints.is_collective):
             state = {
-                "step": self.step, "tokens_seen": self.tokens_seen, "loss": nan_to_none(self.loss),
-                "valid_loss": self.valid_loss, "best_loss": nan_to_none(self.best_loss), "best_step": self.best_step,
+                "step": self.step, "tokens_seen": self.tokens_seen, "loss": nonfinite_to_none(self.loss),
+                "valid_loss": self.valid_loss, "best_loss": nonfinite_to_none(self.best_loss), "best_step": self.best_step,
                 "evaluations_without_improvement": self.evaluations_without_improvement,
                 "scaler": self.scaler.state_dict(), "threads": torch.get_num_threads(),
                 "processes": self.process_group.all_processes.size,

@@ -1,8 +1,8 @@
 """How a model is trained: plain data, saved beside the run."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from headwise.errors import HeadwiseError
 from headwise.spec.attention import check_non_negative_int, check_type
@@ -16,6 +16,11 @@ ALLOWED_VALUES = {
 }
 
 
+def _option(default: Any, help_text: str) -> Any:
+    """A field that is an option of commands, with its help."""
+    return field(default=default, metadata={"help": help_text})
+
+
 @dataclass(frozen=True)
 class Recipe(JSONSpec):
     """Every number of a training run. A step reads `batch_size` rows of `context` tokens, whoever shares the work.
@@ -25,33 +30,37 @@ class Recipe(JSONSpec):
     [9.1e-05, 0.001, 0.00055, 0.0001]
     """
 
-    steps: int = 2000
-    batch_size: int = 32  # rows in a step
-    accumulation_steps: int = 1  # parts a step is cut into: less memory, the same gradient
-    context: int = 0  # tokens in a row; 0: the model's own context
+    steps: int = _option(2000, "Steps.")
+    batch_size: int = _option(32, "Rows in a step.")
+    accumulation_steps: int = _option(1, "Parts a step is cut into, to save memory.")  # the gradient is the same
+    context: int = _option(0, "Tokens in a row.")  # 0: the model's own context
     # windows: of the whole text, each once an epoch; random: drawn anywhere; texts: one text a row, padded,
     # behind what the tokenizer puts before a text; the end token, where that is nothing and the model is new.
     # An encoder-decoder reads pairs, one a row, whatever is said here.
     rows: Literal["windows", "random", "texts"] = "windows"
     objective: Literal["auto", "causal", "masked"] = "auto"  # auto: masked for an encoder
     mask_fraction: float = 0.15  # of the tokens, with the masked objective
-    learning_rate: float = 1e-3
-    warmup: int = 100  # steps in which the learning rate climbs
+    learning_rate: float = _option(1e-3, "The learning rate at its highest.")
+    warmup: int = _option(100, "Steps in which the rate climbs.")
     final_lr_fraction: float = 0.1  # the share of learning_rate a cosine ends at; 1 keeps it constant
     weight_decay: float = 0.1  # on matrices and tables
     beta1: float = 0.9
     beta2: float = 0.99
     max_grad_norm: float = 1.0  # longest gradient; 0: any
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU that has it
-    compile: bool = False
-    parallel: Literal["ddp", "fsdp", "heads", "fsdp+heads"] = "ddp"  # what processes share, see docs/team.md
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = _option(
+        "auto", "float32, bfloat16, float16 or auto."
+    )  # auto: bfloat16 on a GPU that has it
+    compile: bool = _option(False, "Use torch.compile: slow to start, then quicker.")
+    parallel: Literal["ddp", "fsdp", "heads", "fsdp+heads"] = _option(
+        "ddp", "What processes share: ddp (rows), fsdp (weights too), heads, fsdp+heads."
+    )  # see docs/team.md
     head_processes: int = 2  # how many share heads, with fsdp+heads
-    checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    checkpointing: bool = _option(False, "Recompute activations: less memory, more time.")
     holdout: float = 0.1  # the share of the text kept for evaluation when no other is given; 0: none
-    evaluate_every: int = 250
+    evaluate_every: int = _option(250, "Steps between evaluations.")
     evaluate_tokens: int = 200_000  # at most, spread evenly; the last evaluation reads all
-    patience: int = 0  # evaluations without progress before it stops; 0: never
-    save_every: int = 250
+    patience: int = _option(0, "Evaluations without progress before it stops.")  # 0: never
+    save_every: int = _option(250, "Steps between checkpoints.")
     keep_checkpoints: int = 2  # checkpoints, beside the best
     log_every: int = 10
     seed: int = 0

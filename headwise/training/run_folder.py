@@ -43,6 +43,17 @@ def check_run_folder(folder: Path, run_record: dict[str, Any]) -> bool:
     return True
 
 
+def last_logged_step(folder: Path) -> int:
+    """Return the step of the last line of a run's metrics; 0 if there is none or the line is being written."""
+    try:
+        with open(folder / METRICS_FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 400))
+            rows = file.read().splitlines()
+        return int(json.loads(rows[-1])["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
+
+
 def read_run_json(folder: Path) -> dict[str, Any]:
     """What a folder's run was asked for."""
     run_file = folder / RUN_FILE
@@ -63,7 +74,7 @@ def read_run_json(folder: Path) -> dict[str, Any]:
     return run_record
 
 
-def write_run_json(folder: Path, run_record: dict[str, Any]) -> None:
+def write_run_json_if_missing(folder: Path, run_record: dict[str, Any]) -> None:
     """Make a folder the home of this run."""
     if not (folder / RUN_FILE).is_file():
         try:

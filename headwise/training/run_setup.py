@@ -15,15 +15,16 @@ from headwise.distributed.parallel_strategy import ParallelStrategy
 from headwise.distributed.process_group import ProcessGroup
 from headwise.errors import HeadwiseError
 from headwise.io.aligned_safetensors import align
-from headwise.model import ModelProtocol, Transformer
+from headwise.model import Transformer
+from headwise.model.weights_digest import weights_digest
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.build_tokenizers import add_bos_eos, add_mask_token, make_tokenizer
 from headwise.training.batch_samplers import DocumentSampler, PairSampler, RandomWindowSampler, ShuffledWindowSampler
-from headwise.training.language_loss import MakeLoss, TrainLoss
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import RUN_FORMAT, check_run_folder, read_run_json
 from headwise.training.token_file import TokenFiles, read_tokens, write_tokens
+from headwise.training.train_loss import MakeLoss, TrainLoss
 from headwise.training.train_request import TrainRequest
 
 
@@ -65,11 +66,11 @@ def prepare_run(request: TrainRequest, folder: Path, layout: ParallelStrategy) -
     add_template = recipe.rows == "texts" and spec.kind != "encoder-decoder" and tokenizer is not own_tokenizer
     run_record = {
         "format": RUN_FORMAT,
-        "spec": json.loads(spec.to_json()),
+        "spec": spec.to_dict(),
         "recipe": asdict(recipe),
         "corpus": corpus.fingerprint,
         "valid": None if valid is None else valid.fingerprint,
-        "tokenizer": tokenizer if isinstance(tokenizer, str) else _digest(tokenizer.backend.to_str().encode()),
+        "tokenizer": tokenizer if isinstance(tokenizer, str) else _tokenizer_digest(tokenizer),
         "add_template": add_template,
         "weights": None if isinstance(model_or_spec, ModelSpec) else weights_digest(model_or_spec),
     }
@@ -127,8 +128,8 @@ def load_setup(folder: Path, make_loss: MakeLoss, world: ProcessGroup) -> tuple[
     """A run as its folder has it: its spec, recipe and tokens, without the texts they came from."""
     run_record = read_run_json(folder)
     spec, recipe = (
-        ModelSpec.from_json(json.dumps(run_record["spec"])),
-        Recipe.from_json(json.dumps(run_record["recipe"])),
+        ModelSpec.from_dict(run_record["spec"]),
+        Recipe.from_dict(run_record["recipe"]),
     )
     layout = ParallelStrategy.of(recipe.parallel, world, recipe.head_processes)
     tokenizer = Tokenizer.load(folder / "tokens")
@@ -162,7 +163,7 @@ def sampler_factory(setup: RunSetup, recipe: Recipe) -> Callable[[np.ndarray], A
         )
     prefix, suffix = tokenizer.template_ids
     # A decoder learns to end a text; an encoder, which is not asked for what comes next, reads it as everybody does.
-    suffix = (*suffix, -1) if setup.objective == "masked" else tokenizer.closing_ids
+    suffix = (*suffix, -1) if setup.objective == "masked" else tokenizer.suffix_ids_with_eos
     return partial(DocumentSampler, **common_kwargs, end_id=tokenizer.end_id, prefix=prefix, suffix=suffix)
 
 
@@ -208,14 +209,5 @@ def _build_loss(make_loss: MakeLoss, model: Transformer, recipe: Recipe, layout:
     return loss.to(layout.process_group.device)
 
 
-def weights_digest(model: ModelProtocol) -> str:
-    """What tells the weights of a model from all others."""
-    state = model.state_dict()
-    return _digest(*(value.detach().cpu().contiguous().view(torch.uint8).numpy().data for value in state.values()))
-
-
-def _digest(*chunks: Any) -> str:
-    hasher = hashlib.sha256()
-    for chunk in chunks:
-        hasher.update(chunk)
-    return hasher.hexdigest()
+def _tokenizer_digest(tokenizer: Tokenizer) -> str:
+    return hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()

@@ -69,11 +69,11 @@ def read_tokens(folder: Path) -> TokenFiles:
     return TokenFiles(arrays["train"][:split_at], arrays["train"][split_at:], fingerprint)
 
 
-def encode_corpus(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[int]]:
+def iter_encoded_chunks(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[int]]:
     """The ids of a corpus, piece by piece, an end token behind each text where the tokenizer has one."""
     end = [] if tokenizer.end_id is None else [tokenizer.end_id]
     for batch in _batch_chunks(corpus.chunks(), 256):
-        encoded = tokenizer.encode_texts([chunk.text for chunk in batch])
+        encoded = tokenizer.encode_without_special_tokens([chunk.text for chunk in batch])
         for chunk, ids in zip(batch, encoded, strict=True):
             if corpus.paired and tokenizer.end_id in ids:
                 raise HeadwiseError(
@@ -99,7 +99,7 @@ def _batch_chunks(chunks: Iterable, max_chunks: int) -> Iterator[list]:
 def _write_ids(path: Path, corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype) -> tuple[int, str]:
     count, digest = 0, hashlib.sha256()
     with open(path, "wb") as file:
-        for ids in encode_corpus(corpus, tokenizer):
+        for ids in iter_encoded_chunks(corpus, tokenizer):
             data = np.asarray(ids, dtype=dtype).tobytes()
             file.write(data)
             digest.update(data)

@@ -112,7 +112,7 @@ class ThroughputTimer:
         """Since the beginning."""
         return time.perf_counter() - self.start
 
-    def tokens_per_second(self) -> float:
+    def pop_tokens_per_second(self) -> float:
         """Tokens a second since this was asked last."""
         now = time.perf_counter()
         rate, self.last_time, self.tokens = self.tokens / max(1e-9, now - self.last_time), now, 0

@@ -28,13 +28,13 @@ class TrainResult:
     def to_dict(self) -> dict[str, Any]:
         """How it ended, as plain data; the model by its folder, the recipe and all logged rows left out."""
         return {
-            "steps": self.step, "tokens": self.tokens, "loss": nan_to_none(self.loss), "valid_loss": self.valid_loss,
+            "steps": self.step, "tokens": self.tokens, "loss": nonfinite_to_none(self.loss), "valid_loss": self.valid_loss,
             "stop_reason": self.stop_reason, "best_step": self.best_step, "seconds": self.seconds,
             "parameters": self.model.spec.num_parameters,
             "model": None if self.folder is None else str(self.folder / "model"),
         }  # fmt: skip
 
 
-def nan_to_none(value: float) -> float | None:
+def nonfinite_to_none(value: float) -> float | None:
     """A number as JSON can hold it."""
     return value if math.isfinite(value) else None

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from headwise.lazy_import import lazy_names
+from headwise.lazy_import import make_lazy_getattr
 
 if TYPE_CHECKING:
     from headwise.ui.head_summary import HeadSummary, describe
 
 __all__ = ["HeadSummary", "describe"]
 
-__getattr__ = lazy_names(__name__, {"head_summary": __all__})
+__getattr__ = make_lazy_getattr(__name__, {"head_summary": __all__})

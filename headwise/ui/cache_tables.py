@@ -3,10 +3,10 @@
 from rich.console import Console
 
 from headwise.compression.cache_study import CacheReport, CacheStudyResult
-from headwise.compression.plan import Plan
 from headwise.compression.streaming_selection import STREAM_RANKERS
 from headwise.errors import HeadwiseError
-from headwise.ui.figures.figure_io import TEXT_COLOR, FigureResult
+from headwise.spec import Plan
+from headwise.ui.figures.figure_io import TEXT_COLOR, FigureWithData
 from headwise.ui.figures.tradeoff_curves import draw_tradeoff
 from headwise.ui.terminal_table import make_table
 
@@ -19,7 +19,7 @@ def show_cache_plan(plan: Plan, console: Console | None = None) -> None:
     num_limited = sum(len(rule.heads) for rule in plan.cache)
     selection = "named" if plan.cache_ranking == "named" else f"chosen by {plan.cache_ranking}"
     console.print(
-        f"{num_limited} of {len(plan.spec.kv_head_addresses)} key heads keep less, {selection}.", highlight=False
+        f"{num_limited} of {len(plan.spec.cached_kv_head_addresses)} key heads keep less, {selection}.", highlight=False
     )
     if plan.cache_corpus:
         console.print(f"  on {plan.cache_corpus}", highlight=False)
@@ -37,7 +37,7 @@ def show_cache_plan(plan: Plan, console: Console | None = None) -> None:
     score = STREAM_RANKERS[plan.cache_ranking].score_description if plan.cache_ranking in STREAM_RANKERS else ""
     if score and plan.cache_scores:
         ranked = sorted(
-            zip(map(str, plan.spec.kv_head_addresses), plan.cache_scores, strict=True), key=lambda pair: pair[1]
+            zip(map(str, plan.spec.cached_kv_head_addresses), plan.cache_scores, strict=True), key=lambda pair: pair[1]
         )
         console.print(f"Least and most ({score}):", highlight=False)
         for group in (ranked[:3], ranked[-3:]):
@@ -84,7 +84,7 @@ def _format_bytes(count: int) -> str:
     return f"{count / MB:.1f} MB" if count >= MB else f"{count / 1e3:.1f} kB"
 
 
-def draw_cache_curve(result: CacheStudyResult) -> FigureResult:
+def draw_cache_curve(result: CacheStudyResult) -> FigureWithData:
     """Loss above the whole cache's against megabytes of the cache, a line for each way to choose; bands are intervals."""
     if not result.curve:
         raise HeadwiseError("there is no curve to draw; say which shares stream: shares=(0.25, 0.5, 1).")

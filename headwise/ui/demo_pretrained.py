@@ -1,25 +1,34 @@
-"""The demo's first half, on real models: one writes on and is seen doing it, the other's heads are told, heads are cut.
+"""The demo on pretrained models: one generates text and is inspected, the heads of the other are profiled, heads are pruned,
+single heads are quantized, and the pruned model runs in llama.cpp.
 
-Each stage is a method that gives what is to be shown, so that a person reads one while the next is at work.
+Each stage is a function or method that returns what is to be shown, so that a person reads one while the next is at work.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from headwise.analysis.ablation.head_outputs import eval_corpus, mean_activations
+from headwise.analysis.ablation.sensitivity import Sensitivity, sensitivity
+from headwise.analysis.head_facts import kv_siblings
 from headwise.analysis.recording.attention_maps import AttentionView, attention_maps
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile import profile
-from headwise.analysis.roles.profile_result import HeadProfile, Profile
-from headwise.compression.plan import Plan, apply, plan_pruning
+from headwise.analysis.roles.profile_result import Profile
+from headwise.compression import PruneRequest
+from headwise.compression.head_cost import cache_bytes_and_kv_head
+from headwise.compression.plan import apply, plan_pruning
 from headwise.compression.plan_report import PlanReport, report
 from headwise.compression.recovery_finetune import recover
+from headwise.exporters import export, llama_cpp
 from headwise.io.atomic_write import atomic_folder
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
+from headwise.spec import Address, Plan
 from headwise.text.annotated_document import Document
 from headwise.text.corpus import Corpus
 from headwise.ui.figures.sentence_maps import draw_arcs, top_heads
@@ -32,6 +41,9 @@ PROMPT = "Once upon a time, a teacher and her students"
 SENTENCE = "The teacher gave the students their homework because they had asked for it."
 WORD = "their"
 DECODER, ENCODER = "smollm2", "minilm"  # a decoder that writes, and an encoder whose heads are told
+DEMO_HEADS = ("16.0", "18.6")  # one that looks a token back, and one that finds what came after a token before
+BITS, PARTS = (4,), ("qk", "vo", "keys", "values")
+MISSING_MESSAGE = "pip install 'headwise[deploy]' brings llama.cpp; then headwise export writes a cut model for it."
 
 
 @dataclass(frozen=True)
@@ -118,7 +130,10 @@ class Demo:
         selection_corpus, test_corpus = eval_corpus(model, Corpus.probe_set()).first(options.texts).halves()
         means = mean_activations(model, selection_corpus)
         plan = plan_pruning(
-            model, keep=options.keep, ranking="gradient", corpus=selection_corpus, means=means, progress=progress
+            model,
+            PruneRequest(keep=options.keep, ranking="gradient", corpus=selection_corpus),
+            means=means,
+            progress=progress,
         )
         recover_model = partial(
             _recover_model,
@@ -155,3 +170,49 @@ def _step_counter(progress: Progress | None, task: str, total: int) -> Callable[
             progress(task, done, total)
 
     return count_step
+
+
+def measure_demo_head_sensitivity(
+    model: ModelProtocol, max_texts: int, progress: Progress | None = None
+) -> Sensitivity:
+    """What two heads lose at four bits, part by part, each alone."""
+    tokenized = eval_corpus(model, Corpus.probe_set()).first(max_texts)
+    return sensitivity(model, tokenized, heads=",".join(DEMO_HEADS), bits=BITS, parts=PARTS, progress=progress)
+
+
+def demo_head_cache_rows(model: ModelProtocol) -> list[tuple[str, str, str, float]]:
+    """For each of the heads its key head, who shares it, and the megabytes it keeps of 4,096 tokens."""
+    rows = []
+    for head in map(Address.parse, DEMO_HEADS):
+        nbytes, kv_head = cache_bytes_and_kv_head(model.spec, head)
+        rows.append((str(head), kv_head, ", ".join(kv_siblings(model.spec, head)), nbytes / 1e6))
+    return rows
+
+
+@dataclass(frozen=True)
+class EngineTextComparison:
+    """The cut model in another engine: its file, what the engine wrote behind a prompt, and what we write there."""
+
+    file: Path
+    engine_text: str
+    native_text: str
+    num_equal_tokens: int  # tokens from the beginning that are the same
+
+
+def compare_with_llama_cpp(
+    model: ModelProtocol, plan: Plan, folder: Path, prompt: str, max_new_tokens: int
+) -> EngineTextComparison | None:
+    """Write the cut model for llama.cpp and let that write on; None where it is not installed."""
+    if not llama_cpp.is_available() or find_spec("gguf") is None:
+        return None
+    small, tokenizer = apply(plan, model), model.tokenizer
+    assert tokenizer is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "small.gguf"
+    export(small, file, to="gguf", dtype="q8_0")
+    ids = tokenizer.encode(prompt)
+    engine_ids = [token.id for token in llama_cpp.generate(file, [ids], max_new_tokens)[0]]
+    native_ids = [int(step[0]) for step in small.stream(prompt, max_new_tokens)]
+    pairs = zip(engine_ids, native_ids, strict=False)
+    num_equal = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(engine_ids), len(native_ids)))
+    return EngineTextComparison(file, tokenizer.decode(ids + engine_ids), tokenizer.decode(ids + native_ids), num_equal)

@@ -13,18 +13,19 @@ from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.head_history import HeadHistory
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
-from headwise.compression.plan import Plan, apply, plan_pruning
+from headwise.compression import PruneRequest
+from headwise.compression.plan import apply, plan_pruning
 from headwise.compression.plan_report import PlanReport, report
 from headwise.compression.pruning_curve import PruningCurve, pruning_curve
 from headwise.compression.select_heads import Scores
 from headwise.io.atomic_write import atomic_folder
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
-from headwise.spec import ModelSpec, preset
+from headwise.spec import ModelSpec, Plan, preset
 from headwise.text.corpus import Corpus
 from headwise.training import Recipe, TrainResult, train
 from headwise.training.default_synthetic_run import DEFAULT_RECIPE, default_corpora
-from headwise.training.synthetic_eval import ClozeScore, synthetic_eval
+from headwise.training.synthetic_evaluation import ClozeScore, synthetic_eval
 from headwise.ui.figures.sentence_maps import MAX_HEADS, draw_arcs
 from headwise.ui.figures.tradeoff_curves import draw_pruning
 from headwise.ui.figures.training_history import draw_history
@@ -94,7 +95,7 @@ class DemoTrainResult:
         }  # fmt: skip
 
 
-def run_demo_training(
+def run_train_prune_demo(
     folder: Path, *, quick: bool = False, seed: int = 0, progress: Progress | None = None
 ) -> DemoTrainResult:
     """Train, look, cut, and write it all into a folder, which takes its place only when all is there.
@@ -117,7 +118,10 @@ def run_demo_training(
         scores = dict(zip(head_importance.addresses, head_importance.mean.tolist(), strict=True))
         keep = _choose_kept_fraction(model, scores, selection_corpus, means, progress)
         plan = plan_pruning(
-            model, keep=keep, ranking=head_importance.ranking, corpus=selection_corpus, means=means, progress=progress
+            model,
+            PruneRequest(keep=keep, ranking=head_importance.ranking, corpus=selection_corpus),
+            means=means,
+            progress=progress,
         )
         small = apply(plan, model)
         curve = pruning_curve(

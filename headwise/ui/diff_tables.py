@@ -4,7 +4,8 @@ from typing import Any
 
 from rich.console import Console
 
-from headwise.analysis.roles.profile_result import DEFAULT_COLUMNS, Profile
+from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.profile_tables import DEFAULT_COLUMNS
 from headwise.ui.terminal_table import make_table
 
 

@@ -12,27 +12,21 @@ from typing import Any, NamedTuple
 
 from headwise.analysis.ablation.sensitivity import QuantizationCost
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect
+from headwise.analysis.head_facts import AblationSummary, ComposedHead, HeadFacts, OVSummary, measure_head_facts
 from headwise.analysis.metrics.batch_context import SPECIAL
 from headwise.analysis.metrics.long_offsets import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.row_shape import FIRST_TOKEN, OUTPUT_SHARE, RELATIVE_ENTROPY
 from headwise.analysis.roles.causal_effects import CausalEffect
+from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile import profile
-from headwise.analysis.roles.profile_result import HeadProfile, Profile
-from headwise.analysis.roles.prompt_roles import STREAMING_THRESHOLD, streamable_heads
+from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.prompt_roles import STREAMING_THRESHOLD, streaming_candidate_mask
 from headwise.analysis.roles.roles import LEAD, SUPPRESSION_PROBE, RoleEvidence
+from headwise.compression.head_cost import CACHE_TOKENS, CompressionCostSummary, measure_compression_cost
 from headwise.compression.streaming_cost import BOUND
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.ui.glossary import GLOSSARY, docs_anchor
-from headwise.ui.head_facts import (
-    CACHE_TOKENS,
-    AblationSummary,
-    ComposedHead,
-    CompressionCostSummary,
-    HeadFacts,
-    OVSummary,
-    gather_facts,
-)
 from headwise.ui.role_descriptions import describe_role
 
 # idle pattern: its name, the metric it is read off, and a sentence about the value of the metric
@@ -100,27 +94,33 @@ def describe(
     model.heads[head]  # an unknown address raises before the work begins
     full_profile = profile(model, corpus, prompts=prompts, progress=progress)
     head_profile = full_profile[head]
-    return HeadSummary(
-        tuple(summary_lines(full_profile, head_profile, gather_facts(model, head_profile, corpus, progress)))
-    )
+    facts = measure_head_facts(model, head_profile, corpus, progress)
+    cost = measure_compression_cost(model, head_profile, corpus, progress)
+    return HeadSummary(tuple(summary_lines(full_profile, head_profile, facts, cost)))
 
 
 def summarize_head(profile: Profile, head: HeadProfile, model: ModelProtocol | None = None) -> HeadSummary:
     """The summary of a head; with its model all that can be asked of it in a minute or so."""
-    return HeadSummary(tuple(summary_lines(profile, head, None if model is None else gather_facts(model, head))))
+    if model is None:
+        return HeadSummary(tuple(summary_lines(profile, head)))
+    return HeadSummary(
+        tuple(summary_lines(profile, head, measure_head_facts(model, head), measure_compression_cost(model, head)))
+    )
 
 
-def summary_lines(profile: Profile, head: HeadProfile, facts: HeadFacts | None = None) -> list[SummaryLine]:
+def summary_lines(
+    profile: Profile, head: HeadProfile, facts: HeadFacts | None = None, cost: CompressionCostSummary | None = None
+) -> list[SummaryLine]:
     """The sentences, in the order of the questions people ask."""
-    facts = facts or HeadFacts()
+    facts, cost = facts or HeadFacts(), cost or CompressionCostSummary()
     return [
         *_role_lines(profile, head),
         _idle_line(head),
         *_streaming_lines(head),
         *_output_lines(facts.ov_summary),
         *_ablation_lines(facts.ablation),
-        *_cost_lines(facts),
-        *_streams(profile, head, facts.cost),
+        *_cost_lines(facts, cost),
+        *_streams(profile, head, cost),
         *_partner_lines(facts),
     ]
 
@@ -304,10 +304,7 @@ def _ablation_lines(ablation: AblationSummary | None) -> Iterator[SummaryLine]:
     )
 
 
-def _cost_lines(facts: HeadFacts) -> Iterator[SummaryLine]:
-    cost = facts.cost
-    if cost is None:
-        return
+def _cost_lines(facts: HeadFacts, cost: CompressionCostSummary) -> Iterator[SummaryLine]:
     sharing_note = f", with {_join_heads(facts.kv_siblings)}, which share its keys" if facts.kv_siblings else ""
     if cost.costs:
         changes = ", ".join(
@@ -326,11 +323,11 @@ def _cost_lines(facts: HeadFacts) -> Iterator[SummaryLine]:
         )
 
 
-def _streams(profile: Profile, head: HeadProfile, cost_summary: CompressionCostSummary | None) -> Iterator[SummaryLine]:
+def _streams(profile: Profile, head: HeadProfile, cost_summary: CompressionCostSummary) -> Iterator[SummaryLine]:
     """Measured loss with the KV head streaming; a recommendation only if attention and every kind of text allow it."""
-    if cost_summary is None or cost_summary.streaming_cost is None or not cost_summary.streaming_cost.costs:
+    if cost_summary.streaming_cost is None or not cost_summary.streaming_cost.costs:
         return
-    test, local = cost_summary.streaming_cost, streamable_heads(profile.accumulator)
+    test, local = cost_summary.streaming_cost, streaming_candidate_mask(profile.accumulator)
     costs = "; ".join(
         f"{cost.kind} {cost.full_loss:.2f} {cost.loss_increase.mean:+.2g} "
         f"(95% CI {cost.loss_increase.low:+.2g} to {cost.loss_increase.high:+.2g}; "

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from headwise.analysis.head_facts import HeadFacts
 from headwise.analysis.metrics.long_offsets import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.offsets import OFFSET_SPECS
 from headwise.analysis.metrics.role_examples import RoleExample
-from headwise.analysis.roles.profile_result import HeadProfile, Profile
-from headwise.analysis.roles.prompt_roles import STREAMING_THRESHOLD, streamable_heads
+from headwise.analysis.roles.head_profile import HeadProfile
+from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.prompt_roles import STREAMING_THRESHOLD, streaming_candidate_mask
 from headwise.analysis.roles.roles import RoleEvidence
+from headwise.compression.head_cost import CompressionCostSummary
 from headwise.ui.glossary import docs_anchor
-from headwise.ui.head_facts import HeadFacts
 from headwise.ui.head_summary import summary_lines
 from headwise.ui.role_badges import role_badge
 from headwise.ui.terminal_head_grid import LEGEND, make_head_grid
@@ -85,7 +87,7 @@ def show_profile(profile: Profile, selected: set[str], console: Console | None =
 
 def _show_streamable(profile: Profile, console: Console) -> None:
     """Print the number of heads whose attention stays inside the sink tokens and the window."""
-    streamable = streamable_heads(profile.accumulator)
+    streamable = streaming_candidate_mask(profile.accumulator)
     if streamable is not None:
         console.print(
             f"On {OUTSIDE_WINDOW.corpus_label}, {streamable.sum()} of {len(profile)} heads have less than "
@@ -127,18 +129,23 @@ def show_role(profile: Profile, role: str, selected: set[str], console: Console 
 
 
 def show_summary(
-    profile: Profile, head: HeadProfile, facts: HeadFacts | None = None, console: Console | None = None
+    profile: Profile,
+    head: HeadProfile,
+    facts: HeadFacts | None = None,
+    cost: CompressionCostSummary | None = None,
+    console: Console | None = None,
 ) -> None:
     """Print one head's story, each sentence with where it is told how its numbers are made; what could not be asked last."""
     console = console or Console()
     last_anchor = ""
-    for line in summary_lines(profile, head, facts):
+    for line in summary_lines(profile, head, facts, cost):
         console.print(Text(line.text))
         anchor = docs_anchor(line.term)
         if anchor != last_anchor:
             console.print(Text(f"  how: {anchor}", "dim"))
         last_anchor = anchor
-    for error in facts.errors if facts is not None else ():
+    errors = [error for part in (facts, cost) if part is not None for error in part.errors]
+    for error in dict.fromkeys(errors):
         console.print(Text(f"Not asked: {error}", "dim"))
 
 

@@ -4,7 +4,8 @@ from html import escape
 from typing import Any
 
 from headwise.analysis.recording.attention_maps import AttentionView
-from headwise.analysis.roles.profile_result import HeadProfile, Profile
+from headwise.analysis.roles.head_profile import HeadProfile
+from headwise.analysis.roles.profile_result import Profile
 from headwise.heads.head import Head
 from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR
 from headwise.ui.figures.role_grid import LEVEL_ALPHA, NO_ROLE_COLOR
@@ -69,7 +70,7 @@ def attention_html(view: AttentionView) -> str:
     return f'<div style="display:flex;flex-wrap:wrap;gap:12px">{drawings}</div>{note}'
 
 
-def head_style(head: HeadProfile) -> tuple[str, str, float]:
+def head_badge(head: HeadProfile) -> tuple[str, str, float]:
     """A head's two letters, its colour and how strong that is."""
     if head.role == "unclear":
         return "", NO_ROLE_COLOR, 1.0
@@ -77,7 +78,7 @@ def head_style(head: HeadProfile) -> tuple[str, str, float]:
 
 
 def _cell(head: HeadProfile) -> str:
-    letters, color, strength = head_style(head)
+    letters, color, strength = head_badge(head)
     tooltip = f"{head.address}: {head.role_label} ({head.evidence_label})"
     if head.score is not None:
         tooltip += f", {_format_number(head.score)} against {_format_number(head.baseline)}"

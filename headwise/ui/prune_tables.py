@@ -2,10 +2,10 @@
 
 from rich.console import Console
 
-from headwise.compression.plan import Plan
 from headwise.compression.plan_report import PlanReport
 from headwise.compression.pruning_curve import PruningCurve
 from headwise.compression.rankers import RANKERS
+from headwise.spec import Plan
 from headwise.ui.terminal_table import make_table
 
 NUM_KEPT_SHOWN = 3  # heads told that stay, to see how near they were

@@ -11,7 +11,7 @@ from headwise.compression.quantization_report import QuantizationReport
 from headwise.errors import HeadwiseError
 from headwise.spec import Address, ModelSpec
 from headwise.spec.weight_bits import PROJECTION_PAIRS
-from headwise.ui.figures.figure_io import MUTED_COLOR, TEXT_COLOR, FigureResult, make_figure
+from headwise.ui.figures.figure_io import MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
 from headwise.ui.terminal_table import make_table
 
 
@@ -26,7 +26,7 @@ def show_quantization(report: QuantizationReport, console: Console | None = None
         console.print(make_table(title, ["", "mean", "low", "high"], report.loss_rows()))
 
 
-def show_allocation(report: BitAllocationReport, console: Console | None = None) -> None:
+def show_allocation_losses(report: BitAllocationReport, console: Console | None = None) -> None:
     """Print bits shared out beside uniform bits and random mixes of equal cost."""
     pairs = ", ".join(f"{count} pairs at {bits}" for bits, count in report.counts.items())
     title = f"Bits shared out: {pairs}. Loss gained, {report.metric}, {report.texts} texts"
@@ -34,7 +34,7 @@ def show_allocation(report: BitAllocationReport, console: Console | None = None)
     (console or Console()).print(make_table(title, columns, report.loss_rows()))
 
 
-def draw_bits(spec: ModelSpec) -> FigureResult:
+def draw_bits(spec: ModelSpec) -> FigureWithData:
     """The grid of heads, coloured by the bits of what each reads by and writes with: W_Q and W_O."""
     grids: dict[str, dict[Address, float]] = {pair: {} for pair in PROJECTION_PAIRS}
     for layer_address in spec.layer_addresses:
@@ -48,7 +48,7 @@ def draw_bits(spec: ModelSpec) -> FigureResult:
     return draw_grids({f"bits of {pair}": values for pair, values in grids.items()}, "bits", ".0f")
 
 
-def draw_quantization_costs(sensitivity: Sensitivity) -> FigureResult:
+def draw_quantization_costs(sensitivity: Sensitivity) -> FigureWithData:
     """The grid of heads, a panel for each part, coloured by what 4 bits cost; who shares keys shares the colour.
 
     Where 4 bits were not asked for, it is the fewest that were.
@@ -63,7 +63,7 @@ def draw_quantization_costs(sensitivity: Sensitivity) -> FigureResult:
     return draw_grids(grids, f"loss gained, {sensitivity.metric}", ".4f")
 
 
-def draw_grids(grids: Mapping[str, Mapping[Address, float]], name: str, number_format: str = ".3g") -> FigureResult:
+def draw_grids(grids: Mapping[str, Mapping[Address, float]], name: str, number_format: str = ".3g") -> FigureWithData:
     """Layers downwards, heads from left to right, a panel for each mapping, all with the same colours."""
     heads = {head for grid in grids.values() for head in grid}
     if not heads:
@@ -105,4 +105,4 @@ def draw_grids(grids: Mapping[str, Mapping[Address, float]], name: str, number_f
         for grid_title, grid in grids.items()
         for head, value in grid.items()
     ]
-    return FigureResult(figure, rows)
+    return FigureWithData(figure, rows)

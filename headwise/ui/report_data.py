@@ -7,33 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.ablation.sensitivity import QuantizationCost, Sensitivity
+from headwise.analysis.ablation.sensitivity import Sensitivity
+from headwise.analysis.head_facts import HeadFacts, OVSummary, collect_facts, round6
 from headwise.analysis.metrics.directed_relations import HITS, DirectedRelation
 from headwise.analysis.metrics.offsets import OFFSET_SPECS
 from headwise.analysis.metrics.role_examples import RoleExample
 from headwise.analysis.metrics.top_contexts import AttentionContext
 from headwise.analysis.recording.text_hash_split import REPORTING
 from headwise.analysis.roles.best_relation_heads import BestHead, best_relation_heads
-from headwise.analysis.roles.profile_result import HeadProfile, Profile
+from headwise.analysis.roles.head_profile import HeadProfile
+from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.roles import RoleEvidence
-from headwise.compression.plan import Plan
+from headwise.compression.head_cost import CompressionCostSummary, collect_costs, head_cost_data
 from headwise.errors import HeadwiseError
 from headwise.model import ModelProtocol
+from headwise.spec import Plan
 from headwise.ui.claims_page_data import REPORT_VERSION, claim_dicts
-from headwise.ui.cost_page_data import head_cost_data
 from headwise.ui.glossary import GLOSSARY
-from headwise.ui.head_facts import (
-    AblationSummary,
-    CompressionCostSummary,
-    HeadFacts,
-    OVSummary,
-    cache_bytes_of,
-    composition_partners,
-    kv_siblings,
-    nearest_heads,
-    ov_summaries,
-    round6,
-)
 from headwise.ui.head_summary import summary_lines
 from headwise.ui.role_badges import role_badge
 from headwise.ui.role_descriptions import role_meaning
@@ -63,11 +53,12 @@ def make_report_data(
     importance_by_head = {} if importance is None else {item["head"]: item for item in importance.to_dict()["heads"]}
     histories = {} if history is None else _metric_histories(history)
     costs, plan_data = head_cost_data(profile.addresses, None if model is None else model.spec, sensitivity, plan)
-    facts = _collect_facts(model, profile, importance, sensitivity)
+    facts = {} if model is None else collect_facts(model, profile, importance)
+    cost_summaries = {} if model is None else collect_costs(model.spec, profile.addresses, sensitivity)
     heads = [
         {
             **_head_data(profile, head),
-            **_summary_and_facts(profile, head, facts.get(str(head.address))),
+            **_summary_and_facts(profile, head, facts.get(str(head.address)), cost_summaries.get(str(head.address))),
             "importance": importance_by_head.get(str(head.address)),
             "history": histories.get(str(head.address)),
             "cost": costs.get(str(head.address)),
@@ -148,9 +139,11 @@ def _head_data(profile: Profile, head: HeadProfile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _summary_and_facts(profile: Profile, head: HeadProfile, facts: HeadFacts | None) -> dict[str, Any]:
+def _summary_and_facts(
+    profile: Profile, head: HeadProfile, facts: HeadFacts | None, cost: CompressionCostSummary | None
+) -> dict[str, Any]:
     """Its summary, and what only the model could tell."""
-    data = {"summary": [list(line) for line in summary_lines(profile, head, facts)]}
+    data = {"summary": [list(line) for line in summary_lines(profile, head, facts, cost)]}
     if facts is None:
         return {**data, "ov": None, "similar_heads": [], "partners": None}
     directions = {"reads_from": facts.reads_from, "read_by": facts.read_by}
@@ -227,43 +220,6 @@ def _ov_data(summary: OVSummary | None) -> dict[str, Any] | None:
         "token_effects": [effect._asdict() for effect in summary.token_effects],
         "effect": None if summary.effect is None else asdict(summary.effect),
     }  # fmt: skip
-
-
-def _collect_facts(
-    model: ModelProtocol | None, profile: Profile, importance: Any, sensitivity: Sensitivity | None
-) -> dict[str, HeadFacts]:
-    """What is known of each head beside its profile, by its address."""
-    if model is None:
-        return {}
-    text_info = {} if sensitivity is None else {"unit": sensitivity.metric, "texts": len(sensitivity.counts)}
-    costs: dict[str, list[QuantizationCost]] = {}
-    for cost in sensitivity or ():
-        for head in cost.heads.split():
-            costs.setdefault(head, []).append(cost)
-    unit = "nats a token" if model.output is not None else "1 − cosine"
-    ov_by_head, similar, partners_by_head, facts_by_head = (
-        ov_summaries(model, profile),
-        nearest_heads(model),
-        composition_partners(model),
-        {},
-    )
-    ablated_heads = set() if importance is None else {str(address) for address in importance.addresses}
-    for address in profile.addresses:
-        head, ablation = str(address), None
-        if importance is not None and head in ablated_heads:
-            ablation = AblationSummary(
-                importance[head], importance.ranking, importance.ablation, unit, importance.texts
-            )
-        reads_from, read_by = partners_by_head.get(head, (None, None))
-        nbytes, kv_head = cache_bytes_of(model.spec, address)
-        cost_summary = CompressionCostSummary(
-            tuple(costs.get(head, ())), cache_bytes=nbytes, kv_head=kv_head, **text_info
-        )
-        facts_by_head[head] = HeadFacts(
-            ov_by_head.get(head), ablation, cost_summary, kv_siblings(model.spec, address), reads_from, read_by,
-            tuple((other, distance) for other, distance in similar.get(head, []) if distance is not None),
-        )  # fmt: skip
-    return facts_by_head
 
 
 def _relations_data(profile: Profile) -> dict[str, Any] | None:

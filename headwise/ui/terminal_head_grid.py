@@ -2,7 +2,8 @@
 
 from rich.text import Text
 
-from headwise.analysis.roles.profile_result import HeadProfile, Profile
+from headwise.analysis.roles.head_profile import HeadProfile
+from headwise.analysis.roles.profile_result import Profile
 from headwise.ui.role_badges import role_badge
 
 LEVEL_STYLES = {"attention": "", "value-weighted": "bold ", "causal": "bold reverse "}

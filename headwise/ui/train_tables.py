@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from headwise.analysis.roles.head_history import MetricEmergence
-from headwise.training.synthetic_eval import ClozeScore
+from headwise.training.synthetic_evaluation import ClozeScore
 from headwise.ui.terminal_table import make_table
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from headwise.analysis.recording.attention_maps import AttentionView
 from headwise.analysis.roles.profile_result import Profile
 from headwise.ui.head_summary import summary_lines
-from headwise.ui.notebook import head_style
+from headwise.ui.notebook import head_badge
 
 
 def widget_mime_bundle(content: Profile | AttentionView) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def profile_widget_data(profile: Profile) -> dict[str, Any]:
     """The grid, and for every head its summary."""
     heads = []
     for head in profile:
-        letters, color, strength = head_style(head)
+        letters, color, strength = head_badge(head)
         heads.append(
             {
                 "head": str(head.address), "layer": str(head.address.layer_address), "letters": letters, "color": color,

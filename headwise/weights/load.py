@@ -1,12 +1,11 @@
 """`load`, the one door: real weights, never random ones, from a bundle, a folder, a file or the hub."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,32 +13,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.attached import AttachedModel
 from headwise.attached.save_load import METADATA_FILE, can_attach
-from headwise.distributed.head_parallel import partitions_on_mesh
+from headwise.distributed.model_shard import ShardedTransformer, build_shard, partitions_and_collectives
+from headwise.distributed.shard_axes import named_slices_for_rank
+from headwise.distributed.sharded_reader import DistributedCheckpointReader
 from headwise.errors import HeadwiseError
 from headwise.heads.quantized_weights import QuantizedWeight
 from headwise.io.aligned_safetensors import align, write_tensors
 from headwise.io.atomic_write import atomic_folder
 from headwise.io.resolve_path import read_json, resolve_model_path, safe_child, weight_files
-from headwise.io.sharded_reader import DistributedCheckpointReader
-from headwise.io.weight_readers import GGUFReader, SafetensorsReader, TorchReader, WeightReader
+from headwise.io.weight_readers import GGUFReader, RenamedReader, SafetensorsReader, TorchReader, WeightReader
 from headwise.model import Transformer
-from headwise.model.shard import ShardedTransformer, build_shard
-from headwise.model.shard_axes import slice_for_rank
-from headwise.spec import ModelSpec
+from headwise.spec import ModelSpec, Plan
+from headwise.spec.migration import (
+    FORMAT,
+    NATIVE_FORMAT,
+    SHARD_FOLDERS,
+    migrate_plans,
+    migrate_spec,
+    migrate_tensor_name,
+)
+from headwise.spec.plan import plans_from_dicts
 from headwise.text import Tokenizer
 from headwise.text.gguf_tokenizer import tokenizer_from_gguf
 from headwise.weights.families import FAMILIES, ModelFamily, family_of
 from headwise.weights.families.family import Config
 from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import MappedTensor, TensorMapping, check_names_and_shapes, expand_mappings, find_prefix
-from headwise.weights.migration import (
-    FORMAT,
-    NATIVE_FORMAT,
-    SHARD_FOLDERS,
-    MigratedReader,
-    migrate_plans,
-    read_spec_fields,
-)
 from headwise.weights.save import PLANS_FILE, write_metadata
 
 T = TypeVar("T", bound=Transformer)
@@ -134,12 +133,12 @@ def load_shard(
     """What this process is to hold of a model: of each tensor its own slice, one tensor after the other."""
     checkpoint = open_checkpoint(source)
     spec = checkpoint.spec
-    partitions, collectives = partitions_on_mesh(mesh, spec)
+    partitions, collectives = partitions_and_collectives(mesh, spec)
     full_model = Transformer(spec, storage=checkpoint.storage, device="meta")
     quantized, state = _quantized_names(full_model), dict[str, Tensor]()
     for name, tensor in _named_tensors(checkpoint, full_model):
         dtype = dtype or (None if name in quantized else tensor.dtype)
-        for own_name, own_slice in slice_for_rank(name, tensor, spec, partitions, collectives.rank).items():
+        for own_name, own_slice in named_slices_for_rank(name, tensor, spec, partitions, collectives.rank).items():
             if check and own_slice.is_floating_point():
                 _check_finite(checkpoint.source, name, own_slice)
             own_slice = (
@@ -186,12 +185,10 @@ def _dtype_of(state: dict[str, Tensor], quantized: set[str]) -> torch.dtype:
     )
 
 
-def _load_plans(checkpoint: PretrainedCheckpoint) -> tuple[Any, ...]:
+def _load_plans(checkpoint: PretrainedCheckpoint) -> tuple[Plan, ...]:
     """The plans by which heads of a model in our own format were cut, if by plans."""
     if checkpoint.family is not None or not (file := safe_child(checkpoint.source, PLANS_FILE)).is_file():
         return ()
-    from headwise.compression.plan import plans_from_dicts  # a later room
-
     plans = read_json(file).get("plans")
     return plans_from_dicts(
         plans if checkpoint.format == FORMAT else migrate_plans(plans), checkpoint.spec.head_addresses, file
@@ -270,15 +267,16 @@ def _open_file(path: Path) -> PretrainedCheckpoint:
 
 
 def _open_native(folder: Path) -> PretrainedCheckpoint:
-    fields, version = read_spec_fields(safe_child(folder, "spec.json"))
-    spec, storage = ModelSpec.from_json(json.dumps(fields)), "qkv"
+    file = safe_child(folder, "spec.json")
+    fields, version = migrate_spec(read_json(file), file)
+    spec, storage = ModelSpec.from_dict(fields), "qkv"
     if (shards := safe_child(folder, SHARD_FOLDERS[version])).is_dir():
         reader = DistributedCheckpointReader(shards)
     else:
         reader = SafetensorsReader([safe_child(folder, "model.safetensors")])
         storage = reader.metadata.get("storage", storage)
     if version == 1:
-        reader = MigratedReader(reader)
+        reader = RenamedReader(reader, migrate_tensor_name)
     return PretrainedCheckpoint(folder, spec, reader, _tokenizer(folder), storage=storage, format=version)
 
 

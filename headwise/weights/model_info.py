@@ -135,7 +135,7 @@ def _describe_caches(spec: ModelSpec) -> str:
     if spec.kind == "encoder":
         return "none"
     descriptions = [
-        f"{rule.policy}: {len(rule.heads)} of {len(spec.kv_head_addresses)} key heads" for rule in spec.cache
+        f"{rule.policy}: {len(rule.heads)} of {len(spec.cached_kv_head_addresses)} key heads" for rule in spec.cache
     ]
     return "; ".join(descriptions) or "everything"
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headwise.distributed.model_shard import ShardedTransformer
 from headwise.errors import HeadwiseError
 from headwise.io.aligned_safetensors import write_tensors
 from headwise.io.atomic_write import atomic_folder
-from headwise.model.shard import ShardedTransformer
-from headwise.weights.migration import FORMAT, NATIVE_FORMAT
+from headwise.spec.migration import FORMAT, NATIVE_FORMAT
 
 if TYPE_CHECKING:
     from headwise.model import Transformer
@@ -58,10 +58,10 @@ def write_model(model: "Transformer", folder: Path, state: dict[str, Tensor] | N
 
 def write_metadata(model: "Transformer", folder: Path) -> None:
     """All that is known of a model besides its weights."""
-    spec = {"format": FORMAT, **json.loads(model.spec.to_json())}
+    spec = {"format": FORMAT, **model.spec.to_dict()}
     (folder / "spec.json").write_text(json.dumps(spec, indent=2), encoding="utf-8")
     if model.plans:
-        plan_data = {"plans": [json.loads(plan.to_json()) for plan in model.plans]}
+        plan_data = {"plans": [plan.to_dict() for plan in model.plans]}
         (folder / PLANS_FILE).write_text(json.dumps(plan_data, indent=2), encoding="utf-8")
     if model.tokenizer is not None:
         model.tokenizer.save(folder)

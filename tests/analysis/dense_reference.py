@@ -37,7 +37,7 @@ def call_from_scores(
     B, H, _, S = scores.shape
     eye = torch.eye(S, dtype=scores.dtype).expand(B, H, S, S)
     v = (torch.ones(S) if norms is None else norms).to(scores)[None, None, :, None].expand(B, H, S, 1)
-    output: Any = SimpleNamespace(head_weights=torch.eye(3, dtype=scores.dtype)[None, :1].expand(H, 1, 3))
+    output: Any = SimpleNamespace(head_output_weights=torch.eye(3, dtype=scores.dtype)[None, :1].expand(H, 1, 3))
     params = ScoreParams(scale=1.0, kv_of_head=tuple(range(H)), mask=mask, sink=sink)
     z = attention_weights(scores, eye, params) @ v
     return AttentionCall(HookPoint(LayerAddress("", 0), tuple(range(H)), output), scores, eye, v, params, z)
@@ -60,8 +60,7 @@ def accumulate_call(call: AttentionCall, batch: TokenBatch, flags: Tensor | None
     """What the streaming measures make of one call."""
     accumulator = Accumulator(call.q.shape[1])
     flags = torch.zeros(int(batch.ids.max()) + 1, len(CLASSES)) if flags is None else flags
-    evidence = [metric for metric in (options.pop("evidence", None),) if metric is not None]
-    MetricRunner(accumulator, [*evidence, *default_metrics(flags)], **options).on_call(call, batch, 0)
+    MetricRunner(accumulator, default_metrics(flags), **options).on_call(call, batch, 0)
     return accumulator
 
 
@@ -77,7 +76,8 @@ def streaming_and_dense(
     `row_stride`."""
     heads = sum(len(hook_point.head_ids) for hook_point in model.hook_points())
     accumulator = Accumulator(heads)
-    runner = MetricRunner(accumulator, [*[TopContexts(heads)] * evidence, *default_metrics(flags)], **options)
+    observers = [TopContexts(heads)] if evidence else []
+    runner = MetricRunner(accumulator, default_metrics(flags), observers=observers, **options)
     dense: SumsAndCounts = {}
     for batch in batches:
         with ExitStack() as stack:
@@ -207,7 +207,7 @@ def assert_matches_dense(accumulator: Accumulator, dense: SumsAndCounts, names: 
     """Sums over counts agree to 1e-5, and what could not be measured was not."""
     for name in dense if names is None else names:
         sums, counts = dense[name]
-        actual, rows = (x.sum(0) for x in accumulator.per_bucket(name))
+        actual, rows = (x.sum(0) for x in accumulator.bucket_sums_and_counts(name))
         np.testing.assert_array_equal(rows, counts, err_msg=f"rows of {name}")
         with np.errstate(invalid="ignore", divide="ignore"):
             np.testing.assert_allclose(actual / rows, sums / counts, rtol=1e-5, atol=1e-5, err_msg=name)

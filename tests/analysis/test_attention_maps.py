@@ -90,8 +90,8 @@ def test_attention_maps_uniform_head_weights_words_by_tokens() -> None:
     model = word_model()
     with torch.no_grad():
         for layer in model.attention_layers():
-            layer.qkv.weight("q").zero_()
-            layer.qkv.bias("q").zero_()  # pyright: ignore[reportOptionalMemberAccess]
+            layer.qkv.weight_by_head("q").zero_()
+            layer.qkv.bias_by_head("q").zero_()  # pyright: ignore[reportOptionalMemberAccess]
     weights = attention_maps(model, TEXT, "0.1").map()
     want = torch.tensor([len(group) / 13 for group in GROUPS])
     torch.testing.assert_close(weights, want.expand(len(WORDS), -1), rtol=0, atol=1e-6)

@@ -17,7 +17,7 @@ from headwise.analysis.metrics.statistics import holm_correction
 from headwise.analysis.metrics.task_metric import sample_from_ids
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.causal_effects import RANDOM_TOKENS, RUNNING_TEXT, CausalEffect
-from headwise.analysis.roles.causal_test import CausalTest, ablation_effects, ablation_loss, causal_test
+from headwise.analysis.roles.causal_test import CausalTest, ablation_effects, causal_test, loss_increase_by_head
 from headwise.analysis.roles.causal_trials import (
     LIST_LENGTH,
     MAX_LISTS,
@@ -275,8 +275,8 @@ def test_ablation_loss_equals_resample_and_mean_ablation() -> None:
     model = decoder()
     trial = repeated_list_trial(model, list(tokenized_documents(model)), seed=3)
     heads = [Address.parse("0.0"), Address.parse("1.0")]
-    lost, clean = ablation_loss(model, heads, trial.cases[:5])
-    means, _ = ablation_loss(model, heads, trial.cases[:5], "mean")
+    lost, clean = loss_increase_by_head(model, heads, trial.cases[:5])
+    means, _ = loss_increase_by_head(model, heads, trial.cases[:5], "mean")
 
     def answer_loss(row: TrialPrompt) -> float:
         logs = model(torch.tensor([row.truncated_sample.ids]))[0].log_softmax(-1)

@@ -11,7 +11,7 @@ from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.relation_metric import RelationMetric
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.text_hash_split import bucket_of_text
-from headwise.analysis.roles.roles import assess_roles, score_roles
+from headwise.analysis.roles.roles import assess, score
 from headwise.kernels import causal
 from headwise.text import Alignment
 from headwise.text.annotated_document import Document, Relation
@@ -71,7 +71,7 @@ def roles_of_heads(documents: list[Document], heads: list[tuple[str, ...]]) -> l
         batch = make_batch([sample])
         scores = torch.stack([scores_to_arcs(sample.document, *kinds) for kinds in heads])[None].double()
         MetricRunner(relations.accumulator, [relations]).on_call(call_from_scores(scores, causal()), batch, 0)
-    evidence, _ = assess_roles(score_roles(relations.accumulator, relations), len(heads))
+    evidence, _ = assess(score(relations.accumulator, relations), len(heads))
     return [
         {
             role_evidence.role: (role_evidence.score, role_evidence.baseline)

@@ -54,7 +54,7 @@ def test_attention_to_tokens_uniform_head_matches_closed_form(detail: str) -> No
     assert accumulator.mean("third") == pytest.approx([expected])
     assert accumulator.mean("third baseline") == pytest.approx([expected])
     assert accumulator.mean("third value-weighted") == pytest.approx([expected_value_weighted])
-    assert accumulator.per_bucket("third")[1].sum() == len(rows)
+    assert accumulator.bucket_sums_and_counts("third")[1].sum() == len(rows)
 
 
 @pytest.mark.parametrize("detail", ["full", "light"])
@@ -228,7 +228,7 @@ def test_retrieval_metric_copying_head_scores_one() -> None:
     assert baseline[names.index("1.0")] == pytest.approx(0, abs=1e-6)
     for other in ("0.0", "0.2"):
         assert score[names.index(other)] == pytest.approx(0, abs=1e-6)
-    counts = accumulator.per_bucket("retrieval")[1][:, 0]
+    counts = accumulator.bucket_sums_and_counts("retrieval")[1][:, 0]
     assert 0 < counts.max() <= NEEDLE - CUE
 
 

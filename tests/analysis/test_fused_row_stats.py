@@ -7,11 +7,13 @@ import headwise as hw
 from headwise.analysis.metrics import batch_context, fused_row_stats, row_blocks
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.recording.batching import make_batches
+from headwise.analysis.roles.collect import CollectOptions
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.probe import probe_set
 from tests.analysis.dense_reference import SumsAndCounts, assert_matches_dense, streaming_and_dense
+from tests.analysis.light_profile import light_profile
 from tests.analysis.test_surface import FLAGS, VARIANTS, each_variant, random_samples
 from tests.contract.layers import make_model
 
@@ -60,7 +62,7 @@ def test_row_stride_uses_middle_block_of_each_run(variant: str, side: str, monke
 
 def test_profile_light_detail_has_no_unmeasured_role() -> None:
     model, texts = hw.load("minilm"), list(probe_set())[::12]
-    light_one, full = (hw.profile(model, texts, causal=False, detail=detail) for detail in ("light", "full"))
+    light_one, full = light_profile(model, texts), hw.profile(model, texts, causal=False)
     for name in ("entropy", "participation", "first", "delimiter value-weighted", "aimed 1", "induction"):
         np.testing.assert_allclose(light_one.accumulator.mean(name), full.accumulator.mean(name), atol=2e-4)
     assert "confidence" not in light_one.accumulator.fields
@@ -70,6 +72,6 @@ def test_profile_light_detail_has_no_unmeasured_role() -> None:
 def test_profile_invalid_detail_or_stride_raises() -> None:
     model = hw.load("minilm")
     with pytest.raises(HeadwiseError, match="detail is 'full' or 'light'"):
-        hw.profile(model, "text", detail="some")
+        CollectOptions(detail="some")
     with pytest.raises(HeadwiseError, match="row_stride at least 1"):
         hw.profile(model, "text", row_stride=0)

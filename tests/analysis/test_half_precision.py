@@ -171,7 +171,7 @@ def test_profile_of_large_float16_activations_is_finite(kind: str) -> None:
     with torch.no_grad():
         if kind == "native":
             for layer in model.attention_layers():
-                layer.qkv.weight("v").mul_(300)
+                layer.qkv.weight_by_head("v").mul_(300)
         else:
             for layer in model.model.layers:
                 layer.self_attn.v_proj.weight.mul_(300)

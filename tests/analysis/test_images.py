@@ -27,7 +27,7 @@ SIZES |= {"image_size": (20, 28), "patch_size": 4}
 
 def grid_of(attached: AttachedModel) -> PatchGrid:
     assert attached.image_input is not None
-    return attached.image_input.patch_grid
+    return attached.image_input.token_patch_grid
 
 
 def make_vision_model(seed: int = 0, gain: float = 1.0, kind: str = "ViT", **sizes):

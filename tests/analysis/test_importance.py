@@ -238,7 +238,7 @@ def _step(index: int, mean: Tensor, step: float) -> Any:
 def test_importance_intervals_and_layer_differences_are_consistent() -> None:
     model = character_model(MODELS["decoder"])
     result = importance(model, TEXTS * 5)
-    sums, _ = result.accumulator.per_bucket("importance")
+    sums, _ = result.accumulator.bucket_sums_and_counts("importance")
     low, high = result.interval
     assert ((low <= result.mean) & (result.mean <= high)).all()
     for index, address in enumerate(result.addresses):

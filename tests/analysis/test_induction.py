@@ -101,8 +101,8 @@ def test_induction_metric_uniform_head_matches_closed_form(m: int) -> None:
     behind_first = harmonic(m + 1, 2 * m) / (m - 1)  # the first row's target is the first token: not asked
     for name in ("duplicate", "duplicate baseline", "duplicate value-weighted"):
         assert mean_of_head(accumulator, name) == pytest.approx(behind_first, abs=1e-6), name
-    assert accumulator.per_bucket("induction")[1].sum() == m
-    assert accumulator.per_bucket("duplicate")[1].sum() == m - 1
+    assert accumulator.bucket_sums_and_counts("induction")[1].sum() == m
+    assert accumulator.bucket_sums_and_counts("duplicate")[1].sum() == m - 1
 
 
 @pytest.mark.parametrize("beta", [0.5, 3.0, 8.0])
@@ -190,7 +190,7 @@ def test_induction_metric_equals_dense_maps() -> None:
             first = m if name == "induction" else m + 1
             want = torch.stack([p[:, :, i, i - offset] for i in range(first, 2 * m)]).mean((0, 1))
             np.testing.assert_allclose(accumulator.mean(name + kind), want, atol=1e-9)
-    assert [int(x) for x in accumulator.per_bucket("induction")[1][:6, 0]] == [m] * 5 + [0]
+    assert [int(x) for x in accumulator.bucket_sums_and_counts("induction")[1][:6, 0]] == [m] * 5 + [0]
 
 
 def test_make_repeated_sequences_tokens_and_seed() -> None:

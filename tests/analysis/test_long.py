@@ -11,9 +11,8 @@ import torch
 import headwise as hw
 from headwise.analysis.metrics import batch_context, row_blocks
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.attention_call import AttentionCallContext
+from headwise.analysis.metrics.attention_call import AttentionCallContext, AttentionObserver, BlockListener
 from headwise.analysis.metrics.default_metrics import default_metrics
-from headwise.analysis.metrics.metric import BlockAccumulator, Metric
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.row_blocks import RowBlock, VisibilityCache, visible_blocks
 from headwise.kernels import Mask, causal, padding_mask, per_head, window
@@ -23,31 +22,21 @@ from tests.analysis.long_script import FLAGS, TOKENIZER, batch_of, long_model
 CPU = torch.device("cpu")
 
 
-class TensorCounter(Metric):
+class TensorCounter(AttentionObserver):
     """How many tensors there are, and how many numbers in them, whenever a block goes by."""
 
     def __init__(self) -> None:
         self.counts: list[tuple[int, int]] = []
 
-    def on_call(self, call: AttentionCallContext) -> "TensorCountAccumulator":
-        """One call at one site."""
-        return TensorCountAccumulator(self.counts)
+    def on_call(self, call: AttentionCallContext) -> BlockListener:
+        """Count at every block of the call."""
+        return self.count_tensors
 
-
-class TensorCountAccumulator(BlockAccumulator):
-    """Counts at one site."""
-
-    def __init__(self, counts: list[tuple[int, int]]) -> None:
-        self.counts = counts
-
-    def add_block(self, block: RowBlock) -> None:
-        """One block."""
+    def count_tensors(self, block: RowBlock) -> None:
+        """Count the tensors that are alive."""
         # asks no object anything
         alive = [tensor for tensor in gc.get_objects() if issubclass(type(tensor), torch.Tensor)]
         self.counts.append((len(alive), sum(tensor.numel() for tensor in alive)))
-
-    def result(self) -> None:
-        """It has no numbers."""
 
 
 def test_metric_runner_holds_no_tensors_between_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +45,7 @@ def test_metric_runner_holds_no_tensors_between_blocks(monkeypatch: pytest.Monke
     counter = TensorCounter()
     gc.collect()  # garbage of other tests would go while this one counts
     with torch.no_grad():
-        MetricRunner(Accumulator(1), [*default_metrics(FLAGS), counter]).run(long_model(), [batch_of(2048)])
+        MetricRunner(Accumulator(1), default_metrics(FLAGS), observers=[counter]).run(long_model(), [batch_of(2048)])
     assert len(counter.counts) == 2048 // row_blocks.BLOCK_ROWS
     assert {later - count for (count, _), (later, _) in pairwise(counter.counts)} == {0}
     # cells that a block has more than the last, in a dozen tensors

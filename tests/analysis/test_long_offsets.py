@@ -14,8 +14,9 @@ from headwise.analysis.metrics.long_offsets import (
     attention_outside_window,
     concatenated_texts,
 )
-from headwise.analysis.roles.prompt_roles import PROMPT_ROLES, add_chosen_offsets, streamable_heads
-from headwise.analysis.roles.roles import assess_roles, score_roles
+from headwise.analysis.metrics.task_metric import TaskResult
+from headwise.analysis.roles.prompt_roles import PROMPT_ROLES, streaming_candidate_mask
+from headwise.analysis.roles.roles import assess, score
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, CachePolicy, ModelSpec, Rotary
 from headwise.text.build_tokenizers import bpe_tokenizer, word_tokenizer
@@ -32,11 +33,12 @@ def texts() -> list[str]:
     return [" ".join(rng.choice(WORDS, 14)) for _ in range(60)]
 
 
-def run_far_offset_task(built: WordModel) -> tuple[Accumulator, FarPositionTaskMetric]:
+def run_far_offset_task(built: WordModel) -> tuple[Accumulator, TaskResult]:
     accumulator, metric = Accumulator(built.heads), FarPositionTaskMetric(texts())
     with torch.no_grad():
-        assert metric.run(built.model, accumulator) == ""
-    return accumulator, metric
+        result = metric.run(built.model, accumulator)
+    assert result.skip_reason == ""
+    return accumulator, result
 
 
 @pytest.mark.parametrize("beta", [3.0, 6.0, 90.0])
@@ -49,10 +51,10 @@ def test_far_offset_task_constructed_heads_match_closed_form(beta: float) -> Non
     built.set_head("0.2", position_scores=scores_to_position(0, beta, LENGTH), output_map=eye)
     built.set_head("0.3", output_map=eye)
     built.set_head("0.4", position_scores=scores_to_offset(1, beta, LENGTH), output_map=eye)
-    accumulator, metric = run_far_offset_task(built)
+    accumulator, result = run_far_offset_task(built)
     far, fixed, beyond = (accumulator.mean(name) for name in ("far offset", "fixed position", "outside window"))
-    assert metric.chosen_offsets["far offset"][0] == OFFSET
-    assert metric.chosen_offsets["fixed position"][1] == POSITION
+    assert result.chosen_offsets["far offset"][0] == OFFSET
+    assert result.chosen_offsets["fixed position"][1] == POSITION
     rows = T[OFFSET + 1 :]  # whose target is not the first token
     assert far[0] == pytest.approx(np.mean(e / (e + rows)), rel=1e-5)
     assert accumulator.mean("far offset value-weighted")[0] == pytest.approx(far[0], rel=1e-5)
@@ -70,7 +72,7 @@ def test_far_offset_task_constructed_heads_match_closed_form(beta: float) -> Non
     assert beyond[3] == pytest.approx(np.mean(forgotten / (rows + 1)), rel=1e-5)
     small_mass = pytest.approx(np.mean(forgotten / (e + rows)), rel=1e-5, abs=1e-30)
     assert (beyond[2], beyond[4]) == (small_mass, small_mass)
-    evidence, _ = assess_roles(score_roles(accumulator, None, roles=PROMPT_ROLES), accumulator.heads)
+    evidence, _ = assess(score(accumulator, None, roles=PROMPT_ROLES), accumulator.heads)
     levels = [
         {
             role_evidence.role: role_evidence.evidence_level
@@ -88,8 +90,10 @@ def test_far_offset_task_constructed_heads_match_closed_form(beta: float) -> Non
         {},
     ]
     if enough:
-        assert add_chosen_offsets(evidence, {"chosen_offsets": metric.chosen_offsets})[0][0].detail == str(OFFSET)
-    streams = streamable_heads(accumulator)
+        metadata = {"corpus": "", "relations_corpus": "", "chosen_offsets": result.chosen_offsets}
+        labeled, _ = assess(score(accumulator, None, PROMPT_ROLES), accumulator.heads, metadata)
+        assert labeled[0][0].detail == str(OFFSET)
+    streams = streaming_candidate_mask(accumulator)
     assert streams is not None
     assert streams.tolist() == [False, False, beta > 50, False, beta > 50], "at a β of 6 there is .08 beyond"
 
@@ -98,12 +102,12 @@ def test_far_offset_task_encoder_finds_offsets_ahead() -> None:
     built = WordModel(WORDS, heads=2, positions=LENGTH, kind="encoder")
     built.set_head("0.0", position_scores=90 * torch.eye(LENGTH).roll(40, 1).triu(), output_map=torch.eye(built.V))
     built.set_head("0.1", position_scores=scores_to_position(100, num_positions=LENGTH), output_map=torch.eye(built.V))
-    accumulator, metric = run_far_offset_task(built)
-    assert metric.chosen_offsets["far offset"][0] == -40
-    assert metric.chosen_offsets["fixed position"][1] == 100
+    accumulator, result = run_far_offset_task(built)
+    assert result.chosen_offsets["far offset"][0] == -40
+    assert result.chosen_offsets["fixed position"][1] == 100
     assert accumulator.mean("far offset")[0] == accumulator.mean("fixed position")[1] == pytest.approx(1, abs=1e-6)
     assert np.isnan(accumulator.mean("outside window")).all()
-    assert streamable_heads(accumulator) is None
+    assert streaming_candidate_mask(accumulator) is None
 
 
 def test_far_offset_task_skips_layers_with_window() -> None:
@@ -113,9 +117,9 @@ def test_far_offset_task_skips_layers_with_window() -> None:
     model.tokenizer = word_tokenizer(WORDS)
     accumulator = Accumulator(2)
     with torch.no_grad():
-        assert FarPositionTaskMetric(texts()).run(model, accumulator) == ""
+        assert FarPositionTaskMetric(texts()).run(model, accumulator).skip_reason == ""
     assert all(np.isnan(accumulator.mean(name)).all() for name in ("far offset", "fixed position", "outside window"))
-    assert assess_roles(score_roles(accumulator, None, roles=PROMPT_ROLES), 2)[0] == [[], []]
+    assert assess(score(accumulator, None, roles=PROMPT_ROLES), 2)[0] == [[], []]
 
 
 def test_concatenated_texts_have_fixed_length_and_follow_seed() -> None:
@@ -125,7 +129,7 @@ def test_concatenated_texts_have_fixed_length_and_follow_seed() -> None:
     assert sequences != concatenated_texts(built.model, texts(), seed=1)
     assert concatenated_texts(WordModel(WORDS, heads=1, positions=LENGTH - 1).model, texts()) == []
     assert concatenated_texts(built.model, ["w1 w2"]) == []
-    assert "no room, or no text" in FarPositionTaskMetric(["w1 w2"]).run(built.model, Accumulator(1))
+    assert "no room, or no text" in FarPositionTaskMetric(["w1 w2"]).run(built.model, Accumulator(1)).skip_reason
 
 
 def test_attention_outside_window_equals_hand_count() -> None:
@@ -144,8 +148,9 @@ def false_alarms(seeds: range, gain: float, kind: str, size: tuple[int, int, int
         model = untrained_model(seed, gain, tokenizer, *size)
         accumulator = Accumulator(len(model.spec.head_addresses))
         with torch.no_grad():
-            assert FarPositionTaskMetric(None if kind == "pieces" else corpus).run(model, accumulator, seed) == ""
-        evidence, _ = assess_roles(score_roles(accumulator, None, roles=PROMPT_ROLES), accumulator.heads)
+            task = FarPositionTaskMetric(None if kind == "pieces" else corpus)
+            assert task.run(model, accumulator, seed).skip_reason == ""
+        evidence, _ = assess(score(accumulator, None, roles=PROMPT_ROLES), accumulator.heads)
         labels += [
             f"{role_evidence.role}, {role_evidence.evidence_level}"
             for head_evidence in evidence

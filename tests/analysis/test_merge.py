@@ -48,9 +48,9 @@ def assert_same(merged: Profile, full: Profile, excluded: tuple[str, ...] = ()) 
     assert (merged.relation_metric is None) == (full.relation_metric is None)
     if merged.relation_metric is not None and full.relation_metric is not None:
         assert merged.relation_metric.relations == full.relation_metric.relations
-        for name, array in full.relation_metric.to_arrays().items():
+        for name, array in full.relation_metric.arc_count_arrays().items():
             np.testing.assert_allclose(
-                merged.relation_metric.to_arrays()[name], array, rtol=1e-5, atol=1e-4, err_msg=name
+                merged.relation_metric.arc_count_arrays()[name], array, rtol=1e-5, atol=1e-4, err_msg=name
             )
     assert merged.family_size == full.family_size
     assert merged.idle_patterns == full.idle_patterns
@@ -153,8 +153,8 @@ def test_profile_merge_same_texts_add_no_units() -> None:
     once = profile(decoder(), DOCUMENTS[:12], causal=False)
     twice = once.merge(once)
     for name in ("entropy", "aimed 1", "bracket > hits"):
-        sums, counts = once.accumulator.per_bucket(name)
-        again = twice.accumulator.per_bucket(name)
+        sums, counts = once.accumulator.bucket_sums_and_counts(name)
+        again = twice.accumulator.bucket_sums_and_counts(name)
         assert np.array_equal(again[0], 2 * sums)
         assert np.array_equal(again[1], 2 * counts)
         np.testing.assert_allclose(twice.accumulator.mean(name, 1), once.accumulator.mean(name, 1))

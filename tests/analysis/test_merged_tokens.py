@@ -46,8 +46,12 @@ def run_head(document: Document, alignment: Alignment, p: list[list[float]], is_
 
 def relation_counts(relations: RelationMetric, relation: str) -> tuple[float, float, float]:
     """Hits, weight and how many arcs were asked."""
-    hits, arcs = relations.accumulator.per_bucket(f"{relation} hits")
-    return float(hits.sum()), float(relations.accumulator.per_bucket(f"{relation} mass")[0].sum()), float(arcs.sum())
+    hits, arcs = relations.accumulator.bucket_sums_and_counts(f"{relation} hits")
+    return (
+        float(hits.sum()),
+        float(relations.accumulator.bucket_sums_and_counts(f"{relation} mass")[0].sum()),
+        float(arcs.sum()),
+    )
 
 
 def attention_rows(n: int, **rows: list[float]) -> list[list[float]]:

@@ -271,8 +271,12 @@ def test_write_share_twin_heads_are_equal_and_silent_head_zero() -> None:
     first, twin, silent = (get_head(model, f"0.{i}") for i in (0, 1, 3))
     with torch.no_grad():
         for projection in "qkv":
-            model.blocks[0].attention.qkv.weight(projection)[1] = model.blocks[0].attention.qkv.weight(projection)[0]  # pyright: ignore
-            model.blocks[0].attention.qkv.bias(projection)[1] = model.blocks[0].attention.qkv.bias(projection)[0]  # pyright: ignore
+            model.blocks[0].attention.qkv.weight_by_head(projection)[1] = model.blocks[0].attention.qkv.weight_by_head(
+                projection
+            )[0]  # pyright: ignore
+            model.blocks[0].attention.qkv.bias_by_head(projection)[1] = model.blocks[0].attention.qkv.bias_by_head(
+                projection
+            )[0]  # pyright: ignore
         twin.W_O.copy_(first.W_O)
         silent.W_O.zero_()
         get_head(model, "0.2").W_O.zero_()

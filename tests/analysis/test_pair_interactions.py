@@ -26,8 +26,10 @@ def test_joint_costs_pair_equals_quantized_copy(kv_heads: int) -> None:
     total = result.counts.sum()
     for head_set in sets:
         copy = quantize(model, {heads[key]: 2 for key in head_set}, basis="balanced")
-        assert result.loss_per_text(*head_set).sum() / total == pytest.approx(loss_difference(model, copy), abs=2e-5)
-    sums = [result.loss_per_text(*head_set).sum() for head_set in (("1.0", "0.1"), ("1.0",), ("0.1",))]
+        assert result.loss_increase_per_text(*head_set).sum() / total == pytest.approx(
+            loss_difference(model, copy), abs=2e-5
+        )
+    sums = [result.loss_increase_per_text(*head_set).sum() for head_set in (("1.0", "0.1"), ("1.0",), ("0.1",))]
     assert result.pair_interaction("1.0", "0.1").sum() == pytest.approx(sums[0] - sums[1] - sums[2])
     assert (result.kl_sums >= 0).all()
 
@@ -41,7 +43,7 @@ def test_joint_costs_encoder_decoder_equals_full_pass() -> None:
     result = joint_quantization_costs(model, texts, [("cross.1.0", "enc.0.1")], bits=2)
     evaluation = PairedEvaluator.of(model, texts)
     copy = quantize(model, {"cross.1.0": 2, "enc.0.1": 2}, basis="balanced")
-    loss_increase = evaluation.difference(evaluation.losses(copy), evaluation.full_losses).mean
+    loss_increase = evaluation.difference(evaluation.losses_per_text(copy), evaluation.full_losses_per_text).mean
     assert result.loss_sums.sum() / result.counts.sum() == pytest.approx(loss_increase, abs=2e-5)
 
 

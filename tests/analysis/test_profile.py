@@ -16,7 +16,8 @@ from headwise.analysis.metrics.token_classes import token_class_flags
 from headwise.analysis.recording.batching import make_batches
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.profile import profile
-from headwise.analysis.roles.profile_result import DEFAULT_COLUMNS, Profile
+from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.profile_tables import DEFAULT_COLUMNS
 from headwise.analysis.roles.roles import EVIDENCE_LEVELS
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
@@ -72,13 +73,16 @@ def test_profile_does_not_depend_on_batch_size(random_profile: Profile, other: d
     for name in random_profile.accumulator.fields:
         np.testing.assert_allclose(profiled.metric(name), random_profile.metric(name), rtol=0, atol=1e-5, err_msg=name)
         assert np.array_equal(
-            profiled.accumulator.per_bucket(name)[1], random_profile.accumulator.per_bucket(name)[1]
+            profiled.accumulator.bucket_sums_and_counts(name)[1],
+            random_profile.accumulator.bucket_sums_and_counts(name)[1],
         ), name
     assert [head.role for head in profiled] == [head.role for head in random_profile]
     assert profiled.relation_metric is not None
     assert random_profile.relation_metric is not None
-    for name, array in random_profile.relation_metric.to_arrays().items():
-        np.testing.assert_allclose(profiled.relation_metric.to_arrays()[name], array, rtol=0, atol=1e-3, err_msg=name)
+    for name, array in random_profile.relation_metric.arc_count_arrays().items():
+        np.testing.assert_allclose(
+            profiled.relation_metric.arc_count_arrays()[name], array, rtol=0, atol=1e-3, err_msg=name
+        )
 
 
 def test_accumulator_merge_equals_single_pass() -> None:
@@ -150,8 +154,8 @@ def test_profile_save_and_load_round_trip(random_profile: Profile, tmp_path: Pat
     assert back.table() == random_profile.table()
     assert back.relation_metric is not None
     assert random_profile.relation_metric is not None
-    for name, array in random_profile.relation_metric.to_arrays().items():
-        assert np.array_equal(back.relation_metric.to_arrays()[name], array)
+    for name, array in random_profile.relation_metric.arc_count_arrays().items():
+        assert np.array_equal(back.relation_metric.arc_count_arrays()[name], array)
     assert np.array_equal(
         back.relation_metric.comparable_row_fraction(),
         random_profile.relation_metric.comparable_row_fraction(),

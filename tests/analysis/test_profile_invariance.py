@@ -20,7 +20,8 @@ from headwise.analysis.metrics.token_classes import token_class_flags
 from headwise.analysis.metrics.top_contexts import TopContexts
 from headwise.analysis.recording.batching import TextSample, make_batches
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.profile import _shuffle_tokens, profile
+from headwise.analysis.roles.collect import _shuffle_tokens
+from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
@@ -54,7 +55,8 @@ def collect_metrics(
     relations = RelationMetric.of(
         accumulator, TokenizedCorpus.of(model, SYNTHETIC).relation_documents(), model.spec.kind == "decoder"
     )
-    MetricRunner(accumulator, [evidence, *metrics, relations]).run(model, make_batches(samples, batch_tokens, side))
+    runner = MetricRunner(accumulator, [*metrics, relations], observers=[evidence])
+    runner.run(model, make_batches(samples, batch_tokens, side))
     return accumulator, relations, evidence.contexts()
 
 
@@ -91,8 +93,8 @@ def test_metrics_do_not_depend_on_batches_blocks_or_padding_side(
         patch.setattr(row_blocks, "BLOCK_CELLS", cells)
         other, same_relations, same_evidence = collect_metrics(model, samples, tokens, "left" if left else "right")
     assert_same(accumulator, other)
-    for name, array in relations.to_arrays().items():
-        np.testing.assert_array_equal(array, same_relations.to_arrays()[name])
+    for name, array in relations.arc_count_arrays().items():
+        np.testing.assert_array_equal(array, same_relations.arc_count_arrays()[name])
     weights = [[context.weight for context in contexts] for contexts in evidence]
     np.testing.assert_allclose(
         weights, [[context.weight for context in contexts] for contexts in same_evidence], atol=1e-5
@@ -109,7 +111,7 @@ def test_accumulator_merge_of_shards_equals_single_pass(reference_run: Any, chos
     ]
     assert_same(halves[0][0].merge(halves[1][0]), accumulator)
     assert_same(halves[1][0].merge(halves[0][0]), accumulator)
-    for name in relations.to_arrays():
+    for name in relations.arc_count_arrays():
         summed = getattr(halves[0][1], name) + getattr(halves[1][1], name)
         np.testing.assert_allclose(summed, getattr(relations, name), rtol=1e-4, atol=1e-4)
 

@@ -13,7 +13,7 @@ from headwise.analysis.metrics import name_suppression
 from headwise.analysis.metrics.name_movers import NAMES, NameSentencePair, make_name_pairs, make_name_prompts
 from headwise.analysis.metrics.prompt_metric import HeadResponses, run_prompts
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.causal_test import ablation_loss, causal_test
+from headwise.analysis.roles.causal_test import causal_test, loss_increase_by_head
 from headwise.analysis.roles.causal_trials import LIST_LENGTH, TrialPrompt
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
@@ -109,7 +109,7 @@ def test_ablation_loss_rivals_measure_the_lead() -> None:
     rows = name_lead_trial(model, "name mover", seed=5).cases[:4]
     assert len({len(row.truncated_sample.ids) for row in rows}) == 1
     head = Address.parse("2.0")
-    lost, clean = ablation_loss(model, [head], rows)
+    lost, clean = loss_increase_by_head(model, [head], rows)
 
     def lead(row: TrialPrompt) -> float:
         logs = model(torch.tensor([row.truncated_sample.ids]))[0, -1].log_softmax(-1)
@@ -195,7 +195,9 @@ def test_causal_test_head_that_lifts_any_name_is_no_name_mover() -> None:
     lifter, suppressor = results["2.0"], results["2.1"]
     with torch.no_grad():
         trial = name_lead_trial(model, "name mover", seed=1)
-        surprise, _ = ablation_loss(model, [Address.parse("2.0")], [row._replace(rivals={}) for row in trial.cases])
+        surprise, _ = loss_increase_by_head(
+            model, [Address.parse("2.0")], [row._replace(rivals={}) for row in trial.cases]
+        )
     assert surprise.mean() > 0.5, "judged by the name due alone it would be causal"
     (effect,) = lifter.effects
     assert effect.single_name_cost is not None

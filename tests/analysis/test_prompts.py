@@ -45,9 +45,9 @@ def run_metric(model: Transformer, metric: TaskMetric) -> tuple[np.ndarray, np.n
     """Score, baseline, valued score of every head, and the cases of every unit."""
     accumulator = Accumulator(len(model.spec.head_addresses))
     with torch.no_grad():
-        assert metric.run(model, accumulator) == ""
+        assert metric.run(model, accumulator).skip_reason == ""
     score, baseline, value_weighted = (accumulator.mean(name) for name in metric.names)
-    return score, baseline, value_weighted, accumulator.per_bucket(metric.names[0])[1][:, 0]
+    return score, baseline, value_weighted, accumulator.bucket_sums_and_counts(metric.names[0])[1][:, 0]
 
 
 def name_mover_model(heads: int = 4, parts: int = 3) -> WordModel:
@@ -365,10 +365,10 @@ def test_query_focus_examples_do_not_depend_on_padding_side(kind: str, monkeypat
     arrays = []
     for side in ("right", "left"):
         monkeypatch.setattr(batching, "_pad_ids", lambda rows, _="", side=side: pad_ids(rows, side))
-        metric = QueryFocusMetric()
-        run_metric(built.model, metric)
-        assert metric.examples is not None
-        arrays.append(metric.examples.arrays)
+        with torch.no_grad():
+            result = QueryFocusMetric().run(built.model, Accumulator(len(built.model.spec.head_addresses)))
+        assert result.examples is not None
+        arrays.append(result.examples.arrays)
     assert arrays[0]["recorded"].all()
     for name, array in arrays[0].items():
         np.testing.assert_allclose(arrays[1][name], array, atol=1e-6, err_msg=name)
@@ -427,7 +427,7 @@ def test_run_prompts_equals_dense_maps_and_logits() -> None:
                 )
                 for head in range(4):
                     output = call.z[0, head, target.row] @ call.hook_point.W_O[head]
-                    scores = residual.logits(residual.norm.apply_gain(output))
+                    scores = residual.unembed(residual.norm.center_and_apply_gain(output))
                     difference = scores[target.answer] - scores[list(target.distractors)].mean()
                     assert responses.logit_difference[row, 4 * layer + head] == pytest.approx(
                         float(difference), abs=1e-5

@@ -1,4 +1,4 @@
-"""Recording: what was asked is kept, as it was; outputs keep every bit."""
+"""ModelRecording: what was asked is kept, as it was; outputs keep every bit."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -176,11 +176,11 @@ def test_record_keeps_keys_after_cache_restore_or_reorder() -> None:
     cache = model.cache("static", 12)
     with record(model, "1.1") as recording:
         model(ids[:, :4], cache=cache)
-        layers = {layer: layer.state for layer in cache.layers.values()}
+        layers = {layer: layer.snapshot() for layer in cache.layers.values()}
         model(ids[:, 4:], cache=cache)
         expected_k = recording["1.1"].call(1).k.clone()
         for layer, state in layers.items():  # back to four tokens; the memory is written again
-            layer.state = state
+            layer.restore(state)
         cache.length = 4
         model(other[:, 4:], cache=cache)
         cache.reorder(torch.tensor([1, 0]))

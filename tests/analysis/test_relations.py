@@ -18,7 +18,7 @@ from headwise.analysis.metrics.relation_metric import RelationMetric
 from headwise.analysis.metrics.row_blocks import iter_row_blocks
 from headwise.analysis.recording.batching import TextSample, TokenBatch, make_batch
 from headwise.analysis.recording.text_hash_split import BUCKETS
-from headwise.analysis.roles.roles import score_roles
+from headwise.analysis.roles.roles import score
 from headwise.heads.hook_point import AttentionCall
 from headwise.kernels import Mask, causal, padding_mask
 from headwise.text import Tokenizer
@@ -160,8 +160,8 @@ def test_relation_metric_hits_and_mass_equal_dense_loop(
                     others = np.delete(words[:, s], s, 1)
                     hits += np.delete(np.arange(words.shape[1]), s)[others.argmax(1)] == t
                     mass += words[:, s, t]
-            got_hits, counts = relations.accumulator.per_bucket(f"{relation} {kind}hits")
-            got_mass, _ = relations.accumulator.per_bucket(f"{relation} {kind}mass")
+            got_hits, counts = relations.accumulator.bucket_sums_and_counts(f"{relation} {kind}hits")
+            got_mass, _ = relations.accumulator.bucket_sums_and_counts(f"{relation} {kind}mass")
             np.testing.assert_array_equal(counts.sum(0), rows_of, err_msg=relation)
             np.testing.assert_array_equal(got_hits.sum(0), hits, err_msg=relation)
             np.testing.assert_allclose(got_mass.sum(0), mass, rtol=1e-5, atol=1e-5, err_msg=relation)
@@ -176,7 +176,7 @@ def test_word_map_uniform_encoder_weights_words_by_tokens() -> None:
     context = AttentionCallContext(
         call_from_scores(torch.zeros(1, 1, n, n).double()), runner.batch_context(batch), 0, runner._gram
     )
-    block_accumulator = relations.on_call(context)
+    block_accumulator = relations.make_accumulator(context)
     for block in iter_row_blocks(context.attention_call, context.key_features):
         block_accumulator.add_block(block)
     plain = block_accumulator.plain
@@ -235,7 +235,7 @@ def test_relation_metric_matched_pairs_equal_dense_loop(is_causal: bool, framed:
                 others[sample.bucket] += sum(np.mean(weights, 0) for weights in matches if weights is not None)
                 matched[sample.bucket] += sum(words[:, source, t] for t in targets)
         for kind, want in (("others", others), ("matched", matched)):
-            got, counts = relations.accumulator.per_bucket(f"{relation} {kind}")
+            got, counts = relations.accumulator.bucket_sums_and_counts(f"{relation} {kind}")
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=f"{relation} {kind}")
             np.testing.assert_array_equal(counts, np.tile(fit[:, None], 3), err_msg=relation)
         if rows:
@@ -273,7 +273,9 @@ def test_relation_metric_previous_word_head_has_no_excess(is_causal: bool) -> No
     # 8 alone sees 8 words; 2 → 0 is a look at the first word, so 3 → 1 is alone too
     coverage = 6 / 8 if is_causal else 1
     assert relations.comparable_row_fraction()[relations.relations.index("det >")] == coverage
-    (mass, counts), (others, _) = (relations.accumulator.per_bucket(f"det > {kind}") for kind in ("matched", "others"))
+    (mass, counts), (others, _) = (
+        relations.accumulator.bucket_sums_and_counts(f"det > {kind}") for kind in ("matched", "others")
+    )
     assert mass.sum() == pytest.approx(others.sum(), abs=1e-9), "no excess at all"
     assert counts.sum() == coverage * len(flat)
 
@@ -284,7 +286,7 @@ def test_relation_metric_rows_without_comparison_are_left_out() -> None:
     relations = previous_word_relations(single_token_samples(everywhere), is_causal=True)
     coverage = relations.comparable_row_fraction()[relations.relations.index("det >")]
     assert coverage == 0, "words 6 and 8 look at a neighbour too, so that no row can be compared"
-    for case in score_roles(relations.accumulator, relations, "det"):
+    for case in score(relations.accumulator, relations, only_role="det"):
         if case.role.detail == ">":
             assert case.mean(0) == pytest.approx([0]), "without excess weight a head follows nothing"
 
@@ -332,7 +334,7 @@ def test_relation_metric_single_word_class_has_no_gain() -> None:
     words = ("a", "b", "c", "d", "look", "back")
     samples = [make_sample(i, Document.of(words, classes=["N"] * 6)) for i in range(12)]
     relations = previous_word_relations(samples, is_causal=True)
-    case = next(c for c in score_roles(relations.accumulator, relations) if c.role.name == "part of speech")
+    case = next(c for c in score(relations.accumulator, relations) if c.role.name == "part of speech")
     assert not np.nan_to_num(case.gain(1)) > 0
 
 
@@ -340,7 +342,7 @@ def test_role_scores_baseline_offset_is_fitted_on_first_half() -> None:
     """Even numbers choose: there −1 is best; odd ones report, where −3 would have been better."""
     arcs = [[(4, 3), (5, 4), (8, 5)] if i % 2 == 0 else [(4, 1), (5, 2), (8, 7)] for i in range(20)]
     relations = previous_word_relations(single_token_samples(arcs), is_causal=True)
-    case = next(c for c in score_roles(relations.accumulator, relations, "det") if c.role.detail == ">")
+    case = next(c for c in score(relations.accumulator, relations, only_role="det") if c.role.detail == ">")
     assert case.baseline(0) == pytest.approx([2 / 3])
     assert case.baseline(1) == pytest.approx([1 / 3]), "the share of −1, not of −3"
 
@@ -394,12 +396,12 @@ def test_relation_metric_batch_equals_single_texts(side: str, is_causal: bool) -
     # a batch in which nothing is asked
     bare = make_batch([sample for sample in samples if sample.document is None], side)
     MetricRunner(batched.accumulator, [batched]).on_call(make_call(bare, is_causal), bare, 0)
-    for name, array in batched.to_arrays().items():
-        np.testing.assert_array_equal(array, separate.to_arrays()[name])
+    for name, array in batched.arc_count_arrays().items():
+        np.testing.assert_array_equal(array, separate.arc_count_arrays()[name])
     for metric_spec in batched.metric_specs:
         for actual, expected in zip(
-            batched.accumulator.per_bucket(metric_spec.name),
-            separate.accumulator.per_bucket(metric_spec.name),
+            batched.accumulator.bucket_sums_and_counts(metric_spec.name),
+            separate.accumulator.bucket_sums_and_counts(metric_spec.name),
             strict=True,
         ):
             np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)

@@ -14,7 +14,7 @@ from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.relation_metric import RelationMetric
 from headwise.analysis.recording.batching import TextSample, forward_batch, make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.roles import score_roles
+from headwise.analysis.roles.roles import score
 from headwise.heads.hook_point import AttentionCall
 from headwise.kernels import causal
 from headwise.text.annotated_document import Document, Relation
@@ -88,9 +88,9 @@ def test_relation_metric_multi_token_words_equal_dense_loop(
     with torch.no_grad(), model.hook_points()[1].listen(accumulate_both):
         forward_batch(model, batch)
     for name, sums in want.items():
-        np.testing.assert_allclose(accumulator.per_bucket(name)[0].sum(0), sums, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(accumulator.bucket_sums_and_counts(name)[0].sum(0), sums, atol=1e-5, err_msg=name)
     for relation, count in arcs.items():
-        assert accumulator.per_bucket(f"{relation} hits")[1].sum(0).tolist() == [count] * 4, relation
+        assert accumulator.bucket_sums_and_counts(f"{relation} hits")[1].sum(0).tolist() == [count] * 4, relation
     assert relations.arcs.sum(0).tolist() == list(arcs.values())
 
 
@@ -138,10 +138,11 @@ def test_relation_metric_previous_word_head_hits_adjacent_arcs(is_causal: bool) 
     assert float(relations.accumulator.mean("arc > hits")[0]) == pytest.approx(fraction)
     assert float(relations.accumulator.mean("arc > mass")[0]) == pytest.approx(fraction, abs=1e-6)
     if is_causal:
-        assert relations.accumulator.per_bucket("arc < hits")[1].sum() == 0, "what comes later is not seen"
+        assert relations.accumulator.bucket_sums_and_counts("arc < hits")[1].sum() == 0, "what comes later is not seen"
     for relation in relations.relations:
         matched, others = (
-            relations.accumulator.per_bucket(f"{relation} {kind}")[0].sum() for kind in ("matched", "others")
+            relations.accumulator.bucket_sums_and_counts(f"{relation} {kind}")[0].sum()
+            for kind in ("matched", "others")
         )
         assert matched == pytest.approx(others, abs=1e-4), f"excess of {relation}"
 
@@ -149,7 +150,7 @@ def test_relation_metric_previous_word_head_hits_adjacent_arcs(is_causal: bool) 
 @pytest.mark.parametrize("offset", [1, 2, 3])
 def test_role_scores_offset_head_has_no_relation(offset: int) -> None:
     relations = run_relations(random_documents(1, 60), scores_to_offset(11, offset))
-    for case in score_roles(relations.accumulator, relations):
+    for case in score(relations.accumulator, relations):
         gains = np.nan_to_num([case.gain(half)[0] for half in (0, 1)])
         assert min(gains) < case.role.threshold, f"{case.role.name} {case.role.detail}"
 
@@ -161,7 +162,7 @@ def test_role_scores_without_comparison_pairs_have_no_gain(offset: int) -> None:
     relations = run_relations(
         [Document(" ".join(words), words, (), ("N",) * 7, ((0, 7),))] * 20, scores_to_offset(7, offset)
     )
-    for case in score_roles(relations.accumulator, relations):
+    for case in score(relations.accumulator, relations):
         gain = float(case.gain(1)[0])
         assert np.isnan(gain) or gain == pytest.approx(0, abs=1e-6), case.role.name
 

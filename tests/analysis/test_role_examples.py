@@ -14,11 +14,12 @@ from headwise.analysis.metrics.role_examples import (
     ExamplePosition,
     ExampleStore,
     RoleExample,
-    mark_text,
+    make_marked_segments,
     render_marks,
 )
 from headwise.analysis.recording.text_hash_split import BUCKETS, bucket_of_text, buckets_in_half
-from headwise.analysis.roles.profile import describe_corpus, profile
+from headwise.analysis.roles.collect import describe_corpus
+from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.model import Transformer
 from headwise.text.annotated_document import Document
@@ -146,7 +147,7 @@ def test_example_store_respects_limits() -> None:
 
 def test_mark_text_long_text_is_shortened() -> None:
     names = [f"w{i}" for i in range(100)]
-    parts = mark_text(names, {90: "token", 10: "attended", 50: "meant"})
+    parts = make_marked_segments(names, {90: "token", 10: "attended", 50: "meant"})
     assert render_marks(parts) == (
         "w7 w8 w9 *w10* w11 w12 w13 … w47 w48 w49 {w50} w51 w52 w53 … w87 w88 w89 [w90] w91 w92 w93"
     )

@@ -12,16 +12,17 @@ from headwise.analysis.metrics.gold_word_arcs import BASELINE_OFFSETS
 from headwise.analysis.metrics.metric import MetricSpec
 from headwise.analysis.metrics.relation_metric import RelationMetric
 from headwise.analysis.recording.text_hash_split import BUCKETS, bucket_of_text
-from headwise.analysis.roles.profile import NUM_REPEATED_SEQUENCES, profile
+from headwise.analysis.roles.collect import NUM_REPEATED_SEQUENCES
+from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.roles import (
     DEFAULT_ROLES,
     EVIDENCE_LEVELS,
     Role,
     RoleScores,
-    assess_roles,
+    assess,
     find_idle_patterns,
-    score_roles,
+    score,
 )
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
@@ -128,7 +129,9 @@ def test_text_buckets_halves_do_not_follow_order() -> None:
     few = Accumulator(1)
     for text in ("one", "two", "three", "four"):
         few.add(("x",), slice(0, 1), [bucket_of_text(text)], torch.ones(1, 1, 1), torch.ones(1, 1, 1))
-    assert [few.per_bucket("x", half)[1].sum() for half in (0, 1)] == [2, 2], "few texts, and both halves have some"
+    assert [few.bucket_sums_and_counts("x", half)[1].sum() for half in (0, 1)] == [2, 2], (
+        "few texts, and both halves have some"
+    )
 
 
 def test_profile_ablating_induction_circuit_has_effect(decoder_profile: Profile) -> None:
@@ -209,7 +212,7 @@ def test_assign_roles_selected_head_is_not_biased_on_second_half(arcs: int, best
         winner = int(case.mean(0).argmax())
         chosen.append(case.mean(0)[winner])
         reported.append(case.mean(1)[winner])
-        evidence, family = assess_roles([case], 288)
+        evidence, family = assess([case], 288)
         assert family == 288
         for head, head_evidence in enumerate(evidence):
             assert all(s.score == pytest.approx(case.mean(1)[head]) for s in head_evidence), "scores are of B"
@@ -226,7 +229,7 @@ def test_assign_roles_finds_skilled_head_among_many() -> None:
     case.scores[:, 7] = case.value_weighted[:, 7] = np.random.default_rng(1).binomial(
         case.counts[:, 7].astype(int), 0.7
     )
-    evidence, _ = assess_roles([case], 288)
+    evidence, _ = assess([case], 288)
     assert [head for head, s in enumerate(evidence) if s and EVIDENCE_LEVELS.index(s[0].evidence_level) >= 2] == [7]
     assert evidence[7][0].gain == pytest.approx((0.7 - 0.4) / 0.6, abs=0.07)
     assert evidence[7][0].evidence_level == "value-weighted"
@@ -250,7 +253,7 @@ def test_assign_roles_enough_sequences_for_large_family() -> None:
         counts = (np.arange(BUCKETS) < sequences)[:, None] * np.ones(shape)
         scores, baselines = np.full(shape, 0.01) * counts, np.full(shape, 0.01) * counts
         scores[:, 7] = rng.uniform(0.4, 0.6, BUCKETS) * counts[:, 7]
-        evidence, family = assess_roles(
+        evidence, family = assess(
             [*noise, RoleScores(Role("induction", MetricSpec("induction"), 0.1), scores, baselines, scores, counts)],
             270,
         )
@@ -264,7 +267,7 @@ def test_assign_roles_skill_in_one_half_is_not_enough() -> None:
     filled_buckets = np.flatnonzero(case.counts[:, 0])  # buckets that hold anything
     case.scores[filled_buckets[0::2], 3] = case.counts[filled_buckets[0::2], 3]
     case.scores[filled_buckets[1::2], 5] = case.counts[filled_buckets[1::2], 5]
-    evidence, _ = assess_roles([case], 40)
+    evidence, _ = assess([case], 40)
     assert evidence[3][0].evidence_level == "none"
     assert evidence[5] == [], "what was not chosen is not reported"
 
@@ -285,7 +288,7 @@ def test_make_role_scores_uses_larger_baseline_overall(unrelated: float, baselin
     accumulator.add(relations.names, slice(0, 1), buckets, torch.from_numpy(sums), torch.from_numpy(counts))
     relations.arcs[buckets] = 1, 10
     relations.offsets[buckets[buckets % 4 < 2], 0, BASELINE_OFFSETS.index(-1)] = 1  # in both halves alike
-    (case,) = score_roles(accumulator, relations, "semantic")
+    (case,) = score(accumulator, relations, only_role="semantic")
     assert case.mean(1) == pytest.approx([1])
     assert [case.baseline(half)[0] for half in (0, 1)] == pytest.approx([baseline, baseline])
 
@@ -301,22 +304,22 @@ def test_make_role_scores_excess_is_tested_on_first_half(half: int) -> None:
     sums[..., relations.names.index("det > others")] = 0.1
     accumulator.add(relations.names, slice(0, 1), range(40), sums, torch.ones(1))
     relations.arcs[:40] = 1
-    (case,) = score_roles(accumulator, relations, "det")
+    (case,) = score(accumulator, relations, only_role="det")
     assert case.mean(1) == pytest.approx([1.0 - half])
 
 
 def test_make_role_scores_single_role_or_unknown_raises() -> None:
     profiled = profile(decoder(), documents(), causal=False)
-    role_scores = score_roles(profiled.accumulator, profiled.relation_metric, "induction")
+    role_scores = score(profiled.accumulator, profiled.relation_metric, only_role="induction")
     assert [case.role.name for case in role_scores] == ["induction"]
-    evidence, _ = assess_roles(role_scores, len(profiled))
+    evidence, _ = assess(role_scores, len(profiled))
     assert [str(a) for a, s in zip(profiled.addresses, evidence, strict=True) if s] == ["1.0"]
     with pytest.raises(HeadwiseError, match=r"there is no role 'inductoin' here; .*induction"):
-        score_roles(profiled.accumulator, profiled.relation_metric, "inductoin")
+        score(profiled.accumulator, profiled.relation_metric, only_role="inductoin")
 
 
 def test_assign_roles_without_scores_is_empty() -> None:
-    assert assess_roles([], 3) == ([[], [], []], 0)
+    assert assess([], 3) == ([[], [], []], 0)
     names = ("first", "special", "relative entropy", "output share")
     accumulator = Accumulator(3)
     values = torch.tensor([[[0.31, 0, 0.5, 0.3], [0.25, 0.4, 0.95, 0.3], [0.1, 0.25, 0.85, 0.01]]])

@@ -25,7 +25,7 @@ TEXTS = [
 
 def loss_difference(model: Transformer, other: ModelProtocol) -> float:
     evaluation = PairedEvaluator.of(model, TEXTS)
-    return evaluation.difference(evaluation.losses(other), evaluation.full_losses).mean
+    return evaluation.difference(evaluation.losses_per_text(other), evaluation.full_losses_per_text).mean
 
 
 def copy_state(model: ModelProtocol) -> dict[str, torch.Tensor]:
@@ -56,7 +56,7 @@ def test_sensitivity_encoder_decoder_equals_quantized_copy() -> None:
     model, texts = make_model(kind="encoder-decoder"), [(text, text) for text in TEXTS]
     result = sensitivity(model, texts, heads="cross.1.*", bits=(2,), basis="given")
     copy, evaluation = quantize(model, {"cross.1.0:qk": 2}), PairedEvaluator.of(model, texts)
-    loss_increase = evaluation.difference(evaluation.losses(copy), evaluation.full_losses).mean
+    loss_increase = evaluation.difference(evaluation.losses_per_text(copy), evaluation.full_losses_per_text).mean
     assert result["cross.1.0", "qk", 2].loss_increase == pytest.approx(loss_increase, abs=2e-5)
 
 
@@ -70,16 +70,16 @@ def test_sensitivity_cached_keys_and_values_equal_manual_quantization() -> None:
 
     def manual_cost(part: str) -> float:
         def project_quantized(*args: Any, **kwargs: Any) -> Any:
-            q, k, v, mask, bias = project(*args, **kwargs)
+            q, k, v, request = project(*args, **kwargs)
             kv = {"keys": k.clone(), "values": v.clone()}
             kv[part][:, 1] = fake_quantize(kv[part][:, 1], 4)
             k, v = (kv["keys"], v) if part == "keys" else (k, kv["values"])
-            return q, k, v, mask, bias
+            return q, k, v, request
 
         evaluation = PairedEvaluator.of(model, TEXTS)
         layer._project = project_quantized
         try:
-            return evaluation.difference(evaluation.losses(model), evaluation.full_losses).mean
+            return evaluation.difference(evaluation.losses_per_text(model), evaluation.full_losses_per_text).mean
         finally:
             del layer._project
 

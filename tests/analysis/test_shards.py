@@ -19,7 +19,7 @@ import pytest
 
 import headwise as hw
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.profile_result import HeadProfile
+from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.sharded_profile import profile_shards
 from headwise.errors import HeadwiseError
 from headwise.experiments.engine.peak_memory import STATUS_FILE
@@ -99,7 +99,7 @@ def test_split_shards_contain_the_corpus(folder: Path) -> None:
     shards, sources = split_shards(corpus, SHARD_CHARS), file_sources(corpus.files)
     assert len(shards) > 4
     assert any(shard.file_index == 0 and shard.num_items > 7 for shard in shards), "one reaches from file to file"
-    assert [item for shard in shards for item in shard.read(sources, "it").items()] == list(corpus.items())
+    assert [item for shard in shards for item in shard.to_corpus(sources, "it").items()] == list(corpus.items())
     assert all(shard.characters <= SHARD_CHARS for shard in shards)
     assert split_shards(Corpus.of(next(iter(corpus.chunks())).text), 1)[0].num_items == 1, "an item at least"
 
@@ -166,7 +166,7 @@ def test_profile_shards_invalid_request_raises(model: Transformer, tmp_path: Pat
     (shard,) = split_shards(Corpus.of(corpus), 1 << 20)
     write_jsonl(corpus, synthetic_documents(14)[1:], False)
     with pytest.raises(HeadwiseError, match="not the same here as where its shards were made"):
-        list(TokenizedCorpus.of(model, shard.read(file_sources([corpus]), "it")))
+        list(TokenizedCorpus.of(model, shard.to_corpus(file_sources([corpus]), "it")))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from headwise.analysis.similarity.weight_similarity import (
     effective_rank,
     orthonormal_bases,
     ov_copying,
-    pairwise_product_norms,
+    pairwise_product_squared_norms,
     subspace_overlap,
 )
 from headwise.errors import HeadwiseError
@@ -193,4 +193,4 @@ def test_composition_random_circuits_match_expectation() -> None:
 def test_product_norms_equal_dense_products() -> None:
     left, right = randn(3, 2, 7), randn(4, 7, 5)
     expected = torch.stack([torch.stack([(a @ b).square().sum() for b in right]) for a in left])
-    np.testing.assert_allclose(pairwise_product_norms(left, right), expected.numpy())
+    np.testing.assert_allclose(pairwise_product_squared_norms(left, right), expected.numpy())

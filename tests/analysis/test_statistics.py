@@ -1,7 +1,7 @@
 """Intervals and p-values hold what they promise: against enumeration, scipy, and simulations under the null."""
 
 from inspect import signature
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from headwise.analysis.metrics.statistics import (
     bootstrap_interval,
     max_t_test,
     sign_flip_test,
-    stratified_permutation_test,
 )
 from headwise.errors import HeadwiseError
 
@@ -240,60 +239,6 @@ def test_benjamini_hochberg_matches_hand_count_and_scipy() -> None:
     np.testing.assert_allclose(benjamini_hochberg(many), stats.false_discovery_control(many))
     with pytest.raises(HeadwiseError, match="0-1"):
         benjamini_hochberg([0.1, 1.5])
-
-
-# Inside strata.
-
-
-def test_permute_in_strata_equals_enumeration() -> None:
-    values = np.array([3.0, 1, 0.5, 2, 9, 7, 8.5])
-    labels, strata = [1, 0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 2, 2, 2]
-
-    def excess(first: tuple[int, ...], second: tuple[int, ...]) -> float:
-        arcs = sum(values[i] - values[[j for j in range(4) if j not in first]].mean() for i in first)
-        arcs += sum(values[i] - values[[j for j in range(4, 7) if j not in second]].mean() for i in second)
-        return arcs / 3
-
-    permuted = [excess(a, b) for a in combinations(range(4), 2) for b in combinations(range(4, 7), 1)]
-    observed = excess((0, 3), (4,))
-    result = stratified_permutation_test(values, labels, strata, draws=20_000)
-    assert result.excess == pytest.approx(observed)
-    assert result.p == pytest.approx(np.mean(np.array(permuted) >= observed - 1e-12), abs=0.01)
-
-
-def test_permute_in_strata_positional_head_has_no_excess() -> None:
-    generator = make_rng(14)
-    offsets, arcs = generator.integers(-5, 6, 600), generator.random(600) < 0.2
-    hard = (offsets == 1).astype(float)  # all on the previous word, whatever the words
-    noisy = hard + 0.1 * generator.normal(size=600)
-    skilled = noisy + 0.1 * arcs
-    result = stratified_permutation_test(np.stack((hard, noisy, skilled), 1), arcs, offsets)
-    assert result.excess[0] == pytest.approx(0, abs=1e-12)
-    assert result.p[0] == 1.0
-    assert result.p[1] > 0.01
-    assert result.p[2] == 1 / 2001
-    assert result.excess[2] == pytest.approx(0.1, abs=0.03)
-
-
-def test_permute_in_strata_skips_strata_without_comparison() -> None:
-    result = stratified_permutation_test([5.0, 1, 1, 100, 50, 3], [1, 0, 0, 1, 1, 0], [1, 1, 1, 2, 2, 3])
-    assert (float(result.excess), result.coverage) == (4.0, 1 / 3)
-    nothing = stratified_permutation_test(np.ones((2, 3)), [1, 0], [1, 2])
-    assert np.isnan(nothing.excess).all()
-    assert nothing.p.tolist() == [1.0] * 3
-    assert nothing.coverage == 0
-    with pytest.raises(HeadwiseError, match="one entry per item"):
-        stratified_permutation_test([1.0, 2.0], [1], [1, 1])
-
-
-def test_permute_in_strata_is_calibrated() -> None:
-    generator = make_rng(15)
-    offsets = generator.integers(0, 6, 240)
-    arcs = generator.random(240) < 0.1 + 0.1 * offsets  # arcs prefer some offsets, and so do heads
-    values = offsets[:, None] ** 2 + generator.exponential(size=(240, 600))
-    p = stratified_permutation_test(values, arcs, offsets, draws=999).p
-    assert np.mean(p <= 0.05) == pytest.approx(0.05, abs=0.035)
-    assert np.mean(p <= 0.5) == pytest.approx(0.5, abs=0.07)
 
 
 # Why heads are chosen on one half and reported on the other.

@@ -16,7 +16,7 @@ from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.token_classes import CLASSES
 from headwise.analysis.metrics.top_contexts import TopContexts
 from headwise.analysis.recording.batching import forward_batch, make_batch, make_batches
-from headwise.analysis.roles.roles import DEFAULT_ROLES, score_roles
+from headwise.analysis.roles.roles import DEFAULT_ROLES, score
 from headwise.kernels import Mask, causal, padding_mask
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from tests.analysis.dense_reference import (
@@ -73,11 +73,11 @@ def test_default_metrics_uniform_head_known_values_at_64() -> None:
 def test_long_range_metric_uniform_head_matches_closed_form(n: int) -> None:
     accumulator = accumulate_causal_head(torch.zeros(n, n), n)
     far = [(i - 32) / (i + 1) for i in range(33, n)]  # row i sees keys 1 … i − 32 beyond the window, and not the first
-    sums, counts = accumulator.per_bucket("long range")
+    sums, counts = accumulator.bucket_sums_and_counts("long range")
     assert counts.sum() == len(far)
     assert sums.sum() == pytest.approx(sum(far), abs=1e-5)
-    assert accumulator.per_bucket("long range baseline")[0].sum() == pytest.approx(sum(far), abs=1e-5)
-    assert accumulator.per_bucket("long range value-weighted")[0].sum() == pytest.approx(sum(far), abs=1e-5)
+    assert accumulator.bucket_sums_and_counts("long range baseline")[0].sum() == pytest.approx(sum(far), abs=1e-5)
+    assert accumulator.bucket_sums_and_counts("long range value-weighted")[0].sum() == pytest.approx(sum(far), abs=1e-5)
 
 
 def test_distance_bins_uniform_head_match_closed_form() -> None:
@@ -87,7 +87,7 @@ def test_distance_bins_uniform_head_match_closed_form() -> None:
         fractions = [(min(i, high - 1) - low + 1) / (i + 1) for i in range(low, n)]
         assert mean_of_head(accumulator, f"distance {low}-{high - 1}") == pytest.approx(np.mean(fractions), abs=1e-6)
     near = sum(mean_of_head(accumulator, f"offset {o}") * (n - o) for o in range(32))
-    far = sum(accumulator.per_bucket(f"distance {low}-{2 * low - 1}")[0].sum() for low in (32, 64, 128))
+    far = sum(accumulator.bucket_sums_and_counts(f"distance {low}-{2 * low - 1}")[0].sum() for low in (32, 64, 128))
     assert near + far == pytest.approx(n, abs=1e-3), "nothing is counted twice or lost"
 
 
@@ -137,7 +137,7 @@ def test_offset_metrics_next_token_head_match_closed_form(n: int) -> None:
     scores = 80.0 * torch.eye(n).roll(1, 1).triu(1)
     scores[-1, -1] = 80.0
     accumulator = accumulate_call(call_from_scores(scores.double()[None, None]), batch_without_repeats(n))
-    sums, counts = accumulator.per_bucket("offset -1")
+    sums, counts = accumulator.bucket_sums_and_counts("offset -1")
     assert counts.sum() == n - 1
     assert sums.sum() == pytest.approx(n - 1, abs=1e-5)
     assert mean_of_head(accumulator, "aimed -1") == pytest.approx(1, abs=1e-6)
@@ -221,9 +221,11 @@ def test_role_metrics_perfect_head_is_one_and_sink_is_zero(n: int, mask: Mask | 
             == pytest.approx(1, abs=1e-6)
         ), name
         assert (
-            accumulator.per_bucket(name)[1].sum() == accumulator.per_bucket(f"{name} baseline")[1].sum() == eligible
+            accumulator.bucket_sums_and_counts(name)[1].sum()
+            == accumulator.bucket_sums_and_counts(f"{name} baseline")[1].sum()
+            == eligible
         ), name
-        (case,) = score_roles(accumulator, None, name)
+        (case,) = score(accumulator, None, only_role=name)
         assert case.coverage == pytest.approx([0]), "one text: there is no half for reporting"
     sink = torch.zeros(n, n)
     sink[:, 0] = 200.0
@@ -296,7 +298,7 @@ def test_metric_runner_keeps_outputs_bitwise(variant: str) -> None:
         accumulator, _ = streaming_and_dense(model, [batch], FLAGS, evidence=True)
         again.append(forward_batch(model, batch))
         heads = sum(len(hook_point.head_ids) for hook_point in model.hook_points())
-        runner = MetricRunner(Accumulator(heads), [TopContexts(heads), *default_metrics(FLAGS)])
+        runner = MetricRunner(Accumulator(heads), default_metrics(FLAGS), observers=[TopContexts(heads)])
         with model.hook_points()[0].listen(lambda call, b=batch, r=runner: r.on_call(call, b, 0)):
             again.append(forward_batch(model, batch))
         assert all(torch.equal(plain, other) for other in again)
@@ -311,7 +313,7 @@ def test_top_contexts_are_largest_weights(sink: Tensor | None, monkeypatch: pyte
     scores = 3 * torch.randn(2, 2, n, n, generator=torch.Generator().manual_seed(3))
     call = call_from_scores(scores, causal() & padding_mask(batch.real_tokens), sink)
     evidence = TopContexts(2)
-    accumulate_call(call, batch, evidence=evidence)
+    accumulate_call(call, batch, observers=[evidence])
     contexts = evidence.contexts()
     for head in range(2):
         expected = []
@@ -336,7 +338,7 @@ def test_confidence_metric_ignores_special_tokens(special: tuple[int, ...], is_c
     accumulator = accumulate_call(call, batch_without_repeats(n, 2), flags)
     p, ordinary = call.maps(), [i for i in range(n) if i not in special]
     rows = [i for i in ordinary if not is_causal or any(key <= i for key in ordinary)]
-    sums, counts = accumulator.per_bucket("confidence")
+    sums, counts = accumulator.bucket_sums_and_counts("confidence")
     assert counts.sum(0).tolist() == [2 * len(rows)] * 3
     expected = p[:, :, rows][..., ordinary].amax(-1).sum((0, 2)) if rows else torch.zeros(3).double()
     np.testing.assert_allclose(sums.sum(0), expected.numpy(), atol=1e-9)

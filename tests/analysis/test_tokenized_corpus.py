@@ -17,6 +17,7 @@ from headwise.analysis.recording import tokenized_corpus as module
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.unopened_bracket_sentences import CONTROL_SENTENCES
+from headwise.compression import PruneRequest
 from headwise.compression.plan_report import report
 from headwise.compression.pruning_curve import pruning_curve
 from headwise.experiments.engine.peak_memory import STATUS_FILE
@@ -70,7 +71,9 @@ def test_prune_report_and_curve_tokenize_and_average_once(ranking: str, monkeypa
     texts = ["the cat sat", "a mat", "it was a cat", "that sat there", "at a mat"]
     choosing, judging = eval_corpus(model, texts).halves()
     means = mean_activations(model, choosing)
-    plan = hw.plan_pruning(model, keep=0.5, ranking=ranking, corpus=choosing, means=means, rounds=2, gate_steps=2)
+    plan = hw.plan_pruning(
+        model, PruneRequest(keep=0.5, ranking=ranking, corpus=choosing, rounds=2, gate_steps=2), means=means
+    )
     small = hw.apply(plan, model)
     report(model, small, judging, means=means, seeds=2, repeats=1)
     pruning_curve(

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import headwise as hw
-from headwise.attached.verify_prune import flatten_tensors
+from headwise.attached.prune_in_place import flatten_tensors
 
 T: Any = transformers  # its configurations take more than they say
 
@@ -120,4 +120,4 @@ def test_attach_decoder_alone_prunes_cross_heads() -> None:
         pruned = "cross.0.1,cross.1.*,0.2"
         with attached.heads[pruned].silenced():
             silent = model(**call).logits
-        assert (attached.without(pruned).model(**call).logits - silent).abs().max() < 1e-9
+        assert (attached.prune(pruned).model(**call).logits - silent).abs().max() < 1e-9

@@ -16,6 +16,7 @@ from headwise.compression.l0_gates import learn_gates
 from headwise.compression.recovery_finetune import recover
 from headwise.text import Tokenizer
 from headwise.text.annotated_document import Document
+from tests.analysis.light_profile import light_profile
 from tests.attached.models import BY_NAME
 
 LETTERS = [chr(i) for i in range(97, 123)]
@@ -76,9 +77,7 @@ def test_profile_attached_equals_native(name: str, tmp_path: Path) -> None:
             assert native_head.role == attached_head.role
             for metric, value in native_head.metrics.items():
                 np.testing.assert_allclose(attached_head.metrics[metric], value, atol=1e-5, rtol=0)
-    light = [
-        hw.profile(model, TEXTS, relations=documents(4), detail="light", causal=False) for model in (native, attached)
-    ]
+    light = [light_profile(model, TEXTS, documents(4)) for model in (native, attached)]
     for native_head, attached_head in zip(*light, strict=True):
         for metric, value in native_head.metrics.items():
             np.testing.assert_allclose(attached_head.metrics[metric], value, atol=1e-5, rtol=0)
@@ -157,9 +156,7 @@ def test_profile_encoder_decoder_equals_recorded_maps(name: str, tmp_path: Path)
         got = [profile[head].metrics[metric] for metric in names]
         np.testing.assert_allclose(got, want[: len(names)], atol=1e-5, rtol=0)
     assert np.isnan(profile["cross.1.2"].metrics["offset 1"])
-    assert len(hw.profile(attached, TEXTS, relations=documents(2), detail="light", control="random-init")) == len(
-        profile
-    )
+    assert len(hw.profile(attached, TEXTS, relations=documents(2), control="random-init")) == len(profile)
     for figure in (profile.plot.roles(), profile.plot.depth(), profile.plot.offsets()):
         figure.save(tmp_path / "picture.png")
     assert profile.report(tmp_path / "heads.html", attached).is_file()
@@ -278,7 +275,7 @@ def test_train_resumed_attached_gives_same_weights(name: str, tmp_path: Path) ->
 
     def run(folder: str, call: Any = None) -> Any:
         attached: Any = hw.attach(*build(name))
-        attached = attached.prune("1.2") if name != "opt" else attached
+        attached = attached.prune("1.2", in_place=True) if name != "opt" else attached
         return hw.train(
             attached, text, recipe, out=tmp_path / folder, callback=call, callback_every=1, progress=False
         ).model

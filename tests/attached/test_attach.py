@@ -32,7 +32,7 @@ def test_detach_twice_and_later_calls_raise() -> None:
         attached.detach,
         lambda: attached(torch.tensor([[3, 4]])),
         attached.__enter__,
-        lambda: attached.prune("0.0"),
+        lambda: attached.prune("0.0", in_place=True),
     ):
         with pytest.raises(hw.HeadwiseError, match="detached already"):
             call()
@@ -211,7 +211,10 @@ def test_gradient_checkpointing_scaled_heads_same_gradients(name: str, reentrant
                 model.enable_input_require_grads()
         heads = attached.heads.addresses
         calls: list[Any] = []
-        with attached.heads.select([heads[1], heads[-1]]).scaled(0.3), attached.hook_points()[0].listen(calls.append):
+        with (
+            attached.heads.select([heads[1], heads[-1]]).scaled(0.3),
+            attached.hook_points()[0].listen(calls.append),
+        ):
             loss = model(**inputs).logits.square().mean()
         with attached.heads.select([heads[2]]).silenced():  # opened later: none of the repeated pass's business
             loss.backward()

@@ -44,7 +44,7 @@ def test_reload_of_a_pruned_half_model_keeps_buffers(name: str, dtype: torch.dty
     model = rotary_model(name, dtype, tmp_path / "plain")
     model = model.to(dtype) if cast else model  # as .half() does: buffers are rounded too
     inputs = BY_NAME[name].inputs()
-    attached = hw.attach(model).prune("1.1,2.*")
+    attached = hw.attach(model).prune("1.1,2.*", in_place=True)
     before = main_output(model(**inputs))
     attached.save_pretrained(tmp_path / "pruned")
     for load_dtype in (dtype, None):
@@ -57,7 +57,7 @@ def test_reload_of_a_pruned_half_model_keeps_buffers(name: str, dtype: torch.dty
 @torch.no_grad()
 def test_reload_in_another_dtype_has_the_buffers_of_transformers(name: str, tmp_path: Path) -> None:
     model = rotary_model(name, torch.bfloat16, tmp_path / "plain")
-    attached = hw.attach(model).prune("1.1")
+    attached = hw.attach(model).prune("1.1", in_place=True)
     attached.save_pretrained(tmp_path / "pruned")
     for dtype in (torch.float32, torch.float16):
         plain = dict(type(model).from_pretrained(tmp_path / "plain", dtype=dtype).named_buffers())
@@ -73,7 +73,7 @@ def test_reload_in_another_dtype_has_the_buffers_of_transformers(name: str, tmp_
 @torch.no_grad()
 def test_metadata_without_dtypes_loads_rotary_frequencies_in_float32(tmp_path: Path) -> None:
     model = rotary_model("llama", torch.bfloat16, tmp_path / "plain")
-    attached = hw.attach(model).prune("1.1")
+    attached = hw.attach(model).prune("1.1", in_place=True)
     attached.save_pretrained(tmp_path / "pruned")
     file = tmp_path / "pruned" / "headwise.json"
     metadata = json.loads(file.read_text())
@@ -83,7 +83,7 @@ def test_metadata_without_dtypes_loads_rotary_frequencies_in_float32(tmp_path: P
 
 
 def test_metadata_with_an_unknown_dtype_cannot_be_loaded(tmp_path: Path) -> None:
-    hw.attach(BY_NAME["llama"].build()).prune("1.1").save_pretrained(tmp_path / "pruned")
+    hw.attach(BY_NAME["llama"].build()).prune("1.1", in_place=True).save_pretrained(tmp_path / "pruned")
     file = tmp_path / "pruned" / "headwise.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "load"}))
     with pytest.raises(hw.HeadwiseError, match="not a note of this version"):
@@ -95,7 +95,7 @@ def test_metadata_with_an_unknown_dtype_cannot_be_loaded(tmp_path: Path) -> None
 def test_whole_save_of_a_pruned_half_model_is_the_silenced_model(dtype: torch.dtype, tmp_path: Path) -> None:
     model = rotary_model("gemma3", dtype, tmp_path / "plain")
     inputs = BY_NAME["gemma3"].inputs()
-    attached = hw.attach(model).prune("1.1,2.*")
+    attached = hw.attach(model).prune("1.1,2.*", in_place=True)
     attached.save_pretrained(tmp_path / "whole", full_shape=True)
     full = type(model).from_pretrained(tmp_path / "whole", dtype=dtype).eval()
     attached.detach()

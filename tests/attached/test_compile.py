@@ -76,7 +76,7 @@ def test_compiled_model_edited_equals_eager(name: str) -> None:
 @each_family
 def test_compiled_model_pruned_equals_eager(name: str) -> None:
     model, inputs = BY_NAME[name].build(), BY_NAME[name].inputs("left")
-    attached = hw.attach(model).without("0.1,1.0-2")
+    attached = hw.attach(model).prune("0.1,1.0-2")
     compiled = torch.compile(attached.model, backend="eager")
     for heads in ("", "2.1"):
         with silenced(attached, heads) if heads else nullcontext():

@@ -228,7 +228,7 @@ def test_save_pruned_model_warns_who_can_load(tmp_path: Path, capsys: pytest.Cap
     attached = hw.attach(model)
     attached.save(tmp_path / "uncut")
     assert "heads were cut" not in capsys.readouterr().err
-    attached.prune("1.4")
+    attached.prune("1.4", in_place=True)
     attached.save(tmp_path / "cut")
     assert "hw.load(folder) loads what is written, plain transformers does not" in capsys.readouterr().err
     with pytest.raises(RuntimeError):

@@ -76,7 +76,7 @@ def test_gpt2_cross_attention_says_which_weights_cannot_be_shown_or_cut() -> Non
             getattr(attached.heads["cross.0.1"], name)
     before = model(**inputs).logits
     with pytest.raises(hw.HeadwiseError, match="cannot be cut"):
-        attached.prune("cross.0.1")
+        attached.prune("cross.0.1", in_place=True)
     assert torch.equal(model(**inputs).logits, before)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.compression import PruneRequest
 from tests.attached.models import BY_NAME
 from tests.attached.test_analysis import TEXTS, build
 
@@ -70,10 +71,10 @@ def test_prune_of_an_offloaded_model_is_prune_of_the_model_in_memory(offload: Of
 def test_prune_of_an_offloaded_model_ranks_and_folds(offload: Offload, tmp_path: Path) -> None:
     model, tokenizer = build("llama")
     attached = hw.attach(model, tokenizer)
-    plan = hw.plan_pruning(attached, keep=0.5, ranking="gradient", corpus=TEXTS)
+    plan = hw.plan_pruning(attached, PruneRequest(keep=0.5, ranking="gradient", corpus=TEXTS))
     pruned = hw.apply(plan, attached)
     offloaded = hw.attach(offload(build("llama")[0], tmp_path), tokenizer)
-    again = hw.plan_pruning(offloaded, keep=0.5, ranking="gradient", corpus=TEXTS)
+    again = hw.plan_pruning(offloaded, PruneRequest(keep=0.5, ranking="gradient", corpus=TEXTS))
     assert (again.pruned_heads, again.folded_biases, again.digest) == (
         plan.pruned_heads,
         plan.folded_biases,
@@ -100,7 +101,7 @@ def test_save_of_an_offloaded_model_writes_its_weights(offload: Offload, tied: b
 @torch.no_grad()
 def test_export_of_a_pruned_offloaded_model_fills_it_up(tmp_path: Path) -> None:
     case = BY_NAME["llama"]
-    inputs, pruned = case.inputs(), hw.attach(case.build()).prune("1.4,2.*").detach()
+    inputs, pruned = case.inputs(), hw.attach(case.build()).prune("1.4,2.*", in_place=True).detach()
     want = pruned(**inputs).logits
     attached = hw.attach(on_disk(pruned, tmp_path))
     attached.save_pretrained(tmp_path / "small")
@@ -115,7 +116,7 @@ def test_export_of_a_pruned_offloaded_model_fills_it_up(tmp_path: Path) -> None:
 def test_cut_of_an_offloaded_model_in_place_raises(offload: Offload, tmp_path: Path) -> None:
     attached = hw.attach(offload(BY_NAME["llama"].build(), tmp_path))
     with pytest.raises(hw.HeadwiseError, match=r"Use hw\.prune"):
-        attached.prune("1.4")
+        attached.prune("1.4", in_place=True)
 
 
 def test_attach_of_a_model_without_weights_raises() -> None:

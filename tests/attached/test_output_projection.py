@@ -144,7 +144,7 @@ def test_logit_attribution_pruned_or_silenced_heads_have_no_share() -> None:
     for name in ("llama", "gemma3", "gpt2"):
         attached = hw.attach(BY_NAME[name].build())
         assert logit_attribution(attached, IDS, 11).is_complete
-        small = attached.without("0.1,1.*")
+        small = attached.prune("0.1,1.*")
         attribution = logit_attribution(small, IDS, 11, 3)
         assert attribution.is_complete
         assert "0.1" not in attribution.heads

@@ -42,7 +42,7 @@ def test_prune_family_equals_silenced_heads(family: str, name: str) -> None:
             with attached.heads.select(heads).silenced():
                 silent = outputs(model, inputs)
             assert any((a - b).abs().max() > 1e-6 for a, b in zip(silent, full, strict=True)), "these heads matter"
-            small = attached.without(heads)
+            small = attached.prune(heads)
             assert not set(heads) & set(small.heads.addresses)
             for state in ("cut", "detached"):
                 inner = small.model if state == "cut" else small.detach()

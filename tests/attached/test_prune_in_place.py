@@ -49,7 +49,7 @@ def test_prune_equals_silenced_heads(case: Case, selection: str) -> None:
     before = sum(value.numel() for value in model.parameters())
     num_pruned = len(attached.heads.select(selection))
     total = len(attached.heads)
-    attached.prune(selection)
+    attached.prune(selection, in_place=True)
     with torch.no_grad():
         got = main_output(model(**inputs))
         with hw.record(attached) as recording:
@@ -74,7 +74,7 @@ def test_prune_removes_parameters_of_head(case: Case) -> None:
         num_parameters += (
             head_view.W_K.numel() + head_view.W_V.numel() + (0 if head_view.b_K is None else 2 * head_view.b_K.numel())
         )
-    attached.prune(head)
+    attached.prune(head, in_place=True)
     assert before - sum(value.numel() for value in model.parameters()) == num_parameters
 
 
@@ -82,7 +82,7 @@ def test_prune_removes_parameters_of_head(case: Case) -> None:
 @pytest.mark.parametrize("selection", HEAD_SETS)
 def test_save_pruned_model_loads_same_outputs(case: Case, selection: str, tmp_path: Path) -> None:
     model, inputs = case.build(), case.inputs("right")
-    attached = hw.attach(model).prune(heads_of(case, selection))
+    attached = hw.attach(model).prune(heads_of(case, selection), in_place=True)
     with torch.no_grad():
         want = main_output(model(**inputs))
     attached.save_pretrained(tmp_path / "small")
@@ -131,7 +131,7 @@ def test_generate_pruned_equals_silenced(case: Case, selection: str, cache: str)
     options |= {"use_cache": cache != "none"} | ({"cache_implementation": "static"} if cache == "static" else {})
     with attached.heads.select(selection).silenced():
         want = model.generate(**inputs, **options)
-    attached.prune(selection)
+    attached.prune(selection, in_place=True)
     assert torch.equal(model.generate(**inputs, **options), want)
 
 
@@ -142,7 +142,7 @@ def test_prune_uneven_groups_detach_expands_keys(name: str) -> None:
     model, inputs = case.build().double(), case.inputs("right")
     attached = hw.attach(model)
     want = silenced_output(model, attached, "1.4", inputs)
-    attached.prune("1.4")
+    attached.prune("1.4", in_place=True)
     layer = attached.attention_layers()[1]
     assert layer.spec.kv_of_head == (0, 0, 0, 1, 1)
     joined = layer.info.qkv_modules is not None and len(layer.info.qkv_modules[1]) == 1
@@ -158,14 +158,14 @@ def test_prune_uneven_groups_detach_expands_keys(name: str) -> None:
         assert [str(a) for a in again.heads.addresses if a.layer == 1] == ["1.0", "1.1", "1.2", "1.3", "1.5"]
         assert (main_output(model(**inputs)) - want)[real_positions(inputs)].abs().max() <= 1e-9
         further = silenced_output(model, again, "1.5", inputs)
-        again.prune("1.5")
+        again.prune("1.5", in_place=True)
         assert (main_output(model(**inputs)) - further)[real_positions(inputs)].abs().max() <= 1e-9
 
 
 @each_prunable
 def test_prune_fold_mean_equals_mean_ablation(case: Case, tmp_path: Path) -> None:
     from headwise.analysis.ablation.ablate import ablated, mean_of_outputs, record_z
-    from headwise.compression.prune_heads import compute_folded_biases, prune_heads
+    from headwise.compression.select_heads import compute_folded_biases
 
     model, inputs = case.build().double(), case.inputs()
     attached = hw.attach(model)
@@ -176,7 +176,7 @@ def test_prune_fold_mean_equals_mean_ablation(case: Case, tmp_path: Path) -> Non
     )
     with torch.no_grad(), ablated(attached, heads, "mean", means=means):
         want = main_output(model(**inputs))
-    small = prune_heads(attached, heads, compute_folded_biases(attached, heads, means))
+    small = attached.prune(heads, compute_folded_biases(attached, heads, means))
     with torch.no_grad():
         assert (main_output(small.model(**inputs)) - want).abs().max() <= 1e-9
     small.save_pretrained(tmp_path / "small")
@@ -212,7 +212,7 @@ def test_prune_unsupported_model_raises_and_keeps_model(
     with torch.no_grad():
         before = main_output(model(**inputs))
         with pytest.raises(hw.HeadwiseError, match=rf"{why}.*silenced\(\)"):
-            attached.prune(selection)
+            attached.prune(selection, in_place=True)
         assert torch.equal(main_output(model(**inputs)), before)
         assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
         with hw.record(attached, tensors=("z",)) as recording:
@@ -231,10 +231,10 @@ def test_prune_shared_position_bias_equals_silenced(tmp_path: Path) -> None:
         silenced_output(model, attached, heads, inputs),
         silenced_output(model, attached, f"{heads},{more_heads}", inputs),
     )
-    attached.prune(heads)
+    attached.prune(heads, in_place=True)
     with torch.no_grad():
         assert (main_output(model(**inputs)) - want).abs().max() <= 1e-9
-        attached.prune(more_heads)
+        attached.prune(more_heads, in_place=True)
         assert (main_output(model(**inputs)) - further).abs().max() <= 1e-9
         attached.save_pretrained(tmp_path / "small")
         attached.save_pretrained(tmp_path / "whole", full_shape=True)
@@ -257,7 +257,7 @@ def test_prune_norm_over_all_heads_equals_silenced(tmp_path: Path) -> None:
         silenced_output(model, attached, "0.1,0.3,1.0-1", inputs),
     )
     for heads, expected in (("0.1,1.0-1", want), ("0.3", further)):
-        attached.prune(heads)
+        attached.prune(heads, in_place=True)
         with torch.no_grad():
             assert (main_output(model(**inputs)) - expected)[real_positions(inputs)].abs().max() <= 1e-9
     head: Any = attached.heads["0.0"]
@@ -278,15 +278,15 @@ def test_prune_norm_over_all_heads_equals_silenced(tmp_path: Path) -> None:
 def test_prune_invalid_selection_raises() -> None:
     attached = hw.attach(BY_NAME["llama"].build())
     with pytest.raises(hw.HeadwiseError, match="all 18 heads"):
-        attached.prune("*")
+        attached.prune("*", in_place=True)
     with pytest.raises(hw.HeadwiseError, match="end that before cutting"), attached.heads["1.1"].silenced():
-        attached.prune("1.2")
+        attached.prune("1.2", in_place=True)
     with pytest.raises(hw.HeadwiseError, match="names no head here"):
-        attached.prune("7.1")
+        attached.prune("7.1", in_place=True)
 
 
 def test_from_pretrained_pruned_folder_raises(tmp_path: Path) -> None:
     model = BY_NAME["llama"].build()
-    hw.attach(model).prune("1.2").save_pretrained(tmp_path / "small")
+    hw.attach(model).prune("1.2", in_place=True).save_pretrained(tmp_path / "small")
     with pytest.raises(RuntimeError, match=r"size|shape|mismatch"):
         transformers.LlamaForCausalLM.from_pretrained(tmp_path / "small")

@@ -11,6 +11,7 @@ import torch
 import headwise as hw
 from headwise.attached import AttachedModel
 from headwise.attached.layer import weight_matrix
+from headwise.compression import PruneRequest
 from tests.attached.models import BY_NAME, CASES, Case, main_output, real_positions, transformers
 from tests.attached.test_analysis import TEXTS, build
 
@@ -30,9 +31,9 @@ def logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 def test_load_pruned_model_restores_plans(name: str, tmp_path: Path) -> None:
     attached = hw.attach(*build(name))
     assert attached.plans == ()
-    half = hw.plan_pruning(attached, keep=0.5, ranking="gradient", corpus=TEXTS)
+    half = hw.plan_pruning(attached, PruneRequest(keep=0.5, ranking="gradient", corpus=TEXTS))
     small = hw.apply(half, attached)
-    second_plan = hw.plan_pruning(small, prune=[small.heads.addresses[0]], fold_mean=False)
+    second_plan = hw.plan_pruning(small, PruneRequest(heads=[small.heads.addresses[0]], fold_mean=False))
     smaller = hw.apply(second_plan, small)
     assert (attached.plans, small.plans, smaller.plans) == ((), (half,), (half, second_plan))
     smaller.save_pretrained(tmp_path / "small")
@@ -55,7 +56,7 @@ def test_load_pruned_model_restores_plans(name: str, tmp_path: Path) -> None:
 
 def test_detach_keeps_plans_on_model() -> None:
     attached = hw.attach(*build("llama"))
-    plan = hw.plan_pruning(attached, prune="1.4", fold_mean=False)
+    plan = hw.plan_pruning(attached, PruneRequest(heads="1.4", fold_mean=False))
     model = hw.apply(plan, attached).detach()
     assert hw.attach(model).plans == (plan,)
     assert hw.attach(copy.deepcopy(attached).detach()).plans == ()
@@ -63,7 +64,7 @@ def test_detach_keeps_plans_on_model() -> None:
 
 def test_load_old_metadata_restores_heads_only(tmp_path: Path) -> None:
     model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs("right")
-    attached = hw.attach(model).prune("1.4,2.*")
+    attached = hw.attach(model).prune("1.4,2.*", in_place=True)
     attached.save_pretrained(tmp_path / "small")
     file = tmp_path / "small" / "headwise.json"
     metadata = json.loads(file.read_text())
@@ -98,7 +99,9 @@ def test_load_inconsistent_metadata_raises(tmp_path: Path) -> None:
 def test_save_pretrained_pruned_model_loads_again(case: Case, tmp_path: Path) -> None:
     """Attached or detached: theirs is the method, and the note lies beside what it writes."""
     model, inputs = case.build(), case.inputs("right")
-    attached = hw.attach(model).prune("enc.0.1,dec.1.*,cross.2.3" if case.kind == "two" else "0.1,1.*,2.3")
+    attached = hw.attach(model).prune(
+        "enc.0.1,dec.1.*,cross.2.3" if case.kind == "two" else "0.1,1.*,2.3", in_place=True
+    )
     model.save_pretrained(tmp_path / "attached")
     want = logits(model, inputs)
     attached.detach()
@@ -121,14 +124,15 @@ def test_save_pretrained_detached_uneven_groups_loads_again(name: str, tmp_path:
     attached = hw.attach(model)
     with attached.heads.select("1.4").silenced():
         want = logits(model, inputs)
-    model = attached.prune("1.4").detach()
+    model = attached.prune("1.4", in_place=True).detach()
     plain = logits(model, inputs)
     assert (plain - want).abs().max() <= 1e-4
     model.save_pretrained(tmp_path / "small")
     again: Any = hw.load(tmp_path / "small")
     assert weight_matrix(again.attention_layers()[1].info.qkv_module(1)).shape[0] == 5 * 4
     assert torch.equal(logits(again.model, inputs), plain)
-    again.prune("1.0-2").save_pretrained(tmp_path / "less")  # two heads are left, of one group, with keys of their own
+    # Two heads of one group are left, with keys of their own.
+    again.prune("1.0-2", in_place=True).save_pretrained(tmp_path / "less")
     less: Any = hw.load(tmp_path / "less")
     assert torch.equal(logits(less.model, inputs), logits(again.model, inputs))
     assert torch.equal(logits(less.detach(), inputs), logits(again.detach(), inputs))
@@ -141,7 +145,7 @@ def test_save_pretrained_detached_uneven_groups_loads_again(name: str, tmp_path:
 
 
 def test_save_full_diverged_keys_raises(tmp_path: Path) -> None:
-    model = hw.attach(BY_NAME["llama"].build()).prune("1.4").detach()
+    model = hw.attach(BY_NAME["llama"].build()).prune("1.4", in_place=True).detach()
     attached = hw.attach(model)
     with torch.no_grad():
         weight_matrix(attached.attention_layers()[1].info.qkv_module(1))[0] += 1
@@ -156,8 +160,8 @@ def test_save_full_diverged_keys_raises(tmp_path: Path) -> None:
 
 def test_save_pretrained_submodule_or_copy_writes_metadata(tmp_path: Path) -> None:
     model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs("right")
-    attached = hw.attach(model).prune("1.4")
-    twin = copy.deepcopy(attached).prune("2.*")
+    attached = hw.attach(model).prune("1.4", in_place=True)
+    twin = copy.deepcopy(attached).prune("2.*", in_place=True)
     twin.model.save_pretrained(tmp_path / "twin")
     model.model.save_pretrained(tmp_path / "body")
     body, other = hw.load(tmp_path / "body"), hw.load(tmp_path / "twin")

@@ -10,7 +10,7 @@ import torch
 import headwise as hw
 from headwise.analysis.metrics.variability import variability
 from headwise.attached import AttachedModel
-from headwise.attached.verify_prune import flatten_tensors
+from headwise.attached.prune_in_place import flatten_tensors
 from headwise.errors import HeadwiseError
 from tests.attached import towers
 from tests.contract.attached_models import TEXTS, TOKENIZER
@@ -126,7 +126,7 @@ def test_prune_towers_equals_silenced_and_loads(build, tmp_path) -> None:
     with hw.attach(model) as attached:
         with attached.heads[pruned].silenced():
             silent = outputs(model, call)
-        small = attached.without(pruned)
+        small = attached.prune(pruned)
         assert max_difference(outputs(small.model, call), silent) < 1e-9
         small.save(tmp_path / "small")
         small.detach()

@@ -282,7 +282,11 @@ def test_a_hook_point_whose_handle_is_gone_raises() -> None:
         gc.collect()  # the open context holds the handle
         assert not torch.equal(main_output(model(**inputs)), logits)
     gc.collect()
-    for context in (hook_point.scaled(torch.zeros(6)), hook_point.replaced(torch.zeros(())), hook_point.listen(print)):
+    for context in (
+        hook_point.scaled(torch.zeros(6)),
+        hook_point.replaced(torch.zeros(())),
+        hook_point.listen(print),
+    ):
         with pytest.raises(hw.HeadwiseError, match=r"Attach it again"), context:
             pass
     attached = hw.attach(model)
@@ -305,9 +309,9 @@ def test_nested_contexts_of_one_handle_detach_at_the_outermost_exit() -> None:
 def test_a_dropped_handle_of_a_pruned_model_leaves_a_plain_model() -> None:
     """Groups of different sizes, which plain transformers cannot run, get one key per head, as `detach` does it."""
     case = BY_NAME["llama"]
-    inputs, detached = case.inputs(), hw.attach(case.build()).prune("1.4").detach()
+    inputs, detached = case.inputs(), hw.attach(case.build()).prune("1.4", in_place=True).detach()
     model = case.build()
-    hw.attach(model).prune("1.4")
+    hw.attach(model).prune("1.4", in_place=True)
     gc.collect()
     assert not any(layer_of(module) is not None for module in model.modules())
     assert torch.equal(main_output(model(**inputs)), main_output(detached(**inputs)))

@@ -10,11 +10,10 @@ import torch
 
 import headwise as hw
 from headwise.analysis.ablation.head_outputs import eval_corpus
+from headwise.compression import PruneRequest
 from headwise.compression.paired_evaluation import PairedEvaluator
-from headwise.compression.plan import Plan
-from headwise.compression.prune_heads import prune_heads
 from headwise.model import Transformer
-from headwise.spec import AttentionSpec, ModelSpec
+from headwise.spec import AttentionSpec, ModelSpec, Plan
 from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.corpus import Corpus
 from headwise.text.synthetic import VOCABULARY
@@ -83,7 +82,7 @@ def test_prune_named_heads_single_text(folder: str, tmp_path: Path) -> None:
     assert "4 of 8 heads are cut, named by hand; nothing is folded." in done.out
     assert "layer 1 loses 0 1 2 3, all it had" in done.out
     assert "cache bytes per token" in done.out
-    assert same_weights(hw.load(tmp_path / "m"), prune_heads(hw.load(folder), "1.*"))
+    assert same_weights(hw.load(tmp_path / "m"), hw.load(folder).prune("1.*"))
     done = run_prune(folder, "the cat saw the dog", "--heads", "1.*")
     assert (done.code, done.out) == (2, "")
     assert "a single text cannot both choose" in done.err
@@ -135,7 +134,7 @@ def test_prune_invalid_arguments_print_one_line(folder: str, texts: str, tmp_pat
     (tmp_path / "empty.txt").write_text("")
     torch.manual_seed(1)
     Transformer(ModelSpec(vocab=9, context=8, layers=1, attention=AttentionSpec(width=8, heads=2))).save(tmp_path / "m")
-    hw.plan_pruning(hw.load(tmp_path / "m"), prune="0.1", fold_mean=False).save(tmp_path / "theirs.json")
+    hw.plan_pruning(hw.load(tmp_path / "m"), PruneRequest(heads="0.1", fold_mean=False)).save(tmp_path / "theirs.json")
     for arguments, message in (
         ((folder, texts), "say which heads go, in one way"),
         ((folder, texts, "--keep", 0.5, "--heads", "0.1"), "say which heads go, in one way"),
@@ -210,7 +209,7 @@ def test_prune_recover_steps_trains_before_saving(folder: str, texts: str, tmp_p
     _, evaluation = eval_corpus(bare, Corpus.from_cli_arguments([texts])).first(8).halves()
     for model, loss in ((bare, result["loss_after"]), (recovered, result["recovered"]["loss"])):
         trial = PairedEvaluator.of(model, evaluation)
-        assert loss["mean"] == pytest.approx(trial.full_losses.sum() / trial.counts.sum(), abs=1e-6)
+        assert loss["mean"] == pytest.approx(trial.full_losses_per_text.sum() / trial.counts.sum(), abs=1e-6)
     assert len(result["random"]) == len(result["recovered"]["random"]) == 3
     assert all(after != before for after, before in zip(result["recovered"]["random"], result["random"], strict=True))
     assert result["time"]["ratio"] == result["time"]["after"] / result["time"]["before"]

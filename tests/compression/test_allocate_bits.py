@@ -7,7 +7,7 @@ import pytest
 
 from headwise.analysis.ablation.sensitivity import Sensitivity, sensitivity
 from headwise.compression.allocate_bits import _choose_bits, allocate_bits, report_allocation
-from headwise.compression.quantize import quantize, weight_footprint
+from headwise.compression.quantize import quantize, weight_footprints
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from tests.distillation.tiny import make_model
@@ -51,7 +51,10 @@ def test_allocate_bits_sensitive_parts_get_more_bits() -> None:
     model, costs = make_sensitivity({"0.1:qk": 9.0, "1.0:vo": 8.0})
     allocation = allocate_bits(model, costs, mean_bits=3.25, choices=(4, 3))
     assert allocation.parts_per_bits() == {4: 2, 3: 6}  # eight pairs of equal size
-    assert {part for part, bits in allocation.bits_by_part.items() if bits == 4} == {"0.2,0.3:qk", "1.0,1.1:vo"}
+    assert {part for part, bits in allocation.bits_by_head_and_part.items() if bits == 4} == {
+        "0.2,0.3:qk",
+        "1.0,1.1:vo",
+    }
     assert allocation.mean_bits == 3.25
     expected = 6 * 1.0 + (9.0 + 8.0) * (3 / 7) ** 2  # measured at 3 bits, at 4 by the square of the step
     assert allocation.expected_cost == pytest.approx(expected)
@@ -63,15 +66,15 @@ def test_allocation_shuffled_has_equal_size() -> None:
     mixes = [allocation.shuffled(seed) for seed in range(10)]
     assert {mix.mean_bits for mix in mixes} == {allocation.mean_bits}
     assert len({mix.bits for mix in mixes}) > 5
-    sizes = {weight_footprint(quantize(model, mix.bits_by_part))[0].nbytes for mix in [allocation, *mixes]}
+    sizes = {weight_footprints(quantize(model, mix.bits_by_head_and_part))[0].nbytes for mix in [allocation, *mixes]}
     assert len(sizes) == 1
 
 
 def test_allocate_bits_megabytes_budget_is_respected() -> None:
     model, costs = make_sensitivity({"0.1:qk": 9.0})
-    max_bytes = weight_footprint(quantize(model, {"*": 4}))[0].nbytes
+    max_bytes = weight_footprints(quantize(model, {"*": 4}))[0].nbytes
     allocation = allocate_bits(model, costs, megabytes=max_bytes / 1e6)
-    assert weight_footprint(quantize(model, allocation.bits_by_part))[0].nbytes <= max_bytes
+    assert weight_footprints(quantize(model, allocation.bits_by_head_and_part))[0].nbytes <= max_bytes
     with pytest.raises(HeadwiseError, match="give one budget"):
         allocate_bits(model, costs)
     with pytest.raises(HeadwiseError, match="are the least"):

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
+from headwise.compression import PruneRequest, StreamingRequest
 from headwise.compression.cache_study import CacheStudy, cache_study
 from headwise.compression.paired_evaluation import PairedEvaluator
+from headwise.distributed.parallel_cost import cache_bytes
 from headwise.errors import HeadwiseError
 from headwise.spec import CachePolicy
-from headwise.spec.parallel_cost import cache_bytes
 from tests.distillation.tiny import make_model
 
 LINES = [f"{n} and {n} are {2 * n}, and so on and so on, and on it goes." for n in range(8)]
@@ -69,7 +70,7 @@ def test_cache_study_selects_and_evaluates_on_different_texts() -> None:
         CachePolicy(bits=8),
     }
     assert sum(len(rule.heads) for rule in result.plan.cache) == 8
-    random_plan = hw.plan_streaming(model, 0.5, sink_tokens=1, window=8, ranking="random", seed=3)
+    random_plan = hw.plan_streaming(model, StreamingRequest(0.5, sink_tokens=1, window=8, ranking="random", seed=3))
     assert {rule.policy for rule in random_plan.cache} == {CachePolicy(sink_tokens=1, window=8)}
     other = cache_study(
         model, CacheStudy(fraction=0.5, sink_tokens=1, window=8, corpus=LINES[:4], test=LINES[4:], seeds=0)
@@ -134,7 +135,7 @@ def test_cache_study_invalid_arguments_raise() -> None:
         ({"fraction": 0.5, "heads": "0.1"}, "say what key heads keep"),
         ({"bits": 5}, "32, 16, 8, 4 bits"),
         ({"fraction": 0.5, "sink_tokens": -1}, "sink_tokens counts tokens"),
-        ({"plan": hw.plan_pruning(model, prune="0.1", fold_mean=False)}, "other things"),
+        ({"plan": hw.plan_pruning(model, PruneRequest(heads="0.1", fold_mean=False))}, "other things"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             CacheStudy(**study)  # pyright: ignore[reportArgumentType]

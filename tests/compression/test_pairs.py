@@ -14,15 +14,15 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.analysis.ablation.head_outputs import eval_corpus, mean_activations
+from headwise.compression import PruneRequest
 from headwise.compression.l0_gates import learn_gates
 from headwise.compression.paired_evaluation import PairedEvaluator
-from headwise.compression.plan import Plan
 from headwise.compression.plan_report import report
 from headwise.compression.pruning_curve import pruning_curve
 from headwise.compression.recovery_finetune import recover
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
-from headwise.spec import Address, AttentionSpec, ModelSpec
+from headwise.spec import Address, AttentionSpec, ModelSpec, Plan
 from headwise.text.build_tokenizers import character_tokenizer
 from headwise.text.corpus import Corpus
 from headwise.training import Recipe, train
@@ -82,12 +82,12 @@ def test_paired_evaluation_covers_every_pair(name: str) -> None:
         expected = [float(nll.sum()) for nll in token_losses(model)]
         lengths = [len(nll) for nll in token_losses(model)]
     assert sorted(indices) == list(range(len(PAIRS)))
-    np.testing.assert_allclose(trial.full_losses, [expected[index] for index in indices], atol=TOLERANCE)
+    np.testing.assert_allclose(trial.full_losses_per_text, [expected[index] for index in indices], atol=TOLERANCE)
     assert trial.counts.tolist() == [lengths[index] for index in indices]
-    assert trial.mean_loss(trial.full_losses).mean == pytest.approx(mean_loss(model), abs=TOLERANCE)
+    assert trial.mean_loss(trial.full_losses_per_text).mean == pytest.approx(mean_loss(model), abs=TOLERANCE)
     assert trial.metric == "nats a token"
     other = pair_model(SPECS[name], seed=1)
-    assert trial.mean_loss(trial.losses(other)).mean == pytest.approx(mean_loss(other), abs=TOLERANCE)
+    assert trial.mean_loss(trial.losses_per_text(other)).mean == pytest.approx(mean_loss(other), abs=TOLERANCE)
 
 
 def test_halves_never_split_a_pair(tmp_path: Path) -> None:
@@ -109,11 +109,11 @@ def test_halves_never_split_a_pair(tmp_path: Path) -> None:
 def test_plan_fold_mean_uses_mean_of_each_stack(name: str, tmp_path: Path) -> None:
     model = pair_model(SPECS[name])
     heads = SOME_HEADS if name != "rotary, windows" else "enc.0.*,dec.1.2,cross.0.0,cross.1.3"
-    plan = hw.plan_pruning(model, prune=heads, corpus=PAIRS)
+    plan = hw.plan_pruning(model, PruneRequest(heads=heads, corpus=PAIRS))
     plan.save(tmp_path / "plan.json")
     for candidate in (plan, Plan.load(tmp_path / "plan.json")):
         assert mean_loss(hw.apply(candidate, model)) == pytest.approx(loss_without(model, heads), abs=TOLERANCE)
-    bare = hw.apply(hw.plan_pruning(model, prune=heads, fold_mean=False), model)
+    bare = hw.apply(hw.plan_pruning(model, PruneRequest(heads=heads, fold_mean=False)), model)
     assert mean_loss(bare) == pytest.approx(loss_without(model, heads, folded=False), abs=TOLERANCE)
     assert abs(mean_loss(bare) - mean_loss(hw.apply(plan, model))) > 1e-4, "folding does something here"
 
@@ -122,7 +122,7 @@ def test_plan_fold_mean_uses_mean_of_each_stack(name: str, tmp_path: Path) -> No
 def test_plan_prunes_least_important_heads(fold_mean: bool) -> None:
     model = pair_model(SPECS["plain"])
     expected = ablation_costs(model, mean_output_replacement(model) if fold_mean else None)
-    plan = hw.plan_pruning(model, keep=0.5, corpus=PAIRS, fold_mean=fold_mean)
+    plan = hw.plan_pruning(model, PruneRequest(keep=0.5, corpus=PAIRS, fold_mean=fold_mean))
     np.testing.assert_allclose(list(plan.head_scores.values()), expected, atol=TOLERANCE)
     least = np.argsort(expected)[: len(expected) // 2]
     assert set(plan.pruned_addresses) == {model.spec.head_addresses[i] for i in least}
@@ -136,19 +136,21 @@ def test_plan_rounds_rerank_remaining_heads() -> None:
     model = pair_model(SPECS["plain"])
     first = np.argsort(ablation_costs(model, mean_output_replacement(model)))[:6]
     pruned_heads = [model.spec.head_addresses[i] for i in first]
-    intermediate = hw.apply(hw.plan_pruning(model, prune=pruned_heads, corpus=PAIRS), model)
+    intermediate = hw.apply(hw.plan_pruning(model, PruneRequest(heads=pruned_heads, corpus=PAIRS)), model)
     remaining_importance = ablation_costs(
         intermediate,
         lambda head: [mean_output(model, head).expand(len(row), -1) for row in head_outputs(intermediate, head)],
     )
     pruned_heads += [intermediate.spec.head_addresses[i] for i in np.argsort(remaining_importance)[:6]]
-    assert set(hw.plan_pruning(model, keep=0.5, corpus=PAIRS, rounds=2).pruned_addresses) == set(pruned_heads)
+    assert set(hw.plan_pruning(model, PruneRequest(keep=0.5, corpus=PAIRS, rounds=2)).pruned_addresses) == set(
+        pruned_heads
+    )
 
 
 @pytest.mark.parametrize("ranking", ["gradient", "gates", "random"])
 def test_plan_every_ranking_accepts_pairs(ranking: str) -> None:
     model = pair_model(SPECS["plain"])
-    plan = hw.plan_pruning(model, keep=0.75, ranking=ranking, corpus=PAIRS, gate_steps=4)
+    plan = hw.plan_pruning(model, PruneRequest(keep=0.75, ranking=ranking, corpus=PAIRS, gate_steps=4))
     assert len(hw.apply(plan, model).spec.head_addresses) == 18
     if ranking == "gradient":
         assert list(plan.head_scores.values()) == hw.importance(model, PAIRS, ranking="gradient").mean.tolist()
@@ -268,12 +270,14 @@ def test_prune_pairs_invalid_corpus_raises() -> None:
     small = hw.prune(encoder_decoder, heads="cross.0.0", fold_mean=False)
     for model, corpus, message in ((encoder_decoder, TEXTS, "needs pairs"), (decoder, PAIRS, "texts alone")):
         for function in (
-            lambda m, corpus: hw.plan_pruning(m, keep=0.5, corpus=corpus),
-            lambda m, corpus: hw.plan_pruning(m, keep=0.5, corpus=corpus, fold_mean=False),
+            lambda m, corpus: hw.plan_pruning(m, PruneRequest(keep=0.5, corpus=corpus)),
+            lambda m, corpus: hw.plan_pruning(m, PruneRequest(keep=0.5, corpus=corpus, fold_mean=False)),
             lambda m, corpus: hw.plan_pruning(
-                m, keep=0.5, corpus=corpus, fold_mean=False, ranking="gates", gate_steps=1
+                m, PruneRequest(keep=0.5, corpus=corpus, fold_mean=False, ranking="gates", gate_steps=1)
             ),
-            lambda m, corpus: hw.plan_pruning(m, prune="cross.0.0" if m is encoder_decoder else "0.0", corpus=corpus),
+            lambda m, corpus: hw.plan_pruning(
+                m, PruneRequest(heads="cross.0.0" if m is encoder_decoder else "0.0", corpus=corpus)
+            ),
             PairedEvaluator.of,
             pruning_curve,
             lambda m, corpus: learn_gates(m, corpus, keep=0.5, steps=1),
@@ -285,7 +289,10 @@ def test_prune_pairs_invalid_corpus_raises() -> None:
             eval_corpus(model, corpus).first(3)
     with pytest.raises(HeadwiseError, match="needs pairs"):
         report(encoder_decoder, small, TEXTS)
-    for options in ({"keep": 0.5}, {"prune": "cross.0.0"}, {"keep": 0.5, "fold_mean": False}):
+    for options in ({"keep": 0.5}, {"heads": "cross.0.0"}, {"keep": 0.5, "fold_mean": False}):
         with pytest.raises(HeadwiseError, match="so it needs pairs: give corpus=…"):
-            hw.plan_pruning(encoder_decoder, **options)  # pyright: ignore
-    assert len(hw.plan_pruning(encoder_decoder, keep=0.5, ranking="random", fold_mean=False).pruned_heads) == 12
+            hw.plan_pruning(encoder_decoder, PruneRequest(**options))  # pyright: ignore
+    assert (
+        len(hw.plan_pruning(encoder_decoder, PruneRequest(keep=0.5, ranking="random", fold_mean=False)).pruned_heads)
+        == 12
+    )

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from headwise.analysis.ablation.ablate import ablated, mean_activations
-from headwise.compression.plan import FoldedBias, Plan, apply, model_digest, plan_pruning
-from headwise.compression.prune import prune
-from headwise.compression.prune_heads import prune_heads
+from headwise.compression import PruneRequest
+from headwise.compression.plan import apply, plan_pruning, prune
 from headwise.compression.quantize import quantize
 from headwise.errors import HeadwiseError
+from headwise.model.weights_digest import weights_digest
+from headwise.spec import Plan
+from headwise.spec.plan import FoldedBias
 from headwise.text.corpus import Corpus
 from headwise.weights import load
 from tests.analysis.models import TEXTS, character_model
@@ -25,7 +27,7 @@ from tests.training.tiny import same_weights
 @pytest.mark.parametrize("fold_mean", [True, False])
 def test_plan_save_load_apply_equals_prune(name: str, fold_mean: bool, tmp_path: Path) -> None:
     model = character_model(MODELS[name]).float()
-    plan = plan_pruning(model, keep=0.5, corpus=TEXTS, fold_mean=fold_mean)
+    plan = plan_pruning(model, PruneRequest(keep=0.5, corpus=TEXTS, fold_mean=fold_mean))
     loaded = Plan.load(plan.save(tmp_path / "plan.json"))
     assert loaded == plan
     pruned, applied = prune(model, keep=0.5, corpus=TEXTS, fold_mean=fold_mean), apply(loaded, model)
@@ -41,7 +43,7 @@ def test_plan_save_load_apply_equals_prune(name: str, fold_mean: bool, tmp_path:
 @torch.no_grad()
 def test_plan_fold_mean_rounds_equals_mean_ablation(name: str, rounds: int) -> None:
     model, ids = character_model(MODELS[name]), token_ids(3, 7)
-    plan = plan_pruning(model, keep=0.4, corpus=TEXTS, rounds=rounds)
+    plan = plan_pruning(model, PruneRequest(keep=0.4, corpus=TEXTS, rounds=rounds))
     with ablated(model, plan.pruned_addresses, "mean", means=mean_activations(model, TEXTS)):
         assert_equal(apply(plan, model)(ids), model(ids), 1e-9)
 
@@ -49,7 +51,7 @@ def test_plan_fold_mean_rounds_equals_mean_ablation(name: str, rounds: int) -> N
 @torch.no_grad()
 def test_plan_without_fold_mean_equals_silencing() -> None:
     model, ids = character_model(MODELS["decoder"]), token_ids(3, 7)
-    plan = plan_pruning(model, prune="0.1,1.*", fold_mean=False)
+    plan = plan_pruning(model, PruneRequest(heads="0.1,1.*", fold_mean=False))
     assert (plan.ranking, plan.scores, plan.folded_biases, plan.pruned_heads) == (
         "named",
         (),
@@ -62,17 +64,17 @@ def test_plan_without_fold_mean_equals_silencing() -> None:
 
 def test_plan_str_lists_pruned_heads() -> None:
     model = character_model(MODELS["decoder"])
-    assert str(plan_pruning(model, prune="0.1,1.*", corpus=TEXTS)).splitlines() == [
+    assert str(plan_pruning(model, PruneRequest(heads="0.1,1.*", corpus=TEXTS))).splitlines() == [
         "5 of 8 heads are cut, named by hand; what they gave on average is folded in.",
         f"  on a list of {len(TEXTS)} texts ({Corpus.of(TEXTS).fingerprint[:12]})",
         "  layer 0 loses 1",
         "  layer 1 loses 0 1 2 3, all it had",
     ]
-    assert "0.1" in repr(plan_pruning(model, prune="0.1", fold_mean=False))
+    assert "0.1" in repr(plan_pruning(model, PruneRequest(heads="0.1", fold_mean=False)))
 
 
 def test_plan_json_keeps_numbers_bitwise() -> None:
-    plan = plan_pruning(character_model(MODELS["decoder"]), prune="0.1", corpus=TEXTS)
+    plan = plan_pruning(character_model(MODELS["decoder"]), PruneRequest(heads="0.1", corpus=TEXTS))
     assert Plan.from_json(plan.to_json()).folded_biases[0].bias == plan.folded_biases[0].bias
     assert len(plan.folded_biases) == 1
     assert len(plan.folded_biases[0].bias) == plan.spec.width
@@ -80,7 +82,7 @@ def test_plan_json_keeps_numbers_bitwise() -> None:
 
 def test_plan_apply_other_model_raises() -> None:
     model = character_model(MODELS["decoder"])
-    plan = plan_pruning(model, prune="0.1", corpus=TEXTS)
+    plan = plan_pruning(model, PruneRequest(heads="0.1", corpus=TEXTS))
     other: Any
     for other, message in (
         (make_model(replace(model.spec, layers=3)), r"8 heads in 2 layers.*this one has 12 heads in 3 layers"),
@@ -97,7 +99,7 @@ def test_plan_apply_other_model_raises() -> None:
 
 
 def test_plan_load_damaged_file_raises(tmp_path: Path) -> None:
-    plan = plan_pruning(character_model(MODELS["decoder"]), keep=0.5, corpus=TEXTS)
+    plan = plan_pruning(character_model(MODELS["decoder"]), PruneRequest(keep=0.5, corpus=TEXTS))
     with pytest.raises(HeadwiseError, match="could not be read"):
         Plan.load(tmp_path / "nowhere.json")
     text = plan.to_json()
@@ -105,7 +107,6 @@ def test_plan_load_damaged_file_raises(tmp_path: Path) -> None:
         (text[:100], "not valid JSON"),
         (json.dumps(json.loads(text) | {"colour": 1}), "no field 'colour'"),
         (json.dumps(json.loads(text) | {"pruned_heads": ["7.7"]}), "no head 7.7"),
-        (json.dumps(json.loads(text) | {"ranking": "luck"}), "cannot be made by 'luck'"),
         (json.dumps(json.loads(text) | {"scores": [1.0]}), "1 scores for 8 heads"),
         (json.dumps(json.loads(text) | {"pruned_heads": ["0.1", "0.1"]}), "twice"),
         (json.dumps(json.loads(text) | {"digest": 3}), "digest must be str"),
@@ -124,8 +125,19 @@ def test_plan_load_damaged_file_raises(tmp_path: Path) -> None:
             replace(plan, folded_biases=(folded,))
 
 
+@pytest.mark.parametrize("name", ["ranking", "cache_ranking"])
+def test_plan_apply_unknown_ranking_raises(name: str) -> None:
+    model = character_model(MODELS["decoder"])
+    plan = plan_pruning(model, PruneRequest(heads="0.1", fold_mean=False))
+    unknown = Plan.from_json(json.dumps(json.loads(plan.to_json()) | {name: "luck"}))
+    with pytest.raises(HeadwiseError, match="cannot be made by 'luck'"):
+        apply(unknown, model)
+
+
 def test_plan_load_file_without_format_names_commands(tmp_path: Path) -> None:
-    data = json.loads(plan_pruning(character_model(MODELS["decoder"]), prune="0.1", fold_mean=False).to_json())
+    data = json.loads(
+        plan_pruning(character_model(MODELS["decoder"]), PruneRequest(heads="0.1", fold_mean=False)).to_json()
+    )
     assert data.pop("format") == 2
     (tmp_path / "plan.json").write_text(json.dumps(data))
     with pytest.raises(HeadwiseError, match=r"format 1.*headwise prune … --save-plan.*headwise cache … --save-plan"):
@@ -137,18 +149,21 @@ def test_digest_depends_on_values_not_storage() -> None:
     for storage in ("qkv", "q,kv", "q,k,v"):
         other = make_model(MODELS["decoder"], storage=storage, seed=2)
         other.load_state_dict(model.state_dict())
-        digests.add(model_digest(other))
-    assert digests == {model_digest(model)}
+        digests.add(weights_digest(other))
+    assert digests == {weights_digest(model)}
     with torch.no_grad():
         model.heads["1.3"].W_V[0, 0] += 1e-12  # pyright: ignore
-    assert model_digest(model) not in digests
+    assert weights_digest(model) not in digests
 
 
 def test_plan_prunes_and_quantizes(tmp_path: Path) -> None:
     """Heads that go ask for no bits: the shared key of 0.0 and 0.1 is at 2 bits, not 8; applied it is cut, then quantized."""
     model = make_model(MODELS["decoder, windows"]).float()
     plan = plan_pruning(
-        model, prune="0.0,1.*", fold_mean=False, cache={"0.1": 8}, weights={"*": 8, "0.1": 2, "1.2": 4, "mlp": 4}
+        model,
+        PruneRequest(heads="0.0,1.*", fold_mean=False),
+        cache={"0.1": 8},
+        weights={"*": 8, "0.1": 2, "1.2": 4, "mlp": 4},
     )
     loaded = Plan.load(plan.save(tmp_path / "plan.json"))
     assert loaded == plan
@@ -157,7 +172,7 @@ def test_plan_prunes_and_quantizes(tmp_path: Path) -> None:
     bits = small.spec.attention_at(small.spec.layer_addresses[0]).weight_bits
     assert bits is not None
     assert (bits.q, bits.k) == ((32, 2, 8, 8), (2, 8))
-    by_hand = quantize(prune_heads(model, "0.0,1.*", None, {"0.1": 8}), {"*": 8, "0.1": 2, "mlp": 4})
+    by_hand = quantize(model.prune("0.0,1.*", None, {"0.1": 8}), {"*": 8, "0.1": 2, "mlp": 4})
     assert small.spec == by_hand.spec
     assert same_weights(small, by_hand)
     assert "W_Q: 2 at 8 bits, 1 at 2 bits" in str(plan)
@@ -175,9 +190,9 @@ def test_plan_prunes_and_quantizes(tmp_path: Path) -> None:
 
 def test_plans_are_saved_and_loaded_with_model(tmp_path: Path) -> None:
     model = character_model(MODELS["decoder"])
-    half = plan_pruning(model, keep=0.5, ranking="gradient", corpus=TEXTS)
+    half = plan_pruning(model, PruneRequest(keep=0.5, ranking="gradient", corpus=TEXTS))
     small = apply(half, model)
-    second_plan = plan_pruning(small, prune=str(small.spec.head_addresses[0]), fold_mean=False)
+    second_plan = plan_pruning(small, PruneRequest(heads=str(small.spec.head_addresses[0]), fold_mean=False))
     smaller = apply(second_plan, small)
     assert (model.plans, small.plans, smaller.plans) == ((), (half,), (half, second_plan))
     smaller.save(tmp_path / "small")

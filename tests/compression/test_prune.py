@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from headwise.analysis.ablation.ablate import ablated, mean_activations
+from headwise.compression import PruneRequest
 from headwise.compression.l0_gates import learn_gates
-from headwise.compression.plan import plan_pruning
-from headwise.compression.prune import prune
+from headwise.compression.plan import plan_pruning, prune
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import Address
@@ -45,7 +45,7 @@ def test_plan_ablation_rounds_equals_greedy_loop(
     name: str, fold_mean: bool, rounds: int, prune_counts: list[int]
 ) -> None:
     model = character_model(MODELS[name])
-    plan = plan_pruning(model, keep=3 / 8, fold_mean=fold_mean, corpus=TEXTS, rounds=rounds)
+    plan = plan_pruning(model, PruneRequest(keep=3 / 8, fold_mean=fold_mean, corpus=TEXTS, rounds=rounds))
     assert set(plan.pruned_addresses) == set(greedy_prune(model, prune_counts, "mean" if fold_mean else "zero"))
     assert list(plan.pruned_addresses) == sorted(plan.pruned_addresses)
 
@@ -57,7 +57,7 @@ def test_plan_zero_output_heads_have_zero_importance(ranking: str, fold_mean: bo
     model, dead = character_model(MODELS["decoder"]), ("0.2", "1.0", "1.3")
     for head in dead:
         model.heads[head].W_O.zero_()  # pyright: ignore
-    plan = plan_pruning(model, keep=5 / 8, ranking=ranking, fold_mean=fold_mean, corpus=TEXTS)
+    plan = plan_pruning(model, PruneRequest(keep=5 / 8, ranking=ranking, fold_mean=fold_mean, corpus=TEXTS))
     assert plan.ranking == ranking
     assert [
         str(h) for h, score in zip(model.spec.head_addresses, plan.scores, strict=True) if abs(score) < 1e-12
@@ -75,7 +75,7 @@ def test_prune_constant_head_fold_mean_keeps_loss() -> None:
     assert total_loss(prune(model, heads="1.1", corpus=TEXTS)) == pytest.approx(total_loss(model), abs=1e-9)
     assert abs(total_loss(prune(model, heads="1.1", fold_mean=False)) - total_loss(model)) > 1e-3
     scores = {
-        fold_mean: plan_pruning(model, keep=0.5, fold_mean=fold_mean, corpus=TEXTS).scores[5]
+        fold_mean: plan_pruning(model, PruneRequest(keep=0.5, fold_mean=fold_mean, corpus=TEXTS)).scores[5]
         for fold_mean in (True, False)
     }
     assert abs(scores[True]) < 1e-12 < 1e-4 < abs(scores[False])
@@ -92,23 +92,25 @@ def test_prune_keep_is_fraction_of_current_heads(keep: float, num_heads: int) ->
 def test_plan_random_ranking_follows_seed() -> None:
     model = character_model(MODELS["decoder"])
     plans = [
-        plan_pruning(model, keep=0.5, ranking="random", fold_mean=False, seed=seed).pruned_heads
+        plan_pruning(model, PruneRequest(keep=0.5, ranking="random", fold_mean=False, seed=seed)).pruned_heads
         for seed in (0, 0, 1, 2)
     ]
     assert plans[0] == plans[1]
     assert len(set(plans)) > 1
-    larger_plan = plan_pruning(model, keep=0.25, ranking="random", fold_mean=False).pruned_heads
+    larger_plan = plan_pruning(model, PruneRequest(keep=0.25, ranking="random", fold_mean=False)).pruned_heads
     assert set(plans[0]) < set(larger_plan), "with one seed, who goes early goes late as well"
     counts = np.zeros(8)
     for seed in range(400):  # no head is favoured: 400 fair draws of one half give each 200 ± 10
-        pruned_heads = plan_pruning(model, keep=0.5, ranking="random", fold_mean=False, seed=seed).pruned_addresses
+        pruned_heads = plan_pruning(
+            model, PruneRequest(keep=0.5, ranking="random", fold_mean=False, seed=seed)
+        ).pruned_addresses
         counts[[model.spec.head_addresses.index(head) for head in pruned_heads]] += 1
     assert np.abs(counts - 200).max() < 45
 
 
 def test_plan_gates_ranking_uses_learned_gates() -> None:
     model = character_model(MODELS["decoder"])
-    plan = plan_pruning(model, keep=0.5, ranking="gates", corpus=TEXTS, gate_steps=20, seed=3)
+    plan = plan_pruning(model, PruneRequest(keep=0.5, ranking="gates", corpus=TEXTS, gate_steps=20, seed=3))
     open_probabilities = learn_gates(model, Corpus.of(TEXTS), keep=0.5, steps=20, seed=3)
     assert plan.scores == tuple(open_probabilities.values())
     assert max(open_probabilities[head] for head in plan.pruned_addresses) <= min(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.analysis.ablation.ablate import ablated, mean_activations, mean_of_outputs, record_z
-from headwise.compression.prune_heads import compute_folded_biases, prune_heads
+from headwise.compression.select_heads import compute_folded_biases
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import LayerAddress, ModelSpec, preset, presets
@@ -64,7 +64,7 @@ def test_prune_heads_equals_silencing(name: str, pattern: str) -> None:
     before = run_model(model)
     with model.heads.select(pattern).silenced():
         silenced = run_model(model)
-    small = prune_heads(model, pattern)
+    small = model.prune(pattern)
     assert_equal(run_model(small), silenced, 1e-9)
     assert (silenced - before).abs().max() > 1e-4, "the heads did write something"
     assert torch.equal(run_model(model), before), "the model itself stays as it is"
@@ -78,7 +78,7 @@ def test_prune_heads_equals_silencing(name: str, pattern: str) -> None:
 def test_prune_heads_shares_no_memory_with_source(name: str, storage: str) -> None:
     model = make_model(SPECS[name], storage=storage)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    small = prune_heads(model, "enc.0.1" if name == "encoder-decoder" else "0.1")
+    small = model.prune("enc.0.1" if name == "encoder-decoder" else "0.1")
     assert {layer.qkv.storage for layer in small.attention_layers()} == {storage}
     for parameter in small.parameters():
         parameter.add_(1)
@@ -91,25 +91,25 @@ def test_prune_heads_keeps_mode_family_tokenizer_and_backend() -> None:
     model.family = "llama"
     for layer in model.attention_layers():
         layer.backend = "batched"
-    small = prune_heads(model, "0.1")
+    small = model.prune("0.1")
     assert small.training
     assert small.family == "llama"
     assert small.tokenizer is model.tokenizer
     assert [layer.backend for layer in small.attention_layers()] == ["batched", "batched"]
-    assert prune_heads(model.to(torch.bfloat16), "0.1").embed.tokens.weight.dtype == torch.bfloat16
-    assert same_weights(prune_heads(model, ()), model), "nothing cut is a copy"
+    assert model.to(torch.bfloat16).prune("0.1").embed.tokens.weight.dtype == torch.bfloat16
+    assert same_weights(model.prune(()), model), "nothing cut is a copy"
 
 
 def test_prune_heads_drops_unused_kv_heads() -> None:
     model = make_model(MODELS["decoder, rotary"])  # four heads share two keys
-    small = prune_heads(model, "0.0-1,1.2,1.0")
+    small = model.prune("0.0-1,1.2,1.0")
     first, second = (layer.spec for layer in small.attention_layers())
     assert (first.kv_head_ids, first.kv_of_head) == ((1,), (0, 0))
     assert (second.kv_head_ids, second.kv_of_head) == ((0, 1), (0, 1))
     assert small.state_dict()["blocks.0.attention.qkv.k.weight"].shape == (1, 6, 12)
-    pruned_twice = prune_heads(small, "0.2")  # heads keep their numbers, whoever is gone
+    pruned_twice = small.prune("0.2")  # heads keep their numbers, whoever is gone
     assert [str(address) for address in pruned_twice.spec.head_addresses] == ["0.3", "1.1", "1.3"]
-    assert_equal(run_model(pruned_twice), run_model(prune_heads(model, "0.0-2,1.2,1.0")), 0)
+    assert_equal(run_model(pruned_twice), run_model(model.prune("0.0-2,1.2,1.0")), 0)
 
 
 # Folding.
@@ -123,10 +123,10 @@ def test_prune_heads_drops_unused_kv_heads() -> None:
 def test_fold_mean_equals_mean_ablation(name: str, pattern: str) -> None:
     model, ids = character_model(SPECS[name]), token_ids(3, 7)
     means = mean_activations(model, TEXTS)
-    small = prune_heads(model, pattern, compute_folded_biases(model, model.heads.select(pattern).addresses, means))
+    small = model.prune(pattern, compute_folded_biases(model, model.heads.select(pattern).addresses, means))
     with ablated(model, pattern, "mean", means=means):
         assert_equal(small(ids), model(ids), 1e-9)
-    assert (small(ids) - prune_heads(model, pattern)(ids)).abs().max() > 1e-4
+    assert (small(ids) - model.prune(pattern)(ids)).abs().max() > 1e-4
     assert small.spec.attention.out_bias
     assert sum(p.numel() for p in small.parameters()) == small.spec.num_parameters
 
@@ -136,7 +136,7 @@ def test_fold_mean_every_stack_equals_mean_ablation() -> None:
     model, pattern = make_model(MODELS["encoder-decoder"]), "enc.1.0,dec.0.*,cross.1.1-2"
     inputs: dict[str, Any] = {"ids": token_ids(2, 5), "source": token_ids(2, 7, seed=4)}
     means = mean_of_outputs([record_z(model, **inputs)])
-    small = prune_heads(model, pattern, compute_folded_biases(model, pattern, means))
+    small = model.prune(pattern, compute_folded_biases(model, pattern, means))
     with ablated(model, pattern, "mean", means=means):
         assert_equal(small(**inputs), model(**inputs), 1e-9)
 
@@ -161,7 +161,7 @@ PLANS = [("decoder", "0.1,1.*"), ("decoder, rotary", "0.0-1,1.2"), ("decoder, pa
 @torch.no_grad()
 def test_pruned_model_save_load_is_bitwise(name: str, pattern: str, tmp_path: Path) -> None:
     model = character_model(SPECS[name]).float()
-    small = prune_heads(model, pattern, compute_folded_biases(model, pattern, mean_activations(model, TEXTS)))
+    small = model.prune(pattern, compute_folded_biases(model, pattern, mean_activations(model, TEXTS)))
     small.save(tmp_path / "small")
     loaded = hw.load(tmp_path / "small")
     ids = token_ids(2, 9)
@@ -172,7 +172,7 @@ def test_pruned_model_save_load_is_bitwise(name: str, pattern: str, tmp_path: Pa
 
 @pytest.mark.parametrize(("name", "pattern"), [*PLANS, ("encoder", "0.*,1.1")])
 def test_pruned_model_trains(name: str, pattern: str) -> None:
-    small = prune_heads(character_model(SPECS[name]).float(), pattern)
+    small = character_model(SPECS[name]).float().prune(pattern)
     before = {key: value.clone() for key, value in small.state_dict().items()}
     text = "the cat sat on the mat that was there " * 20
     result = train(
@@ -190,7 +190,7 @@ def test_pruned_model_trains(name: str, pattern: str) -> None:
 @pytest.mark.parametrize(("name", "pattern"), [*PLANS, ("decoder, windows", "0.*,1.1")])
 @torch.no_grad()
 def test_pruned_model_generate_cache_equals_no_cache(name: str, pattern: str) -> None:
-    small = prune_heads(make_varied_model(replace(SPECS[name], context=64)), pattern)
+    small = make_varied_model(replace(SPECS[name], context=64)).prune(pattern)
     prompt = token_ids(2, 5)
     generated = small.generate(prompt, 12)
     rows = prompt
@@ -216,9 +216,9 @@ def test_prune_heads_real_models_equal_silencing(name: str, pattern: str) -> Non
     sentence = "The teacher gave the students their homework."
     ids, means = torch.tensor([model.tokenizer.encode(sentence)]), mean_activations(model, sentence)
     with model.heads[pattern].silenced():
-        assert_equal(prune_heads(model, pattern)(ids), model(ids), 1e-3)
+        assert_equal(model.prune(pattern)(ids), model(ids), 1e-3)
     with ablated(model, pattern, "mean", means=means):
-        assert_equal(prune_heads(model, pattern, compute_folded_biases(model, pattern, means))(ids), model(ids), 1e-3)
+        assert_equal(model.prune(pattern, compute_folded_biases(model, pattern, means))(ids), model(ids), 1e-3)
 
 
 # What cannot be done.
@@ -234,10 +234,10 @@ def test_prune_heads_invalid_heads_raise() -> None:
         ("1", "names a layer"),
     ):
         with pytest.raises(HeadwiseError, match=message):
-            prune_heads(model, heads)
+            model.prune(heads)
     with pytest.raises(HeadwiseError, match="got Linear"):
-        prune_heads(torch.nn.Linear(2, 2), "0.1")  # pyright: ignore
+        hw.prune(torch.nn.Linear(2, 2), heads="0.1")  # pyright: ignore
     with pytest.raises(HeadwiseError, match="which stack"):
-        prune_heads(make_model(MODELS["encoder-decoder"]), "0.1")
+        make_model(MODELS["encoder-decoder"]).prune("0.1")
     assert isinstance(model, Transformer)
     assert isinstance(run_model(model), Tensor)

@@ -1,5 +1,6 @@
 """A cut and its judgement in one call, as `headwise prune` makes it; requests; how often weights are hashed."""
 
+import inspect
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import headwise as hw
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression import plan as plans
 from headwise.compression.paired_evaluation import PairedEvaluator
-from headwise.compression.prune_request import PruneOptions, PruneRequest
+from headwise.compression.prune_request import PruneRequest
 from headwise.compression.prune_study import PruneStudy, prune_study
 from headwise.errors import HeadwiseError
+from headwise.model import weights_digest
 from tests.compression.test_prune import MODELS, TEXTS, character_model, same_weights
 
 MANY_TEXTS = sorted({" ".join([text] * times)[:60] for text in TEXTS for times in range(1, 9)})  # enough to train on
@@ -21,25 +23,31 @@ MANY_TEXTS = sorted({" ".join([text] * times)[:60] for text in TEXTS for times i
 @pytest.fixture
 def hashed_models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The models whose weights were hashed."""
-    models, digest = [], plans.model_digest
-    monkeypatch.setattr(plans, "model_digest", lambda model, *args: (models.append(model), digest(model, *args))[1])
+    models, digest = [], weights_digest.weights_digest
+    for module in (plans, weights_digest):
+        monkeypatch.setattr(
+            module, "weights_digest", lambda model, *args: (models.append(model), digest(model, *args))[1]
+        )
     return models
 
 
-def test_prune_options_match_request_fields() -> None:
-    assert list(PruneOptions.__annotations__) == [field.name for field in fields(PruneRequest)]
+def test_prune_parameters_match_request_fields() -> None:
+    """The keyword parameters of `hw.prune` are the fields of a request, with their defaults."""
+    parameters = dict(inspect.signature(hw.prune).parameters)
+    for name in ("model", "progress"):
+        parameters.pop(name)
+    assert {name: parameter.default for name, parameter in parameters.items()} == {
+        field.name: field.default for field in fields(PruneRequest)
+    }
 
 
 def test_prune_request_equals_keyword_arguments(hashed_models: list[Any]) -> None:
     model, request = character_model(MODELS["decoder"]), PruneRequest(keep=0.5, corpus=TEXTS, ranking="gradient")
-    small = hw.prune(model, request)
+    small = hw.prune(model, keep=0.5, corpus=TEXTS, ranking="gradient")
     assert len(hashed_models) == 1, "a plan that was just made is not checked against the same weights again"
-    assert same_weights(small, hw.prune(model, keep=0.5, corpus=TEXTS, ranking="gradient"))
     assert same_weights(small, hw.apply(hw.plan_pruning(model, request), model))
-    assert len(hashed_models) == 1 + 1 + 2, "a plan that may have lain in a file is"
-    with pytest.raises(HeadwiseError, match="give a PruneRequest alone, or its fields"):
-        hw.prune(model, request, fold_mean=False)
-    with pytest.raises(HeadwiseError, match=r"not asked for by kep=; did you mean keep\?"):
+    assert len(hashed_models) == 1 + 2, "a plan that may have lain in a file is"
+    with pytest.raises(TypeError, match="kep"):
         hw.prune(model, kep=0.5)  # pyright: ignore[reportCallIssue]
 
 
@@ -57,7 +65,9 @@ def test_prune_study_saves_model_plan_report_and_curve(tmp_path: Path, hashed_mo
     assert not same_weights(result.model, pruned), "it is healed"
     assert same_weights(hw.load(tmp_path / "small", dtype=None), result.model)
     trial = PairedEvaluator.of(model, evaluation)
-    assert result.report.loss_after.mean == pytest.approx(trial.losses(pruned).sum() / trial.counts.sum(), abs=1e-6)
+    assert result.report.loss_after.mean == pytest.approx(
+        trial.losses_per_text(pruned).sum() / trial.counts.sum(), abs=1e-6
+    )
     hashed_models.clear()
     reapplied = prune_study(
         model, PruneStudy(PruneRequest(corpus=MANY_TEXTS), hw.Plan.load(tmp_path / "plan.json"), seeds=1)
@@ -70,7 +80,7 @@ def test_prune_study_saves_model_plan_report_and_curve(tmp_path: Path, hashed_mo
 
 def test_prune_study_conflicting_arguments_raise(tmp_path: Path) -> None:
     model = character_model(MODELS["decoder"])
-    plan = hw.plan_pruning(model, prune="0.1", fold_mean=False)
+    plan = hw.plan_pruning(model, PruneRequest(heads="0.1", fold_mean=False))
     for arguments in ({}, {"request": PruneRequest(keep=0.5), "plan": plan}):
         with pytest.raises(HeadwiseError, match="say which heads go, in one way"):
             PruneStudy(**arguments)

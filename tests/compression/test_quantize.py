@@ -10,8 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import headwise as hw
-from headwise.compression.prune_heads import prune_heads
-from headwise.compression.quantize import dequantize, quantize, weight_footprint
+from headwise.compression.quantize import dequantize, quantize, weight_footprints
 from headwise.errors import HeadwiseError
 from headwise.heads.quantized_weights import QuantizedLinear, QuantizedWeight
 from headwise.model import Transformer
@@ -119,11 +118,11 @@ def test_quantize_equals_dequantized_model(name: str) -> None:
 def test_weight_footprint_equals_file_bytes(name: str, tmp_path: Path) -> None:
     small = quantize(make_float_model(name), 3)
     folder = small.save(tmp_path / "small")
-    num_bytes = weight_footprint(small)[-1].nbytes
+    num_bytes = weight_footprints(small)[-1].nbytes
     assert num_bytes == small.spec.weight_bytes()
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert sum(file.get_tensor(key).nbytes for key in file.keys()) == num_bytes  # noqa: SIM118
-    assert weight_footprint(small)[-1].parameters == small.spec.num_parameters
+    assert weight_footprints(small)[-1].parameters == small.spec.num_parameters
 
 
 def test_weight_footprint_equals_closed_form() -> None:
@@ -131,7 +130,7 @@ def test_weight_footprint_equals_closed_form() -> None:
     small = quantize(make_wide_model(), {"*": 4})
     row, output_row = 36 + 12, 17 + 8
     heads = 2 * (4 + 2 + 2) * 34 * row + 2 * 4 * 72 * output_row
-    assert weight_footprint(small)[0].nbytes == heads
+    assert weight_footprints(small)[0].nbytes == heads
     assert small.spec.weight_bytes() == 4 * (small.spec.num_parameters - 2 * (8 * 34 * 72 + 4 * 72 * 34)) + heads
     query_bytes = QuantizedWeight.nbytes.fget(small.blocks[0].attention.qkv.q)  # pyright: ignore
     assert query_bytes == 4 * 34 * row
@@ -170,16 +169,16 @@ def test_prune_heads_quantized_model_keeps_others_bitwise() -> None:
     bits = {"0.0": 8, "0.1": 4, "0.2": 4, "1.*:qk": 3, "1.2:vo": 2, "2.*": 2}
     small = quantize(model, bits)
     pruned_heads = "0.0,0.3,1.2,2.*"
-    pruned = prune_heads(small, pruned_heads)
+    pruned = small.prune(pruned_heads)
     assert pruned.spec == small.spec.without(pruned_heads)
     for head in pruned.heads:
         for name in ("W_Q", "W_K", "W_V", "W_O"):
             assert torch.equal(getattr(head, name), getattr(small.heads[head.address], name))
     torch.testing.assert_close(
-        run_model(pruned), run_model(prune_heads(dequantize(small), pruned_heads)), rtol=1e-5, atol=1e-5
+        run_model(pruned), run_model(dequantize(small).prune(pruned_heads)), rtol=1e-5, atol=1e-5
     )
     biases = {hook_point: torch.ones(72) for hook_point in model.spec.layer_addresses}
-    folded, expected = prune_heads(small, pruned_heads, biases), prune_heads(dequantize(small), pruned_heads, biases)
+    folded, expected = small.prune(pruned_heads, biases), dequantize(small).prune(pruned_heads, biases)
     torch.testing.assert_close(run_model(folded), run_model(expected), rtol=1e-5, atol=1e-5)
     assert not torch.equal(run_model(folded), run_model(pruned))
 

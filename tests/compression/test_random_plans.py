@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from headwise.compression import PruneRequest
 from headwise.compression.plan import apply, plan_pruning
 from headwise.compression.plan_report import _all_head_bits, apply_random_compression, report
 from headwise.compression.quantize import quantize
@@ -18,7 +19,7 @@ def test_random_plan_bits_have_equal_size(kv_heads: int) -> None:
     random_specs = [apply_random_compression(model, quantized.spec, None, seed).spec for seed in range(6)]
     assert all(spec.weight_bytes() == quantized.spec.weight_bytes() for spec in random_specs)
     assert len({spec.weight_rules for spec in random_specs}) > 1
-    assert all(spec.bits_of("mlp")[0] == 8 for spec in random_specs)
+    assert all(spec.bits_and_group_size("mlp")[0] == 8 for spec in random_specs)
     result = report(model, quantized, ["to be or not to be", "that is the question"], seeds=2, repeats=1)
     assert len(result.random) == 2
     assert report(model, quantize(model, 4), ["to be or not", "to be at all"], seeds=2, repeats=1).random == ()
@@ -27,7 +28,10 @@ def test_random_plan_bits_have_equal_size(kv_heads: int) -> None:
 def test_random_plan_prunes_and_shuffles_bits() -> None:
     model = tiny.make_model(kv_heads=2)
     planned = apply(
-        plan_pruning(model, prune="0.0,1.3", weights={"0.*": 4, "1.1": 2}, cache={"1.*": 8}, fold_mean=False), model
+        plan_pruning(
+            model, PruneRequest(heads="0.0,1.3", fold_mean=False), weights={"0.*": 4, "1.1": 2}, cache={"1.*": 8}
+        ),
+        model,
     )
     other = apply_random_compression(model, planned.spec, None, 1)
     assert len(other.spec.head_addresses) == len(planned.spec.head_addresses) == 6

@@ -9,11 +9,12 @@ import torch
 from rich.console import Console
 
 import headwise as hw
-from headwise.compression.plan import Plan
+from headwise.compression import PruneRequest
 from headwise.compression.pruning_curve import default_rankings, pruning_curve
 from headwise.compression.rankers import RANKERS, HeadRanker, RankingInput, Scores
 from headwise.errors import HeadwiseError
 from headwise.model import ModelProtocol
+from headwise.spec import Plan
 from headwise.text.build_tokenizers import byte_tokenizer
 from headwise.ui.prune_tables import show_prune_plan
 from tests.runner import run_command
@@ -38,7 +39,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> hw.Transformer:
 
 def test_custom_ranker_works_in_plan_prune_curve_and_table(model: hw.Transformer) -> None:
     norms = {str(head.address): head.W_O.detach().norm().item() for head in model.heads}
-    plan = hw.plan_pruning(model, keep=0.5, ranking="length", fold_mean=False)
+    plan = hw.plan_pruning(model, PruneRequest(keep=0.5, ranking="length", fold_mean=False))
     assert set(plan.pruned_heads) == set(sorted(norms, key=lambda head: norms[head])[:3])
     assert plan.corpus == ""
     assert Plan.from_json(plan.to_json()) == plan
@@ -70,4 +71,4 @@ def test_default_rankers_without_output_exclude_gradient(model: hw.Transformer) 
     )
     assert default_rankings(headless) == ("ablation", "random", "length")
     with pytest.raises(HeadwiseError, match="cannot be ranked by 'slope'"):
-        hw.plan_pruning(model, keep=0.5, ranking="slope", fold_mean=False)
+        hw.plan_pruning(model, PruneRequest(keep=0.5, ranking="slope", fold_mean=False))

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.compression.prune_heads import prune_heads
 from headwise.compression.prune_request import PruneRequest
 from headwise.compression.prune_study import PruneStudy, prune_study
 from headwise.compression.recovery_finetune import recover
@@ -65,7 +64,7 @@ def held_out_loss(model: Transformer, different: int) -> float:
 @pytest.mark.parametrize(("spec", "different"), [(GROUPED, 3), (MASKED, 1)])
 def test_recover_reduces_loss_after_pruning(spec: ModelSpec, different: int) -> None:
     full = train(new_model(spec), repeating_texts(800, 0, different), TRAIN_RECIPE, progress=False).model
-    small = prune_heads(full, "0.0,0.1,0.2")
+    small = full.prune("0.0,0.1,0.2")
     full_loss, pruned_loss = held_out_loss(full, different), held_out_loss(small, different)
     assert pruned_loss > full_loss + 0.2
     recovered = recover(

@@ -19,8 +19,8 @@ from headwise.analysis.ablation.head_outputs import mean_activations
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.compression.paired_timing import PairedTiming
+from headwise.compression.plan import prune
 from headwise.compression.plan_report import Footprint, report
-from headwise.compression.prune import prune
 from headwise.compression.pruning_curve import pruning_curve
 from headwise.compression.recovery_finetune import recover
 from headwise.compression.select_heads import rank_heads
@@ -98,7 +98,7 @@ def test_pass_cost_equals_torch_flop_counter(name: str) -> None:
     ):
         with FlopCounterMode(display=False) as counter:
             small(token_ids(1, 11), **source)
-        assert pass_cost(small.spec, 11).total_flops(rows=11) == counter.get_total_flops()
+        assert pass_cost(small.spec, 11).total_flops(target_rows=11) == counter.get_total_flops()
 
 
 def test_pass_cost_causal_skips_masked_pairs() -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import headwise as hw
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.long_offsets import LENGTH, STREAMING_POLICY, FarPositionTaskMetric
-from headwise.analysis.roles.prompt_roles import streamable_heads
+from headwise.analysis.roles.prompt_roles import streaming_candidate_mask
 from headwise.compression.cache_study import CacheStudy, cache_study
 from headwise.compression.streaming_cost import (
     BOUND,
@@ -78,8 +78,8 @@ def streamed(model: Transformer, evaluation: StreamingEvaluator, key: str) -> St
 def test_streaming_cost_built_heads_both_meet_the_attention_condition(induction: WordModel) -> None:
     accumulator = Accumulator(4)
     with torch.no_grad():
-        assert FarPositionTaskMetric(texts(1)).run(induction.model, accumulator) == ""
-    local = streamable_heads(accumulator)
+        assert FarPositionTaskMetric(texts(1)).run(induction.model, accumulator).skip_reason == ""
+    local = streaming_candidate_mask(accumulator)
     assert local is not None
     assert local[0]
     assert local[2], "on text without repetition an induction head attends to the first token"

@@ -18,7 +18,7 @@ from headwise.analysis.attribution.ov_analysis import copying_scores, output_sha
 from headwise.analysis.metrics.retrieval import RetrievalMetric
 from headwise.analysis.metrics.variability import variability
 from headwise.analysis.roles.best_relation_heads import best_coreference_head
-from headwise.compression import PruneRequest, PruneStudy
+from headwise.compression import PruneRequest, PruneStudy, StreamingRequest
 from headwise.compression.l0_gates import learn_gates
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.compression.paired_timing import PairedTiming
@@ -30,6 +30,7 @@ from headwise.spec import Address
 from headwise.text.annotated_document import Document, Relation
 from headwise.text.corpus import TextPair
 from headwise.text.treebank import GAPExample
+from tests.analysis.light_profile import light_profile
 from tests.contract.attached_models import ENCODER_DECODERS, TEXTS, batch, logits, sample_heads
 
 GOLD = [
@@ -86,9 +87,7 @@ ANALYSIS_FUNCTIONS: dict[str, ModelFunction] = {
     "profile": lambda model, name: _means(
         hw.profile(model, TEXTS, relations=GOLD, metrics=[RetrievalMetric()], causal=False)
     ),
-    "profile, light": lambda model, name: _means(
-        hw.profile(model, TEXTS, relations=False, detail="light", causal=False)
-    ),
+    "profile, light": lambda model, name: _means(light_profile(model, TEXTS, relations=False)),
     "profile, prompts": lambda model, name: _means(
         hw.profile(model, TEXTS, relations=False, prompts=True, causal=False)
     ),
@@ -123,14 +122,14 @@ ANALYSIS_FUNCTIONS: dict[str, ModelFunction] = {
 }
 COMPRESSION_FUNCTIONS: dict[str, ModelFunction] = {
     "prune": lambda model, name: logits(hw.prune(model, heads=_head(model), corpus=corpus(name)).eval(), batch(name)),
-    "plan_pruning": lambda model, name: hw.plan_pruning(model, keep=0.5, corpus=corpus(name)).head_scores,
+    "plan_pruning": lambda model, name: hw.plan_pruning(model, PruneRequest(keep=0.5, corpus=corpus(name))).head_scores,
     "plan_pruning, gradient": lambda model, name: hw.plan_pruning(
-        model, keep=0.5, ranking="gradient", corpus=corpus(name)
+        model, PruneRequest(keep=0.5, ranking="gradient", corpus=corpus(name))
     ).head_scores,
     "learn_gates": lambda model, name: learn_gates(model, corpus(name), keep=0.5, steps=2),
-    "PairedEvaluation": lambda model, name: PairedEvaluator.of(model, corpus(name)).full_losses,
+    "PairedEvaluator": lambda model, name: PairedEvaluator.of(model, corpus(name)).full_losses_per_text,
     "report": lambda model, name: report(
-        model, model.without(_head(model)), corpus(name), seeds=1, repeats=1, length=8
+        model, model.prune(_head(model)), corpus(name), seeds=1, repeats=1, length=8
     ),
     "curve": lambda model, name: pruning_curve(
         model, corpus(name), keep_fractions=(0.5,), rankings=("gradient", "random"), seeds=1
@@ -140,7 +139,7 @@ COMPRESSION_FUNCTIONS: dict[str, ModelFunction] = {
     ).report,
     "quantize": lambda model, name: logits(hw.quantize(model, 8).eval(), batch(name)),
     "plan_streaming": lambda model, name: hw.plan_streaming(
-        model, 0.5, sink_tokens=1, window=2, corpus=" ".join(TEXTS * 3)
+        model, StreamingRequest(0.5, sink_tokens=1, window=2, corpus=" ".join(TEXTS * 3))
     ).cache,
     "recover": lambda model, name: recover(
         copy.deepcopy(model), corpus(name), steps=1, batch_size=2, rows="texts", holdout=0.0, progress=False

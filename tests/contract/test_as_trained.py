@@ -34,7 +34,7 @@ from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Corpus, Tokenizer
 from headwise.text.build_tokenizers import add_bos_eos, add_mask_token, byte_tokenizer, word_tokenizer
 from headwise.training import Recipe, train
-from headwise.training.synthetic_eval import synthetic_eval
+from headwise.training.synthetic_evaluation import synthetic_eval
 from headwise.ui.live_session import LiveSession
 from headwise.ui.sentence_page_data import make_sentence_data
 from headwise.weights import load
@@ -201,7 +201,7 @@ def test_train_valid_loss_equals_loss_measured_afterwards(folder: Path) -> None:
     longer_model.load_state_dict(state)
     longer_model.tokenizer = tokenizer
     evaluation = PairedEvaluator.of(longer_model, truncated)
-    assert evaluation.mean_loss(evaluation.full_losses).mean == pytest.approx(by_hand, abs=1e-6)
+    assert evaluation.mean_loss(evaluation.full_losses_per_text).mean == pytest.approx(by_hand, abs=1e-6)
     assert hw.importance(longer_model, truncated, heads="0.0").clean_loss == pytest.approx(by_hand, abs=1e-6)
 
 

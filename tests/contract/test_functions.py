@@ -18,7 +18,7 @@ import headwise as hw
 from headwise.analysis.ablation.head_outputs import mean_activations, record_z
 from headwise.analysis.recording import batching
 from headwise.model.loss import IGNORE_INDEX
-from headwise.training.batch_samplers import make_train_batch, pad_rows
+from headwise.training.batch_samplers import make_train_batch, pad_with_minus_one
 from tests.contract.attached_models import (
     DECODERS,
     ENCODER_DECODERS,
@@ -145,7 +145,7 @@ def test_functions_full_grid_give_same_result(
 
 
 def test_make_rows_uneven_texts_pads_right() -> None:
-    stacked = pad_rows([np.array([4, 5]), np.array([6, 7, 8])])
+    stacked = pad_with_minus_one([np.array([4, 5]), np.array([6, 7, 8])])
     assert make_train_batch(stacked, None, None, 0).targets.tolist() == [[5, IGNORE_INDEX], [7, 8]]
 
 

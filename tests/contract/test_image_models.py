@@ -15,7 +15,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.attached import AttachedModel
-from headwise.attached.verify_prune import flatten_tensors
+from headwise.attached.prune_in_place import flatten_tensors
 from headwise.model.protocols import is_model
 from tests.contract.attached_models import sample_heads, scaled_copy, training_mode
 
@@ -119,7 +119,7 @@ def test_gates_image_model_equal_scaled_w_o_and_pruning(name: str) -> None:
             silent = flat_outputs(model, name)
         assert (silent - want).abs().max() <= TOLERANCE
         assert (silent - full).abs().max() > 1e-6, f"{address} matters"
-        small = model.without(address)
+        small = model.prune(address)
         assert (flat_outputs(small, name) - want).abs().max() <= TOLERANCE
         assert address not in small.heads.addresses
         assert (flat_outputs(small.detach(), name) - want).abs().max() <= TOLERANCE
@@ -181,7 +181,7 @@ def test_deepcopy_and_untrained_image_model_are_independent(name: str) -> None:
 def test_save_load_full_or_pruned_restores_model(name: str, tmp_path: Path) -> None:
     model = cached_model(name)
     pruned = ",".join(str(address) for address in sample_heads(model))
-    for index, variant in enumerate((model, model.without(pruned))):
+    for index, variant in enumerate((model, model.prune(pruned))):
         variant.save(tmp_path / str(index))
         again = hw.load(tmp_path / str(index), dtype=torch.float64)
         assert isinstance(again, AttachedModel)

@@ -134,9 +134,9 @@ def test_silenced_head_equals_zeroed_w_o_and_pruned_model(name: str, side: str) 
         assert (silent - full).abs().max() > 1e-4
         if name in NOT_PRUNABLE:
             with pytest.raises(hw.HeadwiseError, match=NOT_PRUNABLE[name]):
-                model.without(address)
+                model.prune(address)
             continue
-        small = model.without(address)
+        small = model.prune(address)
         assert (logits(small, inputs) - want).abs().max() <= tolerance(name)
         assert address not in small.heads.addresses
     assert torch.equal(logits(model, inputs), full), "and nothing stays"
@@ -153,7 +153,7 @@ def test_without_unprunable_model_raises() -> None:
     }
     model = hw.attach(transformers.DogeForCausalLM(transformers.DogeConfig(**sizes, num_key_value_heads=3, head_dim=4)))
     with pytest.raises(hw.HeadwiseError, match=r"cannot be cut.*silence them instead"):
-        model.without("0.1")
+        model.prune("0.1")
 
 
 @each_model
@@ -339,9 +339,9 @@ def test_randomize_attention_any_model_redraws_projections_alone(name: str) -> N
     with torch.no_grad():
         for layer, twin in zip(model.attention_layers(), redrawn_model.attention_layers(), strict=True):
             for letter in "qkv":
-                twin.qkv.weight(letter).copy_(layer.qkv.weight(letter))
-                if layer.qkv.bias(letter) is not None:
-                    twin.qkv.bias(letter).copy_(layer.qkv.bias(letter))
+                twin.qkv.weight_by_head(letter).copy_(layer.qkv.weight_by_head(letter))
+                if layer.qkv.bias_by_head(letter) is not None:
+                    twin.qkv.bias_by_head(letter).copy_(layer.qkv.bias_by_head(letter))
             twin.hook_point.W_O.copy_(layer.hook_point.W_O)
     for key, value in redrawn_model.state_dict().items():
         assert torch.equal(value, before[key]), key
@@ -370,7 +370,7 @@ def test_save_reopen_restores_model(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         for weight in modified.parameters():
             weight.add_(1)
-    assert modified.restore({**state, "nothing": torch.zeros(1)}) == ["nothing"]
+    assert modified.load_weights({**state, "nothing": torch.zeros(1)}) == ["nothing"]
     assert torch.equal(logits(modified, inputs), before)
 
 
@@ -378,7 +378,7 @@ def test_save_reopen_restores_model(name: str, tmp_path: Path) -> None:
 def test_export_pruned_model_runs_in_transformers(name: str, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     model, inputs = cached_model(name), batch(name)
-    small = model.without(sample_heads(model)[0])
+    small = model.prune(sample_heads(model)[0])
     hw.export(small, tmp_path / "out", family="gpt2" if name == "decoder" else None)
     auto = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
     hf_model = auto.from_pretrained(tmp_path / "out").double().eval()

@@ -15,6 +15,7 @@ from headwise.analysis.attribution.logit_attribution import logit_attribution
 from headwise.analysis.attribution.ov_analysis import output_shares, token_effects, value_weighted_map
 from headwise.analysis.metrics.variability import variability
 from headwise.analysis.roles.best_relation_heads import best_coreference_head
+from headwise.compression import PruneRequest
 from headwise.compression.l0_gates import learn_gates
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.compression.plan_report import report
@@ -26,7 +27,7 @@ from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.synthetic import VOCABULARY
 from headwise.text.treebank import GAPExample
 from headwise.training.evaluate import evaluate
-from headwise.training.synthetic_eval import synthetic_eval
+from headwise.training.synthetic_evaluation import synthetic_eval
 from headwise.ui.live_session import LiveSession
 
 TOKENIZER = word_tokenizer(VOCABULARY)
@@ -80,8 +81,8 @@ FUNCTIONS: dict[str, Callable[[Any], object]] = {
     "coreference": lambda model: best_coreference_head(model, PRONOUNS),
     "HeadHistory": lambda model: hw.HeadHistory(SHORT, relations=False)(model, 0),
     "learn_gates": lambda model: learn_gates(model, SHORT, keep=0.5, steps=2),
-    "plan_pruning": lambda model: hw.plan_pruning(model, keep=0.5, corpus=SHORT),
-    "PairedEvaluation": lambda model: PairedEvaluator.of(model, SHORT),
+    "plan_pruning": lambda model: hw.plan_pruning(model, PruneRequest(keep=0.5, corpus=SHORT)),
+    "PairedEvaluator": lambda model: PairedEvaluator.of(model, SHORT),
     "report": lambda model: report(
         model, hw.prune(model, heads="1.0", fold_mean=False), SHORT, seeds=1, repeats=1, length=16
     ),

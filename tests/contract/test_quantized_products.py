@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.heads.quantized_weights import QuantizedLinear, QuantizedWeight, quantized_linear_fused
-from headwise.kernels.autotuned_linear import KERNEL_ENV_VAR, autotuned_decode_step
-from headwise.kernels.prepacked_fp16 import FP16_TOLERANCE, PREPACKERS, prepack_fp16
+from headwise.heads.quantized_weights import QuantizedLinear, QuantizedWeight, try_fused_quantized_linear
+from headwise.kernels.matmul_tuner import AUTOTUNED, MatmulTuner
+from headwise.kernels.prepacked_fp16 import FP16_TOLERANCE, PREPACKERS, make_prepacked_matmul
 from headwise.spec.weight_bits import FULL_PRECISION
 
 ROWS = (1, 2, 7, 16)
@@ -49,7 +49,7 @@ def test_prepacked_fp16_operator_equals_reference(
     for rows in ROWS:
         x, weight, bias = random_inputs(rows, *size)
         layer = quantized_layer(weight[None], bits)
-        prepacked = prepack_fp16(layer.dequantize()[0])
+        prepacked = make_prepacked_matmul(layer.dequantize()[0])
         if prepacked is None:
             pytest.skip(f"this build of torch has no {operator} product at 16 bits")
         for added in (None, bias):
@@ -61,26 +61,24 @@ def test_prepacked_fp16_operator_equals_reference(
 @pytest.mark.parametrize("activation_bits", [FULL_PRECISION, 8])
 @pytest.mark.parametrize("bits", BITS)
 @torch.no_grad()
-def test_decode_step_quantized_weights_equal_reference(
-    bits: int, activation_bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_step_quantized_weights_equal_reference(bits: int, activation_bits: int) -> None:
     """Through the door a model uses: one weight, three at once, and many rows, which take the plain way bitwise."""
-    monkeypatch.setenv(KERNEL_ENV_VAR, "measured")
+    tuner = MatmulTuner(AUTOTUNED)
     x, weight, bias = random_inputs(3, 64, 96)
     layer = quantized_layer(weight[None], bits, activation_bits)
     others = tuple(quantized_layer(weight[None, :rows], bits, activation_bits) for rows in (64, 31, 31))
-    with autotuned_decode_step(layer, 3):
-        got, joint = layer.matmul(x, bias), quantized_linear_fused(others, x)
-    quantized_input = layer.quantize_input(x)
+    with tuner.decode_step(layer, 3):
+        got, joint = layer.matmul(x, bias), try_fused_quantized_linear(others, x)
+    quantized_input = layer.fake_quantize_input(x)
     assert_within(got, quantized_input, layer.dequantize()[0], bias)
     if joint is not None:
         assert_within(joint, quantized_input, torch.cat([other.dequantize()[0] for other in others]), None)
     prefill = torch.randn(1, 17, 96)
-    with autotuned_decode_step(layer, 17):
-        assert quantized_linear_fused(others, prefill) is None
+    with tuner.decode_step(layer, 17):
+        assert try_fused_quantized_linear(others, prefill) is None
         assert torch.equal(
             layer.matmul(prefill, bias),
-            torch.nn.functional.linear(layer.quantize_input(prefill), layer.dequantize()[0], bias),
+            torch.nn.functional.linear(layer.fake_quantize_input(prefill), layer.dequantize()[0], bias),
         )
 
 
@@ -89,5 +87,5 @@ def quantized_layer(weight: Tensor, bits: int, activation_bits: int = FULL_PRECI
     with torch.device("meta"):
         layer = QuantizedLinear(weight.shape[2], weight.shape[1], False, bits, activation_bits=activation_bits)
     layer = layer.to_empty(device="cpu")
-    layer.load_state_dict(layer.quantize(weight))
+    layer.load_state_dict(layer.quantize_to_buffers(weight))
     return layer

@@ -11,7 +11,7 @@ import torch
 
 import headwise as hw
 from headwise.text.build_tokenizers import bpe_tokenizer, byte_tokenizer, character_tokenizer
-from headwise.training.token_file import encode_corpus
+from headwise.training.token_file import iter_encoded_chunks
 
 SURROGATE = "the cat \ud800 sat on the mat, and then the cat \ud800 sat"
 TEXTS = ["the cat sat on the mat, and then the cat sat"] * 6
@@ -36,7 +36,7 @@ FUNCTIONS: dict[str, Any] = {
     "explain": lambda model: hw.explain(model, SURROGATE, "0.0", 3),
     "generate": lambda model: model.generate(SURROGATE, 2),
     "train": lambda model: hw.train(model, SURROGATE * 20, RECIPE, progress=False),
-    "encode_corpus": lambda model: list(encode_corpus(hw.Corpus.of(SURROGATE), model.tokenizer)),
+    "iter_encoded_chunks": lambda model: list(iter_encoded_chunks(hw.Corpus.of(SURROGATE), model.tokenizer)),
     "bpe_tokenizer": lambda model: bpe_tokenizer([SURROGATE], 300),
     "character_tokenizer": lambda model: character_tokenizer(SURROGATE),
 }

@@ -14,9 +14,9 @@ from headwise.distillation import DistillConfig, attention_kl, logit_loss
 from headwise.distillation.distill import distill_loss_factory
 from headwise.distillation.distill_losses import relation_head_count, split_relation_heads
 from headwise.distillation.distillation_loss import DistillationLoss
-from headwise.distillation.teacher_logits_cache import top_k_logits
+from headwise.distillation.teacher_logits_cache import top_k_log_probs
+from headwise.distributed import run_in_subprocess
 from headwise.experiments.engine.peak_memory import peak_memory
-from headwise.experiments.engine.training_pool import run_in_subprocess
 from headwise.model import Transformer
 from tests.distillation.tiny import VOCAB, make_model
 from tests.distillation.tiny import make_batch as some_rows
@@ -248,12 +248,12 @@ def test_topk_kl_full_vocabulary_equals_exact_kl() -> None:
     teacher_logits = teacher.output(hidden[1])
     for k in (VOCAB, VOCAB - 1, 4 * VOCAB):  # one left is one bucket of its own
         topk_losses = logit_loss.kl_from_topk(
-            student, hidden[0], targets[is_target], top_k_logits(teacher_logits, k, 2.0), 2.0
+            student, hidden[0], targets[is_target], top_k_log_probs(teacher_logits, k, 2.0), 2.0
         )
         assert float(topk_losses[0].detach()) == pytest.approx(float(exact.detach()), rel=1e-4)
         assert float(topk_losses[1].detach()) == pytest.approx(float(text.detach()), rel=1e-6)
     truncated = logit_loss.kl_from_topk(
-        student, hidden[0], targets[is_target], top_k_logits(teacher_logits, 3, 2.0), 2.0
+        student, hidden[0], targets[is_target], top_k_log_probs(teacher_logits, 3, 2.0), 2.0
     )
     assert 0 < float(truncated[0].detach()) < float(exact.detach()), "lumping outcomes together cannot tell more apart"
     truncated[0].backward()

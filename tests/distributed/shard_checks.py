@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import headwise as hw
-from headwise.distributed.head_parallel import head_collectives
-from headwise.model.shard import shard_of
-from headwise.spec.rank_partition import partition_model
+from headwise.distributed.model_partition import partition_model
+from headwise.distributed.model_shard import head_collectives, shard_of
 from tests.distributed.models import GENERATING_SPEC, SPECS, make_model, relative_difference
 
 
@@ -188,7 +187,7 @@ def error_messages() -> list[str]:
     collect_error(lambda: hw.shard(make_model(SPECS["grouped"] if dist.get_rank() else SPECS["one key"]), mesh()))
     part = hw.shard(model, mesh())
     collect_error(lambda: hw.shard(part, mesh()))
-    collect_error(lambda: part.without("enc.0.0"))
+    collect_error(lambda: part.prune("enc.0.0"))
     collect_error(lambda: part(torch.tensor([[53]]), source=torch.tensor([[1]])))
     single = replace(SPECS["grouped"], attention=replace(SPECS["grouped"].attention, heads=1, kv_heads=1, head_dim=36))
     collect_error(lambda: hw.shard(make_model(single), mesh()))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headwise.distributed.job_executors import IsolatedProcessPool, check_executor, run_jobs
+from headwise.distributed.job_executors import IsolatedProcessPool, check_executor, run_jobs_as_completed
 from headwise.errors import HeadwiseError
 from tests.distributed import jobs
 
@@ -28,7 +28,9 @@ def slurm() -> str:
 
 def results(function: Any, arguments: list, **options: Any) -> list:
     by_index = dict(
-        run_jobs(function, [value if isinstance(value, tuple) else (value,) for value in arguments], **options)
+        run_jobs_as_completed(
+            function, [value if isinstance(value, tuple) else (value,) for value in arguments], **options
+        )
     )
     return [by_index[index] for index in range(len(arguments))]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
-from headwise.spec.rank_partition import partition_model
+from headwise.distributed.model_partition import partition_model
 from tests.distributed.models import GENERATING_SPEC, SPECS, make_model
 from tests.distributed.process_fixtures import WorkerGroup
 

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 import headwise as hw
+from headwise.distributed.model_shard import ShardedTransformer, shard_of
 from headwise.distributed.parallel_strategy import local_tensor
-from headwise.model.shard import ShardedTransformer, shard_of
+from headwise.distributed.sharded_checkpoint import TensorShard, moment_shards, weight_shards
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.training import Recipe, TrainResult, loop, train
-from headwise.training.sharded_checkpoint import _moment_shards, _weight_shards
 from tests.training.tiny import NOISY, TEXT, RunInterrupted
 
 SPECS = {
@@ -133,7 +133,7 @@ def save_at_checkpoint(folder: str, name: str, parallel: str) -> None:
 
     def save_state(self: loop.TrainLoop) -> None:
         if self.step == RECIPE.save_every:
-            pieces = {**_weight_shards(self.loss_module), **_moment_shards(self.loss_module, self.optimizer)}
+            pieces = all_shards(self)
             metadata = {name: json.dumps([piece.offsets, piece.shape]) for name, piece in pieces.items()}
             tensors = {
                 name: piece.tensor.clone(memory_format=torch.contiguous_format) for name, piece in pieces.items()
@@ -158,10 +158,7 @@ def compare_loaded(folder: str, saved_prefix: str, name: str, parallel: str) -> 
 
     def compare(self: loop.TrainLoop) -> None:
         assert self.step == RECIPE.save_every
-        for key, piece in {
-            **_weight_shards(self.loss_module),
-            **_moment_shards(self.loss_module, self.optimizer),
-        }.items():
+        for key, piece in all_shards(self).items():
             expected = full_tensors[key][_slices(piece.offsets, piece.tensor)]
             counts[0] += expected.numel()
             counts[1] += int((expected != piece.tensor).sum())
@@ -170,6 +167,12 @@ def compare_loaded(folder: str, saved_prefix: str, name: str, parallel: str) -> 
     with run_before("_train_step", compare):
         train_until(folder, name, parallel)
     return counts
+
+
+def all_shards(training: loop.TrainLoop) -> dict[str, TensorShard]:
+    """Weights and moments that this process holds."""
+    model, parameters = training.model, training.loss_module.trainable_parameters()
+    return {**weight_shards(model, parameters), **moment_shards(model, parameters, training.optimizer)}
 
 
 def _slices(offsets: Sequence[int], tensor: torch.Tensor) -> tuple[slice, ...]:

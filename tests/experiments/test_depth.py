@@ -4,7 +4,7 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.experiments.engine.experiment_store import ExperimentStore
-from headwise.experiments.equal_parameter_specs import LAYERS, deep_experiment, equal_parameter_specs
+from headwise.experiments.equal_parameter_specs import LAYERS, make_deep_experiment, reduce_layers_or_heads
 from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
@@ -22,7 +22,7 @@ def num_parameters(spec: ModelSpec) -> int:
 
 def test_equal_parameter_specs_half_heads_equal_one_block():
     full = make_spec()
-    shallow, narrow = equal_parameter_specs(full)
+    shallow, narrow = reduce_layers_or_heads(full)
     assert (shallow.layers, shallow.attention) == (5, full.attention)
     assert (narrow.layers, narrow.attention.heads, narrow.attention.head_dim) == (6, 4, 6)
     # 5 biases of the MLP's and 4 of two norms, each D
@@ -33,13 +33,13 @@ def test_equal_parameter_specs_half_heads_equal_one_block():
 @pytest.mark.parametrize(("layers", "remaining"), [(4, 2), (5, 3), (12, 6)])
 def test_equal_parameter_specs_takes_closest_head_count(layers, remaining):
     # A head of every layer has 4·D·d parameters, L·4·D·d in all; a block has about 12·D². With D = 8d: 24/L heads go.
-    assert equal_parameter_specs(make_spec(layers))[1].attention.heads == remaining == 8 - round(24 / layers)
+    assert reduce_layers_or_heads(make_spec(layers))[1].attention.heads == remaining == 8 - round(24 / layers)
 
 
 def test_equal_parameter_specs_keeps_kv_sharing():
-    narrow = equal_parameter_specs(make_spec(layers=8, kv_heads=4))[1].attention
+    narrow = reduce_layers_or_heads(make_spec(layers=8, kv_heads=4))[1].attention
     assert narrow.heads == 2 * narrow.kv_heads
-    assert equal_parameter_specs(make_spec(layers=8, kv_heads=1))[1].attention.kv_heads == 1
+    assert reduce_layers_or_heads(make_spec(layers=8, kv_heads=1))[1].attention.kv_heads == 1
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_equal_parameter_specs_keeps_kv_sharing():
 )
 def test_equal_parameter_specs_unsupported_raises(spec, message):
     with pytest.raises(HeadwiseError, match=message):
-        equal_parameter_specs(spec)
+        reduce_layers_or_heads(spec)
 
 
 def test_deep_experiment_has_more_layers(tmp_path):
-    experiment = deep_experiment(ExperimentContext(ExperimentStore(tmp_path), (0, 1), ExperimentSize(steps=100)))
+    experiment = make_deep_experiment(ExperimentContext(ExperimentStore(tmp_path), (0, 1), ExperimentSize(steps=100)))
     assert (experiment.size.layers, experiment.size.steps, experiment.seeds) == (LAYERS, 60, (0, 1))
     assert experiment.make_config(0).spec.layers == LAYERS

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.experiments.lookup_task import LookupModel, OffsetLookupTask, learn_lookups, lookup_accuracy
+from headwise.experiments.lookup_task import (
+    LookupModel,
+    OffsetLookupTask,
+    lookup_accuracies,
+    train_and_evaluate_lookups,
+)
 
 SYMBOLS, LENGTH = 5, 6
 SHARP = 30.0  # a score that leaves nothing to the other places
@@ -42,7 +47,7 @@ def test_lookup_task_answers_at_offsets():
 def test_lookup_accuracy_one_head_per_lookup_is_one():
     lookup_model = make_lookup_model((1, 2), ((1,), (2,)))
     ids = lookup_model.task.sample(40, torch.Generator().manual_seed(0))
-    assert lookup_accuracy(lookup_model, ids) == (1.0, 1.0)
+    assert lookup_accuracies(lookup_model, ids) == (1.0, 1.0)
 
 
 def test_lookup_accuracy_one_head_for_two_lookups():
@@ -50,13 +55,13 @@ def test_lookup_accuracy_one_head_for_two_lookups():
     ids = lookup_model.task.sample(40, torch.Generator().manual_seed(0))
     answers = lookup_model.task.targets(ids)
     same = float((answers[..., 0] == answers[..., 1]).float().mean())
-    assert lookup_accuracy(lookup_model, ids) == pytest.approx((0.5 + same / 2, same))
+    assert lookup_accuracies(lookup_model, ids) == pytest.approx((0.5 + same / 2, same))
 
 
 def test_learn_lookups_needs_one_head_per_lookup():
     task = OffsetLookupTask((1, 2), symbols=16, length=6)
-    assert learn_lookups(2, task, width=32, steps=120)[1] > 0.9
-    assert learn_lookups(1, task, width=32, steps=120)[1] < 0.5
+    assert train_and_evaluate_lookups(2, task, width=32, steps=120)[1] > 0.9
+    assert train_and_evaluate_lookups(1, task, width=32, steps=120)[1] < 0.5
 
 
 def test_lookup_task_invalid_offsets_raise():

@@ -1,7 +1,7 @@
 import torch
 
+from headwise.distributed import run_in_subprocess
 from headwise.experiments.engine.peak_memory import peak_memory
-from headwise.experiments.engine.training_pool import run_in_subprocess
 
 MB = 2**18  # numbers of float32
 

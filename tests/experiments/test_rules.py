@@ -21,7 +21,7 @@ def cases():
 def test_claim_rule_reaches_every_verdict(claim, word, rows):
     assert rows, f"{claim.name} has no figures made to give {word!r}"
     assert word in claim.possible_verdicts
-    _, verdict = claim.decide(make_statistics(rows))
+    _, verdict = claim.correct_and_judge(make_statistics(rows))
     assert verdict.word == word
     assert bool(verdict.detail) or word != "depends"
 
@@ -46,7 +46,7 @@ def test_claim_rule_uses_only_corrected_intervals(claim, word, rows, monkeypatch
                 used.append(id(statistic)) or original(statistic, threshold)
             ),
         )
-    corrected, _ = claim.decide(statistics)
+    corrected, _ = claim.correct_and_judge(statistics)
     keys = {id(statistic): (name, position) for name, position, statistic in corrected}
     assert {keys[statistic_id] for statistic_id in used if corrected[keys[statistic_id]].low is not None} <= requested
     corrected_keys = [key for key in requested if key in keys.values() and corrected[key].low is not None]

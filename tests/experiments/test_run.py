@@ -46,7 +46,7 @@ def test_claims_cached_results_are_reused(tmp_path, monkeypatch):
     assert first[0].rerun_command == "headwise claims same-numbers"
     monkeypatch.setattr(
         run_claims,
-        "run_jobs",
+        "run_jobs_as_completed",
         lambda function, jobs, *args, **kwargs: iter([]) if not jobs else pytest.fail("done again"),
     )
     second = claims(names, size=TINY, cache=tmp_path)

@@ -34,7 +34,7 @@ def in_process(monkeypatch):
         return ((index, function(*job)) for index, job in enumerate(jobs))
 
     for module in ("engine.training_pool", "head_count_sweep"):
-        monkeypatch.setattr(f"headwise.experiments.{module}.run_jobs", run_jobs)
+        monkeypatch.setattr(f"headwise.experiments.{module}.run_jobs_as_completed", run_jobs)
 
 
 def test_check_heads_indivisible_count_suggests_nearest():

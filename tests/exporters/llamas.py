@@ -10,7 +10,7 @@ from tokenizers import AddedToken, models, normalizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from headwise.analysis.ablation.head_outputs import mean_activations
-from headwise.compression.prune_heads import compute_folded_biases, prune_heads
+from headwise.compression.select_heads import compute_folded_biases
 from headwise.model import Transformer
 from headwise.model.prune import heads_to_prune
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
@@ -50,7 +50,7 @@ def without_heads(model: Transformer, heads: str, folded: bool = True) -> Transf
     """The model without some heads, what they gave on average folded in."""
     pruned_heads = heads_to_prune(model.spec, heads)
     means = compute_folded_biases(model, pruned_heads, mean_activations(model, TEXTS)) if folded else None
-    return prune_heads(model, pruned_heads, means)
+    return model.prune(pruned_heads, means)
 
 
 def prune_random_heads(model: Transformer, seed: int) -> Transformer:

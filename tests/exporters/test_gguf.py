@@ -12,8 +12,8 @@ from tokenizers import normalizers
 
 import headwise as hw
 from headwise.exporters.engine_parity import compare_generated
+from headwise.exporters.gguf_tensors import padded_layers_and_biases
 from headwise.exporters.llama_cpp import EngineToken, generate, is_available, tokenize
-from headwise.exporters.pad_head_groups import pad_head_groups
 from headwise.spec import Rotary, RotaryScaling
 from tests.exporters.llamas import (
     SPEC,
@@ -179,7 +179,7 @@ def test_export_gguf_pruned_model_metadata_and_tensors(tmp_path: Path) -> None:
 
 def test_pad_head_groups_uneven_groups_get_zero_heads() -> None:
     model = without_heads(make_llama(), "0.1,0.2,0.3", folded=False)  # key heads 0 and 2 are left, with 1 and 2 heads
-    layers, biases = pad_head_groups(model)
+    layers, biases = padded_layers_and_biases(model)
     first = layers[0]
     assert (first.heads, first.kv_heads, first.zero_heads) == (4, 2, 1)
     assert first.o is not None

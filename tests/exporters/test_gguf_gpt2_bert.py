@@ -9,7 +9,7 @@ import torch
 
 import headwise as hw
 from headwise.exporters.engine_parity import EncoderParityReport
-from headwise.exporters.gguf_compat import BERT, GPT2, LLAMA
+from headwise.exporters.gguf_export import BERT, GPT2, LLAMA
 from headwise.exporters.llama_cpp import embeddings, is_available, tokenize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from headwise.cache import DynamicCache
 from headwise.errors import HeadwiseError
-from headwise.heads import DynamicCache, MultiHeadAttention
+from headwise.heads import MultiHeadAttention
 from headwise.kernels import BACKENDS, Mask, causal, padding_mask, per_head
 from headwise.spec import AttentionSpec
 from tests.contract.layers import (
@@ -33,7 +34,7 @@ def test_qkv_projection_slice_input_equals_grouped_convolution() -> None:
     layer = make_layer(LAYERS["slice"])
     x = random_tensor(B, T, WIDTH)
     for projection, projected in zip("qkv", layer.qkv(x), strict=True):
-        weight, bias = layer.qkv.weight(projection), layer.qkv.bias(projection)
+        weight, bias = layer.qkv.weight_by_head(projection), layer.qkv.bias_by_head(projection)
         assert bias is not None
         conv = nn.Conv1d(WIDTH, weight.shape[:2].numel(), 1, groups=HEADS, dtype=torch.float64)
         conv.weight.copy_(weight.flatten(0, 1)[:, :, None])
@@ -50,12 +51,12 @@ def test_slice_layer_equals_block_diagonal_weights(name: str) -> None:
     full = make_layer(AttentionSpec(WIDTH, HEADS, spec.head_dim, kept_heads=spec.kept_heads, bias=spec.bias))
     full.output_projection.load_state_dict(layer.output_projection.state_dict())
     for projection in "qkv":
-        full.qkv.weight(projection).zero_()
+        full.qkv.weight_by_head(projection).zero_()
         for index, head_id in enumerate(spec.head_ids):
             own = slice(head_id * WIDTH // HEADS, (head_id + 1) * WIDTH // HEADS)
-            full.qkv.weight(projection)[index, :, own] = layer.qkv.weight(projection)[index]
+            full.qkv.weight_by_head(projection)[index, :, own] = layer.qkv.weight_by_head(projection)[index]
         if spec.bias:
-            full.qkv.bias(projection).copy_(layer.qkv.bias(projection))  # pyright: ignore
+            full.qkv.bias_by_head(projection).copy_(layer.qkv.bias_by_head(projection))  # pyright: ignore
     assert_equal(call_layer(layer), call_layer(full), 1e-12)
     for slice_head, full_head in zip(layer.heads, full.heads, strict=True):
         for weight in ("W_Q", "W_K", "W_V", "W_O"):
@@ -90,9 +91,9 @@ def test_head_weights_edited_in_place_change_layer() -> None:
     head, twin = layer.heads[2], make_layer(LAYERS["biases"])
     for name, rows in (("W_Q", "q"), ("W_K", "k"), ("W_V", "v")):
         getattr(head, name).mul_(2)
-        twin.qkv.weight(rows)[2].mul_(2)
+        twin.qkv.weight_by_head(rows)[2].mul_(2)
         getattr(head, "b" + name[1:]).add_(1)
-        twin.qkv.bias(rows)[2].add_(1)  # pyright: ignore
+        twin.qkv.bias_by_head(rows)[2].add_(1)  # pyright: ignore
     head.W_O.mul_(3)
     twin.output_projection.weight[:, 2 * 6 : 3 * 6].mul_(3)
     assert torch.equal(call_layer(layer), call_layer(twin))

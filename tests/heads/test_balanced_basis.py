@@ -22,11 +22,11 @@ def with_matrices(layer: MultiHeadAttention, matrices: LayerHeadMatrices) -> Mul
     other = copy.deepcopy(layer)
     with torch.no_grad():
         for projection in "qkv":
-            other.qkv.weight(projection).copy_(getattr(matrices, projection))
-            bias = other.qkv.bias(projection)
+            other.qkv.weight_by_head(projection).copy_(getattr(matrices, projection))
+            bias = other.qkv.bias_by_head(projection)
             if bias is not None:
                 bias.copy_(getattr(matrices, f"b_{projection}"))
-        other.output_projection.head_weights.copy_(matrices.o)
+        other.output_projection.head_output_weights.copy_(matrices.o)
     return other
 
 
@@ -40,7 +40,7 @@ def test_basis_change_keeps_heads(name: str, change: Callable[..., LayerHeadMatr
     for head, same in zip(layer.heads, other.heads, strict=True):
         assert_equal(same.OV.dense(), head.OV.dense(), 1e-10)
     if layer.spec.head_ids:
-        assert not torch.equal(matrices.q, layer.qkv.weight("q"))  # it did something
+        assert not torch.equal(matrices.q, layer.qkv.weight_by_head("q"))  # it did something
 
 
 def test_balanced_values_and_outputs_share_singular_values() -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.compression.quantize import dequantize, quantize, weight_footprint
+from headwise.compression.quantize import dequantize, quantize, weight_footprints
 from headwise.heads import quantized_weights
-from headwise.kernels.autotuned_linear import KERNEL_ENV_VAR
-from headwise.kernels.prepacked_fp16 import FP16_TOLERANCE, prepack_fp16
+from headwise.kernels.matmul_tuner import KERNEL_ENV_VAR, MatmulTuner
+from headwise.kernels.prepacked_fp16 import FP16_TOLERANCE, make_prepacked_matmul
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from tests.contract.layers import randomize
@@ -32,7 +32,10 @@ def decoder(**extra: Any) -> Transformer:
 
 
 @torch.no_grad()
-def run_steps(model: Transformer) -> Tensor:
+def run_steps(model: Transformer, kernel: str | None = None) -> Tensor:
+    """Logits of decode steps; `kernel` replaces the product that the model was created with."""
+    if kernel is not None:
+        model.matmul_tuner = MatmulTuner(kernel)
     cache = model.cache()
     return torch.cat([model(token, cache=cache) for token in IDS.split(1, 1)], 1)
 
@@ -51,7 +54,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 def test_prepack_fp16_product_equals_linear(size: tuple[int, int], rows: int) -> None:
     torch.manual_seed(0)
     weight, x, bias = torch.randn(size), torch.randn(2, rows, size[1]), torch.randn(size[0])
-    prepacked = prepack_fp16(weight)
+    prepacked = make_prepacked_matmul(weight)
     if prepacked is None:
         pytest.skip("this build of torch has no such product")
     want = torch.nn.functional.linear(x, weight, bias)
@@ -61,30 +64,27 @@ def test_prepack_fp16_product_equals_linear(size: tuple[int, int], rows: int) ->
 
 
 def test_prepack_fp16_unrepresentable_weights_return_none() -> None:
-    assert prepack_fp16(torch.full((3, 4), 1e5)) is None
-    assert prepack_fp16(torch.full((3, 4), 1e-9)) is None
-    assert prepack_fp16(torch.zeros(0, 4)) is None
+    assert make_prepacked_matmul(torch.full((3, 4), 1e5)) is None
+    assert make_prepacked_matmul(torch.full((3, 4), 1e-9)) is None
+    assert make_prepacked_matmul(torch.zeros(0, 4)) is None
 
 
 @pytest.mark.usefixtures("forms")
 @pytest.mark.parametrize("weights", [16, 8, 4, 3, 2, MIXED_BITS], ids=str)
-def test_decode_steps_prepacked_equal_plain(weights: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_prepacked_equal_plain(weights: object) -> None:
     small = quantize(decoder(), weights)  # pyright: ignore[reportArgumentType]
     got = run_steps(small)
-    monkeypatch.setenv(KERNEL_ENV_VAR, "torch")
-    assert relative_error(got, run_steps(small)) < 2e-3
+    assert relative_error(got, run_steps(small, "torch")) < 2e-3
     assert relative_error(got, run_steps(dequantize(small))) < 2e-3
 
 
 @pytest.mark.usefixtures("forms")
-def test_decode_steps_quantized_activations_equal_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_quantized_activations_equal_plain() -> None:
     """Inputs are rounded row by row before a form, as before plain numbers."""
     for group in (32, 128):
         small = quantize(decoder(), 8, group_size=group, activation_bits=8)
         got = run_steps(small)
-        monkeypatch.setenv(KERNEL_ENV_VAR, "torch")
-        assert relative_error(got, run_steps(small)) < 2e-2
-        monkeypatch.setenv(KERNEL_ENV_VAR, "measured")
+        assert relative_error(got, run_steps(small, "torch")) < 2e-2
 
 
 @pytest.mark.usefixtures("forms")
@@ -95,10 +95,10 @@ def test_quantized_model_record_prune_save_keep_outputs(tmp_path: Path) -> None:
         assert torch.equal(run_steps(small), before)
     again = hw.load(small.save(tmp_path / "small"))
     assert torch.equal(run_steps(again), before)  # pyright: ignore[reportArgumentType]
-    assert weight_footprint(small)[-1].nbytes == small.spec.weight_bytes()
-    pruned = small.without("0.1,1.2")
+    assert weight_footprints(small)[-1].nbytes == small.spec.weight_bytes()
+    pruned = small.prune("0.1,1.2")
     assert relative_error(run_steps(pruned), run_steps(dequantize(pruned))) < 2e-3
-    assert weight_footprint(pruned)[-1].nbytes == pruned.spec.weight_bytes()
+    assert weight_footprints(pruned)[-1].nbytes == pruned.spec.weight_bytes()
 
 
 @pytest.mark.usefixtures("forms")
@@ -112,11 +112,10 @@ def test_prepacked_weights_modified_are_repacked() -> None:
 
 @pytest.mark.usefixtures("forms")
 def test_decode_steps_without_prepacked_product_use_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_weights, "prepack_fp16", lambda weight: None)
+    monkeypatch.setattr(quantized_weights, "make_prepacked_matmul", lambda weight: None)
     small = quantize(decoder(), 4)
     got = run_steps(small)
-    monkeypatch.setenv(KERNEL_ENV_VAR, "torch")
-    assert torch.allclose(got, run_steps(small), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(got, run_steps(small, "torch"), rtol=1e-5, atol=1e-5)
 
 
 def test_quantize_weights_beyond_fp16_raise() -> None:

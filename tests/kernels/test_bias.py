@@ -16,9 +16,9 @@ from headwise.kernels import (
     T5RelativeBias,
     alibi_slopes,
     attention,
-    choose_kernel,
-    distances,
+    make_kernel_choice,
     make_score_params,
+    query_minus_key_distances,
 )
 
 B, H, T, S, d = 2, 3, 5, 7, 4
@@ -33,7 +33,10 @@ class Kerple(Bias):
     b: Tensor  # (H,)
 
     def block(self, rows: range, cols: range, T: int, S: int) -> Tensor:
-        return (-self.a[:, None, None] * (1 + self.b[:, None, None] * distances(rows, cols, T, S).abs()).log())[None]
+        return (
+            -self.a[:, None, None]
+            * (1 + self.b[:, None, None] * query_minus_key_distances(rows, cols, T, S).abs()).log()
+        )[None]
 
 
 def make_bias(name: str) -> Bias:
@@ -100,10 +103,10 @@ def test_kernels_any_bias_equal_reference_with_gradients(kind: str) -> None:
 def test_kernel_choice_learned_bias_is_named(kind: str, message: str) -> None:
     q, k = torch.randn(B, H, T, d), torch.randn(B, H, S, d)
     bias = make_bias(kind).with_tensors([tensor.requires_grad_() for tensor in make_bias(kind).tensors()])
-    assert message in choose_kernel(make_score_params(q, k, k, bias=bias), B, H, T, S).reason
-    assert choose_kernel(make_score_params(q, k, k, bias=bias.detached_copy()), B, H, T, S).backend == "fused"
+    assert message in make_kernel_choice(make_score_params(q, k, k, bias=bias), B, H, T, S).reason
+    assert make_kernel_choice(make_score_params(q, k, k, bias=bias.detached_copy()), B, H, T, S).backend == "fused"
     with torch.no_grad():
-        assert choose_kernel(make_score_params(q, k, k, bias=bias), B, H, T, S).backend == "fused"
+        assert make_kernel_choice(make_score_params(q, k, k, bias=bias), B, H, T, S).backend == "fused"
 
 
 def test_attention_wrong_bias_raises() -> None:
@@ -163,7 +166,7 @@ def test_attention_buckets_equals_t5_layer() -> None:
         for weight in t5_layer.parameters():
             weight.normal_()
         for projection in "qkv":
-            native.qkv.weight(projection).copy_(getattr(t5_layer, projection).weight.view(H, d, 12))
+            native.qkv.weight_by_head(projection).copy_(getattr(t5_layer, projection).weight.view(H, d, 12))
         native.output_projection.weight.copy_(t5_layer.o.weight)
         native.position_bias.copy_(t5_layer.relative_attention_bias.weight.mT)  # (H, buckets)
     x = torch.randn(B, 23, 12, dtype=torch.float64)

@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.kernels import window
 from headwise.model import Sampling, Transformer
-from headwise.model.generate import GenerateOptions, stream
+from headwise.model.generate import GenerateOptions, prepare_generation
 from tests.contract.layers import MODELS, assert_equal, make_varied_model, randomize, token_ids
 
 DECODERS = ["decoder", "decoder, rotary", "decoder, parallel", "decoder, windows", "decoder, cut"]
@@ -277,8 +277,9 @@ def test_generate_training_mode_applies_no_dropout() -> None:
     assert model.train().generate(PROMPT, NEW_TOKENS) == want
 
 
-def test_generate_options_match_stream_keywords() -> None:
-    keywords = {name for name, p in inspect.signature(stream).parameters.items() if p.kind is p.KEYWORD_ONLY}
+def test_generate_options_match_prepared_keywords() -> None:
+    parameters = inspect.signature(prepare_generation).parameters
+    keywords = {name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     assert set(GenerateOptions.__annotations__) == keywords
 
 

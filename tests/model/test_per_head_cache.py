@@ -12,8 +12,8 @@ from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.model.block import BlockContext
 from headwise.spec import CachePolicy, ModelSpec
+from tests.cache.test_per_head_cache import expected_mask
 from tests.contract.layers import MODELS, assert_equal, make_model, make_varied_model, token_ids
-from tests.heads.test_per_head_cache import expected_mask
 
 DECODERS = ["decoder", "decoder, rotary", "decoder, parallel", "decoder, windows", "decoder, cut"]
 SHORT_POLICY, TINY_POLICY = CachePolicy(sink_tokens=2, window=3), CachePolicy(sink_tokens=0, window=2)
@@ -25,7 +25,7 @@ each_split = pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 
 
 def with_policies(spec: ModelSpec) -> ModelSpec:
-    heads = list(map(str, spec.kv_head_addresses))
+    heads = list(map(str, spec.cached_kv_head_addresses))
     return spec.with_cache({heads[0]: SHORT_POLICY, heads[-1]: TINY_POLICY})
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.model import ModelCache
+from headwise.cache import ModelCache
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8, 1]])
 ENCODER_DECODER = {"kind": "encoder-decoder", "positions": "sinusoidal"}

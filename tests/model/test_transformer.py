@@ -266,7 +266,7 @@ def test_init_single_layer_is_xavier() -> None:
     layer = MultiHeadAttention(width=64, heads=8, kv_heads=2, out_bias=True)
     fan = {"q": (64, 64), "k": (64, 16), "v": (64, 16)}
     for projection, (inputs, outputs) in fan.items():
-        bound, weight = math.sqrt(6 / (inputs + outputs)), layer.qkv.weight(projection)
+        bound, weight = math.sqrt(6 / (inputs + outputs)), layer.qkv.weight_by_head(projection)
         assert weight.abs().max() <= bound
         assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
     assert layer.output_projection.weight.std().item() == pytest.approx(math.sqrt(2 / 128), rel=0.05)

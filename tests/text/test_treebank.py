@@ -136,7 +136,7 @@ def test_read_gap_pronoun_and_names(tmp_path: Path) -> None:
         ["Ann", "Lee"],
         ["Eva"],
     )
-    assert (example.answer, example.nearest_name) == ("A", "B")
+    assert (example.answer, example.nearest_name_answer) == ("A", "B")
     assert example.document.relations == (Relation("coref", example.pronoun, 1),)
     with pytest.raises(HeadwiseError, match=r"gap\.tsv, line 2: 'she' does not stand at character 3"):
         list(read_gap(write(tmp_path, "gap.tsv", HEADER + gap_row.replace(f"she\t{text.index('she')}", "she\t3"))))

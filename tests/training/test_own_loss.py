@@ -11,7 +11,7 @@ from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.training import resume
 from headwise.training.batch_samplers import TrainBatch
-from headwise.training.language_loss import LanguageLoss, TrainLoss
+from headwise.training.train_loss import LanguageLoss, TrainLoss
 from tests.training.tiny import PLAIN, SHORT, checkpoint_folder, run, run_interrupted, same_weights
 
 

@@ -24,9 +24,9 @@ from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text import Corpus, Tokenizer
 from headwise.text.build_tokenizers import byte_tokenizer, character_tokenizer
 from headwise.training import Recipe, TrainResult
-from headwise.training.batch_samplers import PairSampler, make_train_batch, pad_rows
-from headwise.training.language_loss import LanguageLoss
+from headwise.training.batch_samplers import PairSampler, make_train_batch, pad_with_minus_one
 from headwise.training.token_file import read_tokens, write_tokens
+from headwise.training.train_loss import LanguageLoss
 from tests.contract.variants import FIXED_SETTINGS
 from tests.training.tiny import PLAIN, assert_same_run, drop_timing, run, run_interrupted
 
@@ -165,7 +165,7 @@ def test_pair_sampler_epoch_reads_every_pair_once() -> None:
 
 
 def test_pair_sampler_long_pairs_are_truncated() -> None:
-    text, source = make_pair_sampler([([1, 2, 3, 4, 5], [6, 7, 8, 9])], context=3).pair(0)
+    text, source = make_pair_sampler([([1, 2, 3, 4, 5], [6, 7, 8, 9])], context=3).target_and_source_ids(0)
     assert source.tolist() == [1, 2, 3]  # three are read
     assert text.tolist() == [99, 6, 7, 8]  # three are read, and each asks for the next
 
@@ -180,8 +180,8 @@ def test_pair_sampler_in_order_yields_pairs_sequentially() -> None:
 
 def test_make_batch_pairs_target_only_the_text() -> None:
     texts, sources = (
-        pad_rows([np.array([99, 6, 0]), np.array([99, 0])]),
-        pad_rows([np.array([1, 0]), np.array([1, 2, 3, 0])]),
+        pad_with_minus_one([np.array([99, 6, 0]), np.array([99, 0])]),
+        pad_with_minus_one([np.array([1, 0]), np.array([1, 2, 3, 0])]),
     )
     rows = make_train_batch(texts, sources, None, 0)
     assert rows.ids.tolist() == [[99, 6], [99, 0]]
@@ -194,7 +194,7 @@ def test_make_batch_pairs_target_only_the_text() -> None:
     assert rows.source[rows.source_attention_mask].tolist() == [1, 0, 1, 2, 3, 0]
     part = rows.select_rows(slice(1, 2), torch.device("cpu"))
     assert [x if x is None else x.tolist() for x in part[3:]] == [[[1, 2, 3, 0]], [[True] * 4]]
-    assert make_train_batch(texts, pad_rows([np.array([1, 2])] * 2), None, 0).source_attention_mask is None
+    assert make_train_batch(texts, pad_with_minus_one([np.array([1, 2])] * 2), None, 0).source_attention_mask is None
 
 
 # A step, and an evaluation, by hand.

@@ -20,7 +20,7 @@ from headwise.text.build_tokenizers import byte_tokenizer, character_tokenizer
 from headwise.training import Recipe, TrainRequest, run_request
 from headwise.training.batch_samplers import masked_targets
 from headwise.training.default_synthetic_run import DEFAULT_RECIPE
-from headwise.training.synthetic_eval import supports_synthetic_eval
+from headwise.training.synthetic_evaluation import supports_synthetic_eval
 from tests.training.tiny import (
     MASKED,
     NOISY,

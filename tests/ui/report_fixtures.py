@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.analysis.sentence_recording import SentenceRecorder
 from headwise.spec import Address
 from headwise.ui.claims_page_data import REPORT_VERSION
 from headwise.ui.glossary import GLOSSARY
 from headwise.ui.role_badges import role_badge
-from headwise.ui.sentence_page_data import PackedMaps
+from headwise.ui.sentence_page_data import pack_maps
 
 ROLES = ("induction", "previous token", "delimiter", "subject-verb", "unclear")
 EVIDENCE_LEVELS = ("causal", "value-weighted", "attention", "value-weighted", "none")
@@ -202,13 +203,13 @@ def make_maps(layers: int, heads: int, tokens: int, seed: int = 0) -> Iterator[t
 def make_sentence(layers: int, heads: int, tokens: int, seed: int = 0) -> dict[str, Any]:
     """Those maps through the packing that real sentences take."""
     addresses = tuple(Address.parse(f"{layer}.{head}") for layer in range(layers) for head in range(heads))
-    packed_maps = PackedMaps(addresses, tokens)
+    recorder = SentenceRecorder(addresses, tokens)
     for layer, tensors in enumerate(make_maps(layers, heads, tokens, seed)):
-        packed_maps.add_layer(list(addresses[layer * heads : (layer + 1) * heads]), *tensors)
+        recorder.add_layer(list(addresses[layer * heads : (layer + 1) * heads]), *tensors)
     words = [TEXT[i % len(TEXT)] for i in range(tokens)]
     return {
         "text": " ".join(words), "truncated_from": None, "tokens": words, "special": [False] * tokens, "words": words,
-        "word_of": list(range(tokens)), "heads": list(map(str, addresses)), **packed_maps.to_dict(),
+        "word_of": list(range(tokens)), "heads": list(map(str, addresses)), **pack_maps(recorder),
         "next": {
             "likely": [[" harbour", 0.25], [" <i>sea</i>", 0.125]], "logit": 3.0,
             "shares": {str(a): (i % 7 - 3) / 8 for i, a in enumerate(addresses)},

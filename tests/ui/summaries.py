@@ -7,6 +7,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 
+from headwise.analysis.head_facts import HeadFacts
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.default_metrics import default_metrics
 from headwise.analysis.metrics.metric import Metric
@@ -16,7 +17,9 @@ from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.metrics.token_classes import CLASSES
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.text_hash_split import bucket_of_text
-from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
+from headwise.analysis.roles.roles import assess, score
+from headwise.compression.head_cost import CompressionCostSummary
 from headwise.kernels import causal
 from headwise.spec import Address
 from headwise.text import Alignment
@@ -24,7 +27,6 @@ from headwise.text.annotated_document import Document, Relation
 from headwise.text.corpus import Corpus
 from headwise.text.probe import probe_set
 from headwise.text.token_alignment import find_word_spans
-from headwise.ui.head_facts import HeadFacts
 from headwise.ui.head_summary import summary_lines
 from tests.analysis.dense_reference import call_from_scores
 
@@ -34,9 +36,11 @@ SHARP = 200.0  # a score beside which all others vanish
 MARKS = {"[SEP]": "special", ",": "delimiter", "Anna": "capitalized", "7": "digit"}
 
 
-def summary(profile: Profile, head: str, facts: HeadFacts | None = None) -> list[str]:
+def summary(
+    profile: Profile, head: str, facts: HeadFacts | None = None, cost: CompressionCostSummary | None = None
+) -> list[str]:
     """The sentences of one head."""
-    return [sentence.text for sentence in summary_lines(profile, profile[head], facts)]
+    return [sentence.text for sentence in summary_lines(profile, profile[head], facts, cost)]
 
 
 def profile_of(
@@ -71,7 +75,10 @@ def profile_of(
         runner.on_call(call_from_scores(scores, None if ahead else causal()), make_batch([sample]), 0)
     metric_specs = {metric_spec.name: metric_spec for metric in metrics for metric_spec in metric.metric_specs}
     about = {"texts": len(documents), "layers": ["0"], "corpus": "texts made by hand", "relations_corpus": "gold arcs"}
-    return Profile.of(heads, accumulator, relations, [[] for _ in rules], ExampleStore(len(rules)), about, metric_specs)
+    sums = ProfileSums(
+        heads, accumulator, relations, [[] for _ in rules], ExampleStore(len(rules)), about, metric_specs
+    )
+    return build_profile(sums, *assess(score(accumulator, relations), len(heads), about))
 
 
 def follow(*relations: str, rate: float = 1.0, gold: dict[str, Document] | None = None) -> Rule:

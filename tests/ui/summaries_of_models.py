@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
 import headwise as hw
+from headwise.analysis.head_facts import HeadFacts, measure_head_facts
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.copy_suppression import CopySuppressionMetric
 from headwise.analysis.metrics.image_patches import image_metrics, patch_offsets
@@ -17,14 +19,15 @@ from headwise.analysis.metrics.role_examples import ExampleStore, RoleExample
 from headwise.analysis.recording.batching import make_batch
 from headwise.analysis.recording.input_image import InputImage, image_sample
 from headwise.analysis.roles.causal_effects import CausalEffect
+from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.image_profile import IMAGE_ROLES
-from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
 from headwise.analysis.roles.prompt_roles import PROMPT_ROLES
-from headwise.analysis.roles.roles import LEAD, SUPPRESSION_PROBE, RoleEvidence
+from headwise.analysis.roles.roles import LEAD, SUPPRESSION_PROBE, RoleEvidence, assess, score
+from headwise.compression.head_cost import CompressionCostSummary, measure_compression_cost
 from headwise.spec import Address
 from headwise.spec.patch_grid import PatchGrid
 from headwise.text.build_tokenizers import byte_tokenizer
-from headwise.ui.head_facts import gather_facts
 from headwise.ui.head_summary import summary_lines
 from tests.analysis.constructed_heads import (
     OUT,
@@ -167,8 +170,9 @@ def patch_heads() -> Summaries:
     about = {"texts": 40, "layers": ["0"], "corpus": "pictures", "relations_corpus": "", "image_grid": [5, 5]}
     heads = tuple(Address.parse(f"0.{number}") for number in range(len(allowed)))
     metric_specs = {metric_spec.name: metric_spec for metric in metrics for metric_spec in metric.metric_specs}
-    nothing = [[] for _ in heads]
-    profile = Profile.of(heads, accumulator, None, nothing, ExampleStore(len(heads)), about, metric_specs, IMAGE_ROLES)
+    sums = ProfileSums(heads, accumulator, None, [[] for _ in heads], ExampleStore(len(heads)), about, metric_specs)
+    evidence, family_size = assess(score(accumulator, None, IMAGE_ROLES), len(heads), about)
+    profile = build_profile(sums, evidence, family_size, IMAGE_ROLES)
     return summaries(profile, {name: str(head) for name, head in zip(allowed, heads, strict=True)})
 
 
@@ -191,7 +195,7 @@ def asked_heads() -> Summaries:
     corpus = [" ".join(["w0x"] + ["w1x w2x"] * 12)] * 8
     profile = hw.profile(model, corpus, relations=False, causal=False)
     constructed = {
-        name: summary(profile, name, gather_facts(model, profile[name], corpus))
+        name: summary(profile, name, *measure_head(model, profile[name], corpus))
         for name in ("0.0", "0.1", "0.2", "0.3", "1.0", "1.1", "1.2")
     }
     return {
@@ -199,6 +203,11 @@ def asked_heads() -> Summaries:
         **_random_heads(),
         **_encoder_head(),
     }
+
+
+def measure_head(model: hw.Transformer, head: HeadProfile, corpus: Any) -> tuple[HeadFacts, CompressionCostSummary]:
+    """Everything a summary tells of a head beside its profile."""
+    return measure_head_facts(model, head, corpus), measure_compression_cost(model, head, corpus)
 
 
 def _random_heads() -> Summaries:
@@ -209,7 +218,7 @@ def _random_heads() -> Summaries:
     corpus = ["The dog saw the hen, and then the dog left. " * 40]
     profile = hw.profile(model, corpus, relations=False, causal=False)
     return {
-        "random": summary(profile, "1.2", gather_facts(model, profile["1.2"], corpus)),
+        "random": summary(profile, "1.2", *measure_head(model, profile["1.2"], corpus)),
         "not asked": summary(profile, "1.2"),
     }
 
@@ -262,7 +271,7 @@ def ranked_heads() -> Summaries:
 def _encoder_head() -> Summaries:
     model = encoder()
     profile = hw.profile(model, documents(8), relations=False, causal=False)
-    return {"encoder": summary(profile, "0.0", gather_facts(model, profile["0.0"], documents(8)))}
+    return {"encoder": summary(profile, "0.0", *measure_head(model, profile["0.0"], documents(8)))}
 
 
 @cache
@@ -274,6 +283,6 @@ def streaming_heads() -> Summaries:
         profile["1.0"], metrics={**profile["1.0"].metrics, OUTSIDE_WINDOW.name: 0.01}
     )  # as on text that repeats nothing
     return {
-        "previous token": summary(profile, "0.0", gather_facts(model, profile["0.0"], corpus)),
-        "induction": summary(profile, "1.0", gather_facts(model, measured, corpus)),
+        "previous token": summary(profile, "0.0", *measure_head(model, profile["0.0"], corpus)),
+        "induction": summary(profile, "1.0", *measure_head(model, measured, corpus)),
     }

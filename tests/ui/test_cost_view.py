@@ -6,9 +6,10 @@ import pytest
 
 import headwise as hw
 from headwise.analysis.ablation.sensitivity import Sensitivity, sensitivity
+from headwise.compression import PruneRequest
+from headwise.compression.head_cost import CACHE_TOKENS, head_cost_data
 from headwise.errors import HeadwiseError
 from headwise.spec import CachePolicy
-from headwise.ui.cost_page_data import CACHE_TOKENS, head_cost_data
 from headwise.ui.report_data import make_report_data
 from tests.distillation.tiny import make_model
 from tests.runner import run_command
@@ -20,7 +21,7 @@ def test_cost_rows_of_plan_equal_closed_form() -> None:
     model = make_model(kv_heads=2)
     cache: dict[str, CachePolicy | int] = {"0.1": CachePolicy(sink_tokens=4, window=28), "1.*": 8}
     weights = {"0.1": 4, "0.2:vo": 3}
-    plan = hw.plan_pruning(model, cache=cache, weights=weights, prune="1.0,1.1", fold_mean=False)
+    plan = hw.plan_pruning(model, PruneRequest(heads="1.0,1.1", fold_mean=False), cache=cache, weights=weights)
     assert plan.changed_spec == hw.apply(plan, model).spec
     costs = sensitivity(model, TEXTS, bits=(3,), parts=("qk", "values"))
     rows, summary = head_cost_data(model.spec.head_addresses, model.spec, costs, plan)

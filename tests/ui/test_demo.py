@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
+from headwise.compression import PruneRequest
 from headwise.ui.demo_pretrained import Demo
-from headwise.ui.demo_training import MAX_LOSS_INCREASE, DemoTrainResult, run_demo_training
+from headwise.ui.demo_training import MAX_LOSS_INCREASE, DemoTrainResult, run_train_prune_demo
 from headwise.ui.head_summary import summary_lines
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> DemoTrainResult:
-    return run_demo_training(tmp_path_factory.mktemp("show") / "demo", quick=True)
+    return run_train_prune_demo(tmp_path_factory.mktemp("show") / "demo", quick=True)
 
 
 def test_demo_training_writes_all_listed_files(result: DemoTrainResult) -> None:
@@ -48,7 +49,7 @@ def test_demo_training_to_dict_is_json(result: DemoTrainResult) -> None:
 
 
 def test_demo_training_repeated_gives_same_result(result: DemoTrainResult) -> None:
-    second = run_demo_training(result.folder, quick=True)
+    second = run_train_prune_demo(result.folder, quick=True)
     assert second.plan.pruned_heads == result.plan.pruned_heads
     assert second.report.loss_after == result.report.loss_after
 
@@ -59,7 +60,7 @@ def test_demo_training_interrupted_writes_nothing(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("headwise.ui.demo_training.train", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run_demo_training(tmp_path / "demo", quick=True)
+        run_train_prune_demo(tmp_path / "demo", quick=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,19 +93,24 @@ def test_demo_prune_recovers_real_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_demo_costs_and_pruned_model_runs_in_llama_cpp(tmp_path: Path) -> None:
-    from headwise.ui.demo_costs import DEMO_HEADS, cache_rows, measure_demo_costs, run_llama_cpp
+    from headwise.ui.demo_pretrained import (
+        DEMO_HEADS,
+        compare_with_llama_cpp,
+        demo_head_cache_rows,
+        measure_demo_head_sensitivity,
+    )
 
     model = hw.load("smollm2")
-    costs = measure_demo_costs(model, 4)
+    costs = measure_demo_head_sensitivity(model, 4)
     assert {cost.part for cost in costs} == {"qk", "vo", "keys", "values"}
     assert all(any(head in cost.heads.split() for head in DEMO_HEADS) for cost in costs)
-    assert [row[3] for row in cache_rows(model)] == [
+    assert [row[3] for row in demo_head_cache_rows(model)] == [
         4096 * 2 * 64 * 4 / 1e6
     ] * 2  # keys and values of 64 numbers, 4 bytes
     pytest.importorskip("xllamacpp")
-    sample = run_llama_cpp(
+    sample = compare_with_llama_cpp(
         model,
-        hw.plan_pruning(model, prune="3.0,5.1,20.4", fold_mean=False),
+        hw.plan_pruning(model, PruneRequest(heads="3.0,5.1,20.4", fold_mean=False)),
         tmp_path / "elsewhere",
         "Once upon a time",
         6,

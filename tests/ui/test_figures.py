@@ -15,7 +15,7 @@ from headwise.analysis.similarity.compare_heads import HeadComparison
 from headwise.compression.paired_evaluation import LossEstimate
 from headwise.compression.pruning_curve import CurvePoint, PruningCurve
 from headwise.errors import HeadwiseError
-from headwise.ui.figures.diagram import draw_diagram
+from headwise.ui.figures.diagram import draw_attention_diagram
 from headwise.ui.figures.role_grid import LEVEL_ALPHA, NO_ROLE_COLOR
 from headwise.ui.figures.sentence_maps import draw_arcs, draw_heat_map
 from headwise.ui.figures.tradeoff_curves import draw_pruning, draw_tradeoff
@@ -136,14 +136,14 @@ def test_plot_pruning_has_line_and_band_per_ranking() -> None:
 
 def test_plot_diagram_counts_layer_parameters() -> None:
     spec = hw.preset("smollm2-135m")
-    saved_figure = draw_diagram(spec)
+    saved_figure = draw_attention_diagram(spec)
     numbers = sum(row["count"] * row["rows"] * row["columns"] for row in saved_figure.rows)
     layer = hw.MultiHeadAttention(spec.attention)
     assert numbers == sum(weight.numel() for weight in layer.parameters())
     labels = [text.get_text() for text in saved_figure.figure.axes[0].texts]
     assert labels.count("k") == 3, "heads 0, 1 and 2 share keys; 3 and 8 stand in a group each"
     with pytest.raises(HeadwiseError, match="without heads"):
-        draw_diagram(replace(spec.attention, kept_heads=()))
+        draw_attention_diagram(replace(spec.attention, kept_heads=()))
 
 
 def test_plot_heat_map_and_arcs_equal_maps() -> None:
@@ -170,7 +170,7 @@ def _make_many_heads_model() -> hw.Transformer:
 
 @pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_saved_figure_formats_are_deterministic(kind: str, start: bytes, tmp_path: Path) -> None:
-    saved_figure = draw_diagram(hw.AttentionSpec(width=64, heads=4, kv_heads=2))
+    saved_figure = draw_attention_diagram(hw.AttentionSpec(width=64, heads=4, kv_heads=2))
     first, second = (saved_figure.save(tmp_path / f"{name}.{kind}").read_bytes() for name in "ab")
     assert first.startswith(start)
     assert first == second

@@ -13,22 +13,16 @@ from headwise.analysis.ablation.importance import HeadImportance
 from headwise.analysis.ablation.sensitivity import QuantizationCost
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
 from headwise.analysis.attribution.ov_analysis import TokenEffects
+from headwise.analysis.head_facts import AblationSummary, ComposedHead, HeadFacts, OVSummary, measure_head_facts
 from headwise.analysis.metrics.long_offsets import STREAMING_POLICY
 from headwise.analysis.metrics.role_examples import RoleExample
 from headwise.analysis.roles.causal_effects import CausalEffect
 from headwise.analysis.roles.roles import RoleEvidence
+from headwise.compression.head_cost import CompressionCostSummary, measure_compression_cost
 from headwise.compression.paired_evaluation import LossEstimate
 from headwise.compression.streaming_cost import BOUND, KINDS, StreamingCost, StreamingTestResult
 from headwise.text.build_tokenizers import byte_tokenizer
 from headwise.ui.glossary import GLOSSARY
-from headwise.ui.head_facts import (
-    AblationSummary,
-    ComposedHead,
-    CompressionCostSummary,
-    HeadFacts,
-    OVSummary,
-    gather_facts,
-)
 from headwise.ui.head_summary import summary_lines
 from headwise.ui.role_descriptions import RELATION_ROLES, TOKEN_ROLES
 
@@ -61,8 +55,9 @@ def make_evidence(name, evidence_level, score, **fields):
     return replace(evidence, **fields)
 
 
-def lines_by_term(profile, head, facts=None):
-    return {line.term: line.text for line in reversed(summary_lines(profile, head, facts))}  # the first of each kind
+def lines_by_term(profile, head, facts=None, cost=None):
+    lines = summary_lines(profile, head, facts, cost)
+    return {line.term: line.text for line in reversed(lines)}  # the first of each kind
 
 
 def test_head_summary_random_model_reports_nothing_found(random_model, profile):
@@ -72,8 +67,8 @@ def test_head_summary_random_model_reports_nothing_found(random_model, profile):
         assert summary["unclear"].startswith(f"Head {head.address}: nothing found. On 6 texts no role of it")
         assert f"{profile.family_size:,} tests" in summary["unclear"]
     head = next(iter(profile))
-    facts = gather_facts(random_model, head, TEXTS)
-    assert facts.errors == ()
+    facts = measure_head_facts(random_model, head, TEXTS)
+    assert facts.errors == measure_compression_cost(random_model, head, TEXTS).errors == ()
     summary = lines_by_term(profile, head, facts)
     assert facts.ov_summary is not None
     effect = facts.ov_summary.effect
@@ -112,13 +107,15 @@ def test_head_summary_contains_every_number(profile):
         OVSummary(-0.45, 0.02, (TokenEffects(" ship", [(" harbour", 2.0)], [(" paint", -1.0)]),),
               AttendedLogitEffect(0.66, 0.47, 0.85, 1027, 0.007, 22)),
         AblationSummary(HeadImportance("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03), "ablation", "mean", "nats a token", 64),
-        CompressionCostSummary((QuantizationCost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats a token",
-             16, 2_097_152, "0.0",
-             StreamingTestResult(hw.CachePolicy(sink_tokens=4, window=128),
-                           (StreamingCost("nouns repeated", 2.85, LossEstimate(3.1, 2.8, 3.4), 12),))),
         ("0.1", "0.2"), ComposedHead("0.3", 0.19, 0.04), None, (("1.1", 0.123),),
     )  # fmt: skip
-    summary = summary_lines(profile, head, facts)
+    head_cost = CompressionCostSummary(
+        (QuantizationCost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats a token",
+        16, 2_097_152, "0.0",
+        StreamingTestResult(hw.CachePolicy(sink_tokens=4, window=128),
+                      (StreamingCost("nouns repeated", 2.85, LossEstimate(3.1, 2.8, 3.4), 12),)),
+    )  # fmt: skip
+    summary = summary_lines(profile, head, facts, head_cost)
     text = " ".join(line.text for line in summary)
     for part in (
         "attends from the second copy of a random token to the token after the first copy (induction): in the cases measured "
@@ -175,7 +172,7 @@ def test_head_summary_encoder_has_no_direct_effect_sentence():
     model = hw.Transformer(hw.ModelSpec(vocab=257, context=64, layers=1, kind="encoder", attention=attention)).eval()
     model.tokenizer = byte_tokenizer()
     head = hw.profile(model, TEXTS, causal=False)["0.1"]
-    ov_summary = gather_facts(model, head, TEXTS).ov_summary
+    ov_summary = measure_head_facts(model, head, TEXTS).ov_summary
     assert ov_summary is not None
     assert ov_summary.effect is None
 
@@ -204,11 +201,9 @@ def test_head_summary_streaming_recommended_only_if_attention_and_all_losses_all
     profile, monkeypatch, local, measured, recommended
 ):
     flags = None if local is None else np.full(len(profile), local)
-    monkeypatch.setattr("headwise.ui.head_summary.streamable_heads", lambda accumulator: flags)
-    facts = HeadFacts(
-        cost=CompressionCostSummary(kv_head="0.0", streaming_cost=StreamingTestResult(STREAMING_POLICY, measured))
-    )
-    text = lines_by_term(profile, next(iter(profile)), facts).get("streaming", "")
+    monkeypatch.setattr("headwise.ui.head_summary.streaming_candidate_mask", lambda accumulator: flags)
+    head_cost = CompressionCostSummary(kv_head="0.0", streaming_cost=StreamingTestResult(STREAMING_POLICY, measured))
+    text = lines_by_term(profile, next(iter(profile)), cost=head_cost).get("streaming", "")
     assert ("can stream" in text) == recommended
     assert all(f"{cost.kind} 2.50" in text for cost in measured)
 
@@ -223,11 +218,11 @@ def test_head_summary_attention_outside_the_window_is_a_figure_and_no_recommenda
     )
 
 
-def test_gather_facts_measures_streaming_only_if_attention_is_local(random_model, profile):
+def test_head_cost_measures_streaming_only_if_attention_is_local(random_model, profile):
     head = profile["0.1"]
     for beyond, measured in ((0.4, False), (float("nan"), False), (0.01, True)):
-        cost = gather_facts(random_model, replace(head, metrics={**head.metrics, "outside window": beyond}), TEXTS).cost
-        assert cost is not None
+        measured_head = replace(head, metrics={**head.metrics, "outside window": beyond})
+        cost = measure_compression_cost(random_model, measured_head, TEXTS)
         assert (cost.streaming_cost is not None) == measured
 
 
@@ -241,7 +236,9 @@ def test_head_summary_attached_model():
     attached.tokenizer = byte_tokenizer()
     head_profile = hw.profile(attached, TEXTS, causal=False)
     head = head_profile["1.1"]
-    summary = lines_by_term(head_profile, head, gather_facts(attached, head, TEXTS))
+    summary = lines_by_term(
+        head_profile, head, measure_head_facts(attached, head, TEXTS), measure_compression_cost(attached, head, TEXTS)
+    )
     assert {"unclear", "idle pattern", "direct effect", "importance", "bits", "partners"} <= set(summary)
     assert "nothing found" in summary["unclear"]
 
@@ -276,7 +273,9 @@ def test_head_summary_encoder_decoder_without_pairs():
     model.tokenizer = byte_tokenizer()
     head_profile = hw.profile(model, TEXTS[:3], causal=False)
     for address in ("enc.0.1", "dec.0.0", "cross.0.1"):
-        facts = gather_facts(model, head_profile[address])
+        facts = measure_head_facts(model, head_profile[address])
         assert facts.ablation is None
-        assert any("pairs" in reason for reason in facts.errors)
-        assert "nothing found" in lines_by_term(head_profile, head_profile[address], facts)["unclear"]
+        cost = measure_compression_cost(model, head_profile[address])
+        for errors in (facts.errors, cost.errors):
+            assert any("pairs" in reason for reason in errors)
+        assert "nothing found" in lines_by_term(head_profile, head_profile[address], facts, cost)["unclear"]

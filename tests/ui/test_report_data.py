@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.analysis import sentence_recording
 from headwise.analysis.attribution.ov_analysis import output_shares, value_weighted_map
 from headwise.analysis.metrics.top_contexts import AttentionContext
 from headwise.analysis.recording.attention_maps import attention_maps
@@ -22,7 +23,6 @@ from headwise.experiments.run_claims import ClaimResult
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import byte_tokenizer
 from headwise.text.corpus import Corpus
-from headwise.ui import sentence_page_data
 from headwise.ui.claims_page_data import claim_dicts, claims_report_data
 from headwise.ui.report_data import _context_data, make_report_data, make_sentence_data, page_files
 from headwise.ui.sentence_page_data import to_sqrt_bytes
@@ -106,7 +106,7 @@ def test_make_sentence_shares_equal_write_share(model):
 def test_make_sentence_large_maps_keep_thumbnails_and_top_edges(model, monkeypatch):
     text = "The cat sat on the mat because it was soft, and it slept."
     full = make_sentence_data(model, text)
-    monkeypatch.setattr(sentence_page_data, "MAX_FULL_WEIGHTS", 0)
+    monkeypatch.setattr(sentence_recording, "MAX_FULL_WEIGHTS", 0)
     sentence = make_sentence_data(model, text)
     n, H, k = len(sentence["tokens"]), len(sentence["heads"]), sentence["per_row"]
     maps = decode_uint8(full["maps"]).reshape(H, n, n)
@@ -117,11 +117,11 @@ def test_make_sentence_large_maps_keep_thumbnails_and_top_edges(model, monkeypat
         decode_uint16(sentence["columns"]).reshape(H, n, k),
     )
     expected = -np.sort(-maps.astype(int), -1)[..., :k]
-    above_threshold = expected >= 255 * np.sqrt(sentence_page_data.MIN_EDGE_WEIGHT) + 1
+    above_threshold = expected >= 255 * np.sqrt(sentence_recording.MIN_EDGE_WEIGHT) + 1
     assert above_threshold.any()
     assert (weights[above_threshold] == expected[above_threshold]).all()
     assert (np.take_along_axis(maps, columns.astype(int), -1)[above_threshold] == expected[above_threshold]).all()
-    assert (weights[expected <= 255 * np.sqrt(sentence_page_data.MIN_EDGE_WEIGHT) - 1] == 0).all()
+    assert (weights[expected <= 255 * np.sqrt(sentence_recording.MIN_EDGE_WEIGHT) - 1] == 0).all()
 
 
 def test_make_sentence_next_token_shares_sum_to_logit(model):

@@ -156,7 +156,7 @@ TEMPLATES = (
     Template(r"It also attends from a possessive pronoun", followers, "several", ("possessive <", "bracket >")),
     # further roles
     Template(
-        r"Further roles at the same evidence level \(value-weighted, p up to \S+\), less far above their baselines: bracket 80 %",
+        r"Further roles at the same evidence level \(value-weighted, p up to \S+\), less far above their baselines: bracket",
         ranked_heads, "same level, less far", ("same level, farther", "lower level"),
     ),
     Template(

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 import headwise as hw
-from headwise.weights.migration import format_1_tensor_name
+from headwise.spec.migration import to_format_1_tensor_name
 from headwise.weights.model_info import info
 
 DATA = Path(__file__).parent / "data" / "format1"
@@ -58,7 +58,7 @@ def test_save_of_migrated_model_loads_equally(name: str, tmp_path: Path) -> None
 def test_migrated_tensor_names_lead_back_to_format_1(name: str) -> None:
     model = hw.load(DATA / name)
     tied = "output.vocabulary.weight"
-    names = {format_1_tensor_name(key) for key in model.state_dict() if not (model.spec.tied and key == tied)}
+    names = {to_format_1_tensor_name(key) for key in model.state_dict() if not (model.spec.tied and key == tied)}
     with safe_open(DATA / name / "model.safetensors", "pt") as opened:
         assert names == set(opened.keys())
 

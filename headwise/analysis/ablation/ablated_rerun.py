@@ -32,9 +32,9 @@ class FullRerun:
             BaselineLogProbs(model, batch, x) if batch.targets is not None else None for batch, x in pairs
         ]
 
-    def hidden_at_targets(self, batch: int) -> Tensor:
+    def hidden_at_targets(self, batch_index: int) -> Tensor:
         """Final states as they are now, at the places asked about: (B, R, D)."""
-        return self.batches[batch].select_target_rows(self.batches[batch].final_hidden_states(self.model))
+        return self.batches[batch_index].select_target_rows(self.batches[batch_index].final_hidden_states(self.model))
 
     def advance_to(self, layer: AttentionLayerProtocol) -> None:
         """Changes in this layer or behind it are asked about next."""
@@ -55,7 +55,7 @@ class FullRerun:
                 )
                 results.append(torch.stack((lost, lost)))
             else:
-                results.append(baseline.loss_and_kl(states))
+                results.append(baseline.loss_increase_and_kl(states))
         return torch.cat(results, 1).tolist()
 
     def clean_calls(self, layer: AttentionLayerProtocol) -> list[AttentionCall]:
@@ -66,7 +66,7 @@ class FullRerun:
                 self.hidden_at_targets(i)
         return calls
 
-    def clean_loss(self) -> float | None:
+    def mean_clean_loss(self) -> float | None:
         """The mean loss of the untouched model."""
         if self.batches[0].targets is None:
             return None
@@ -86,12 +86,12 @@ class PartialRerun(FullRerun):
         self.hidden_states, self.contexts = [x for x, _ in begun], [context for _, context in begun]
         super().__init__(model, batches)
 
-    def hidden_at_targets(self, batch: int) -> Tensor:
+    def hidden_at_targets(self, batch_index: int) -> Tensor:
         """From the block the walk has come to."""
-        x, context = self.hidden_states[batch], self.contexts[batch]
+        x, context = self.hidden_states[batch_index], self.contexts[batch_index]
         for block in self.blocks[self.block_index :]:
             x = block(x, context)
-        x = self.batches[batch].select_target_rows(x)
+        x = self.batches[batch_index].select_target_rows(x)
         return x if self.native_model.norm is None else self.native_model.norm(x)
 
     def clean_calls(self, layer: AttentionLayerProtocol) -> list[AttentionCall]:
@@ -133,7 +133,7 @@ class BaselineLogProbs:
             # small drifts are differences of near-equal numbers
             yield self.model.output(chunk).double().log_softmax(-1)
 
-    def loss_and_kl(self, states: Tensor) -> Tensor:
+    def loss_increase_and_kl(self, states: Tensor) -> Tensor:
         """What each text loses by these states (B, R, D), and KL(untouched ‖ these), summed over its places: (2, B)."""
         totals = torch.zeros(2, *self.has_target.shape, dtype=torch.float64, device=states.device)  # (2, B, R)
         chunks = []

@@ -60,7 +60,7 @@ def ablation_sweep(
                 changed[copy, :, checkpoint.hook_point.head_index(selected[head_index])] = replacements[:, head_index]
             results = batch.score_hidden_states(model, checkpoint.resume(changed.flatten(0, 1)))
             scores |= zip((selected[i] for i in head_slice), results.unflatten(0, (len(head_slice), -1)), strict=True)
-    clean = batch.score_hidden_states(model, forward.hidden_states)
+    clean = batch.score_hidden_states(model, forward.last_hidden_state)
     lost = [batch.loss_increase(scores[head], clean) for head in heads]
     return torch.stack(lost) if lost else clean.new_zeros(0, len(batch.ids)), clean
 
@@ -131,19 +131,19 @@ class AblationSweepCost:
         return self.sweep_flops / self.naive_flops
 
 
-def sweep_cost(spec: ModelSpec, length: int, rows: int | None = None) -> AblationSweepCost:
+def sweep_cost(spec: ModelSpec, length: int, target_rows: int | None = None) -> AblationSweepCost:
     """What ablating every head costs on a text of so many tokens, `rows` of them asked about (None: all).
 
     Matrix products alone, 2 operations a multiplication, every pair of tokens counted; both sides project only the rows
     asked about onto the vocabulary.
 
     >>> from headwise.spec import preset
-    >>> round(sweep_cost(preset("gpt2"), 256).ratio, 2), round(sweep_cost(preset("gpt2"), 256, rows=1).ratio, 2)
+    >>> round(sweep_cost(preset("gpt2"), 256).ratio, 2), round(sweep_cost(preset("gpt2"), 256, target_rows=1).ratio, 2)
     (0.67, 0.47)
     """
-    rows = length if rows is None else rows
+    target_rows = length if target_rows is None else target_rows
     cost = pass_cost(spec, length)
-    full_pass = cost.total_flops(rows)
+    full_pass = cost.total_flops(target_rows)
     sweep_total = full_pass  # the walk itself
     for layer, layer_address in enumerate(spec.layer_addresses):
         # MLPs over all rows: this one and those behind it, but for the last
@@ -152,7 +152,7 @@ def sweep_cost(spec: ModelSpec, length: int, rows: int | None = None) -> Ablatio
             cost.output_flops[layer] + sum(cost.attention_flops[layer + 1 :]) + full_mlps * length * cost.mlp_flops
         )
         sweep_total += len(spec.attention_at(layer_address).head_ids) * (
-            remaining + rows * (cost.mlp_flops + cost.logits_flops)
+            remaining + target_rows * (cost.mlp_flops + cost.logits_flops)
         )
     return AblationSweepCost(sweep_total, full_pass * len(spec.head_addresses))
 
@@ -167,16 +167,16 @@ class ForwardPassCost:
     logits_flops: int  # for one row
     mlp_rows: int  # that pass through MLPs, of all blocks together
 
-    def total_flops(self, rows: int) -> int:
+    def total_flops(self, target_rows: int) -> int:
         """The pass, with so many rows projected onto the vocabulary."""
-        return sum(self.attention_flops) + self.mlp_rows * self.mlp_flops + rows * self.logits_flops
+        return sum(self.attention_flops) + self.mlp_rows * self.mlp_flops + target_rows * self.logits_flops
 
 
 def pass_cost(spec: ModelSpec, length: int, causal: bool = False) -> ForwardPassCost:
     """What a forward pass over so many tokens costs; `causal` leaves out pairs of tokens that a decoder's mask hides.
 
     >>> from headwise.spec import preset
-    >>> pass_cost(preset("gpt2"), 1).total_flops(rows=1) // 2 - 2 * 12 * 768  # but for one pair of tokens: one a weight
+    >>> pass_cost(preset("gpt2"), 1).total_flops(target_rows=1) // 2 - 2 * 12 * 768  # one pair of tokens aside
     123532032
     """
     D, output_flops, attention_flops = spec.width, [], []

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.analysis.ablation.head_outputs import HeadOutputs, record_z
-from headwise.analysis.recording.batching import TextSample, TokenBatch, tokenizer_of
+from headwise.analysis.recording.batching import TextSample, TokenBatch, make_batch, tokenizer_of
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import HeadwiseError
 from headwise.heads.head import HeadPattern
 from headwise.kernels.rounding_tolerance import at_least_float32
@@ -37,6 +39,20 @@ class TargetBatch:
     source_real_tokens: Tensor | None = None  # (B, S)
     # (B, T), tokens whose surprise is subtracted: answers are then minus the lead over them
     rivals: Tensor | None = None
+
+    @classmethod
+    def of(cls, model: ModelProtocol, corpus: Any = None, *, texts: int, max_length: int) -> "TargetBatch":
+        """Make one batch of the first texts of a corpus that are long enough to have a target.
+
+        Args:
+            model: The model that is evaluated.
+            corpus: A text, a list of texts, a path or a `Corpus`. None is the default corpus of the model.
+            texts: Number of texts.
+            max_length: Tokens of one text at most, if the corpus is not tokenized yet.
+        """
+        tokenized = TokenizedCorpus.of(model, corpus, needs_targets=True, default_length=max_length)
+        samples = list(islice(evaluable_samples(model, tokenized), texts))
+        return make_target_batch(model, make_batch(samples, device=model.device))
 
     def final_hidden_states(self, model: ModelProtocol, gates: Any = None) -> Tensor:
         """One forward pass: final states (B, T, D)."""

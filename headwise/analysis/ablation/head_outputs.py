@@ -219,16 +219,18 @@ def token_positions(z: Tensor, attention_mask: Tensor | None) -> Tensor:
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
 
 
-def gather_z_at_positions(z: Tensor, attention_mask: Tensor | None, positions: Tensor, batch: int) -> Tensor:
+def gather_z_at_positions(z: Tensor, attention_mask: Tensor | None, positions: Tensor, batch_size: int) -> Tensor:
     """Rows of another run for tokens at these places, (1 or B, T); a shorter text begins again: (B, n, T, e)."""
-    if len(z) not in (1, batch):
-        raise HeadwiseError(f"the other run has {len(z)} texts and this one {batch}; give as many, or a single one.")
+    if len(z) not in (1, batch_size):
+        raise HeadwiseError(
+            f"the other run has {len(z)} texts and this one {batch_size}; give as many, or a single one."
+        )
     first = torch.zeros(len(z), 1, dtype=torch.long, device=z.device)
     length = first + z.shape[2] if attention_mask is None else attention_mask.long().sum(1, keepdim=True)  # (B, 1)
     first = first if attention_mask is None else attention_mask.long().argmax(1, keepdim=True)
-    rows = (first + positions.to(z.device) % length.clamp(min=1)).expand(batch, -1)  # (B, T)
+    rows = (first + positions.to(z.device) % length.clamp(min=1)).expand(batch_size, -1)  # (B, T)
     rows = rows[:, None, :, None].expand(-1, z.shape[1], -1, z.shape[3])  # (B, n, T, e)
-    return z.expand(batch, *z.shape[1:]).gather(2, rows)
+    return z.expand(batch_size, *z.shape[1:]).gather(2, rows)
 
 
 def _store_z(outputs: HeadOutputs, index: list[int]) -> Callable[[AttentionCall], None]:

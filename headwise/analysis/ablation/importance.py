@@ -119,12 +119,12 @@ class Importance:
     @cached_property
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
         """95 % of the bootstrap over texts: low and high, (heads,)."""
-        return bootstrap_interval(*self.accumulator.per_bucket("importance"))
+        return bootstrap_interval(*self.accumulator.bucket_sums_and_counts("importance"))
 
     @cached_property
     def above_layer(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """How much more is lost than without a random other head of its layer: mean, low, high; NaN where it is alone."""
-        sums, counts = self.accumulator.per_bucket("importance")
+        sums, counts = self.accumulator.bucket_sums_and_counts("importance")
         others = np.zeros_like(sums)
         is_only_head = np.zeros(len(self.addresses), dtype=bool)
         for index, address in enumerate(self.addresses):

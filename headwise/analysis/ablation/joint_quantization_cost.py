@@ -15,7 +15,7 @@ import torch
 
 from headwise.analysis.ablation.eval_targets import check_metric, evaluable_samples, make_target_batch
 from headwise.analysis.ablation.head_outputs import eval_corpus
-from headwise.analysis.ablation.sensitivity import BATCH_TOKENS, default_basis, make_rerunner
+from headwise.analysis.ablation.sensitivity import BATCH_TOKENS, default_weight_basis, make_rerunner
 from headwise.analysis.ablation.temporary_quantization import (
     WEIGHT_PARTS,
     QuantizationTarget,
@@ -43,13 +43,17 @@ class JointQuantizationCosts:
     kl_sums: np.ndarray  # (sets, texts): how far the model has drifted on it
     counts: np.ndarray  # (texts,): tokens it was asked for
 
-    def loss_per_text(self, *keys: str) -> np.ndarray:
+    def loss_increase_per_text(self, *kv_heads: str) -> np.ndarray:
         """What a set of key heads costs each text, (texts,)."""
-        return self.loss_sums[self.sets.index(keys)]
+        return self.loss_sums[self.sets.index(kv_heads)]
 
     def pair_interaction(self, first: str, second: str) -> np.ndarray:
         """loss(one, other) − loss(one) − loss(other) + loss, summed over each text: (texts,)."""
-        return self.loss_per_text(first, second) - self.loss_per_text(first) - self.loss_per_text(second)
+        return (
+            self.loss_increase_per_text(first, second)
+            - self.loss_increase_per_text(first)
+            - self.loss_increase_per_text(second)
+        )
 
 
 @torch.no_grad()
@@ -92,7 +96,9 @@ def joint_quantization_costs(
         raise HeadwiseError("a set of heads is empty; name at least one key head in each.")
     used = {layer_of[key] for head_set in requested for key in head_set}
     base = {
-        index: change_basis(LayerHeadMatrices.from_layer(layers[index]), layers[index].spec, default_basis(model))
+        index: change_basis(
+            LayerHeadMatrices.from_layer(layers[index]), layers[index].spec, default_weight_basis(model)
+        )
         for index in used
     }
 

@@ -36,15 +36,15 @@ from headwise.analysis.ablation.temporary_quantization import (
 from headwise.analysis.metrics.statistics import bootstrap_interval
 from headwise.analysis.recording.batching import make_batches, reachable_hook_points
 from headwise.errors import HeadwiseError, suggest_names
-from headwise.heads.balanced_basis import Basis, LayerHeadMatrices, change_basis, check_basis
+from headwise.heads.balanced_basis import LayerHeadMatrices, change_basis
 from headwise.heads.head import AttentionLayerProtocol, HeadPattern
 from headwise.heads.hook_point import AttentionCall
 from headwise.io.atomic_write import write_atomic
 from headwise.io.resolve_path import read_text
 from headwise.model import ModelProtocol, Transformer, eval_mode
+from headwise.model.weights_digest import weights_digest
 from headwise.progress import Progress
-from headwise.spec.weight_bits import GROUP_SIZE, check_group_size
-from headwise.training.run_setup import weights_digest
+from headwise.spec.weight_bits import GROUP_SIZE, Basis, check_basis, check_group_size
 
 BATCH_TOKENS = 2048  # run at once
 
@@ -172,7 +172,7 @@ def sensitivity(
     parts, bits = tuple(parts), tuple(bits)
     check_parts(parts, bits)
     check_group_size(group_size)
-    basis = basis or default_basis(model)
+    basis = basis or default_weight_basis(model)
     check_basis(basis)
     if basis != "given" and not isinstance(model, Transformer):
         raise HeadwiseError(
@@ -196,7 +196,8 @@ def sensitivity(
         rerunner = make_rerunner(model, batches)
         metadata = {
             "model": weights_digest(model), "texts": _fingerprint(batches), "group_size": group_size, "basis": basis,
-            "metric": "1 − cosine" if batches[0].targets is None else "nats a token", "clean_loss": rerunner.clean_loss(),
+            "metric": "1 − cosine" if batches[0].targets is None else "nats a token",
+            "clean_loss": rerunner.mean_clean_loss(),
             "counts": torch.cat([item.targets_per_text for item in batches]).tolist(),
         }  # fmt: skip
         all_targets = tuple(target for item in targets_by_layer.values() for target in item)
@@ -242,7 +243,7 @@ def _quantized_change(
     )
 
 
-def default_basis(model: ModelProtocol) -> Basis:
+def default_weight_basis(model: ModelProtocol) -> Basis:
     """The basis heads are rounded in unless another is asked for."""
     return "balanced" if isinstance(model, Transformer) else "given"
 

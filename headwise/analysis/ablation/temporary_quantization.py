@@ -38,10 +38,7 @@ def quantization_targets(
 ) -> list[QuantizationTarget]:
     """What can be asked of a layer; a key head is asked about if any of its heads is."""
     spec, layer_address, targets = layer.spec, layer.hook_point.address, []
-    for kv_index, kv_id in enumerate(spec.kv_head_ids):
-        readers = [
-            head for head, kv_of_reader in zip(spec.head_ids, spec.kv_of_head, strict=True) if kv_of_reader == kv_index
-        ]
+    for kv_id, readers in zip(spec.kv_head_ids, spec.heads_of_kv, strict=True):
         if any(layer_address.head_address(head) in heads for head in readers):
             reader_names = tuple(str(layer_address.head_address(head)) for head in readers)
             targets += [

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.metrics.prompt_metric import require_lm_head
+from headwise.analysis.metrics.prompt_metric import require_lm_residual_stream
 from headwise.analysis.metrics.statistics import MIN_UNITS
 from headwise.analysis.recording.batching import TokenBatch, forward_batch, make_batches, tokenizer_of
 from headwise.analysis.recording.recording import select_heads
@@ -95,7 +95,7 @@ def direct_effects(
     >>> effect.low <= effect.mean <= effect.high
     True
     """
-    residual = require_lm_head(model, "a direct effect on logits")
+    residual = require_lm_residual_stream(model, "a direct effect on logits")
     addresses = select_heads(heads, model.spec.head_addresses)
     samples = {address: _Samples() for address in addresses}
     recorder = _Recorder(model, residual)
@@ -160,9 +160,9 @@ class _Recorder:
             if address in addresses:
                 token = self.batch.ids.gather(1, keys[:, head])  # (B, T)
                 output = (call.z[:, head] @ call.hook_point.W_O[head]).to(self.unembedding.dtype)  # (B, T, D)
-                output = output if after is None else after.apply_gain(output)
+                output = output if after is None else after.center_and_apply_gain(output)
                 self.unscaled[address] = (
-                    (self.residual.norm.apply_gain(output) * self.unembedding[token]).sum(-1).double()
+                    (self.residual.norm.center_and_apply_gain(output) * self.unembedding[token]).sum(-1).double()
                 )
                 self.keys[address] = keys[:, head]
 

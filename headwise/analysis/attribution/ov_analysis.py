@@ -14,7 +14,7 @@ from headwise.analysis.recording.attention_maps import attention_maps
 from headwise.analysis.recording.batching import forward_batch, make_batches, reachable_hook_points, tokenizer_of
 from headwise.analysis.recording.recording import record, select_heads
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.profile_result import HeadProfile
+from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.errors import HeadwiseError
 from headwise.heads.head import Circuit, Head, HeadPattern
 from headwise.heads.hook_point import AttentionCall
@@ -29,10 +29,10 @@ __all__ = [
     "TokenEffects",
     "ValueWeightedMap",
     "copying_scores",
-    "effects_of_attended_tokens",
     "logit_attribution",
     "output_shares",
     "token_effects",
+    "top_context_token_effects",
     "value_weighted_map",
 ]
 
@@ -115,14 +115,14 @@ def token_effects(
     ]
 
 
-def effects_of_attended_tokens(
-    model: ModelProtocol, head: HeadProfile, k: int = 6, *, max_tokens: int = 3
+def top_context_token_effects(
+    model: ModelProtocol, head_profile: HeadProfile, k: int = 6, *, max_tokens: int = 3
 ) -> list[TokenEffects]:
     """The same for the first tokens of the words it was seen looking at hardest, so many of them; none if none was seen."""
-    words = dict.fromkeys(context.attended for context in head.top_contexts)
+    words = dict.fromkeys(context.attended for context in head_profile.top_contexts)
     first = (tokenizer_of(model).encode(f" {word}", add_special_tokens=False)[:1] for word in words)
     ids = list(dict.fromkeys(i for token_ids in first for i in token_ids))[:max_tokens]
-    return token_effects(model, head.address, ids, k) if ids else []
+    return token_effects(model, head_profile.address, ids, k) if ids else []
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +195,7 @@ def output_shares(
     if not addresses:
         return {}
     along, lengths = accumulator.mean("fraction"), accumulator.mean("norm_fraction")
-    rows = accumulator.per_bucket("fraction")[1].sum(0)
+    rows = accumulator.bucket_sums_and_counts("fraction")[1].sum(0)
     return {
         str(a): LayerOutputFraction(float(along[i]), float(lengths[i]), int(rows[i])) for i, a in enumerate(addresses)
     }
@@ -263,8 +263,8 @@ def _typical_inputs(model: ModelProtocol, head_view: Head, ids: list[int], corpu
 
 def _to_logits(residual: ResidualStream, residual_layer: ResidualLayer, output: Tensor) -> Tensor:
     """Scores of all words, up to the scale of norms on the way: (n, D) → (n, V)"""
-    output = output if residual_layer.post_norm is None else residual_layer.post_norm.apply_gain(output)
-    return residual.logits(residual.norm.apply_gain(output))
+    output = output if residual_layer.post_norm is None else residual_layer.post_norm.center_and_apply_gain(output)
+    return residual.unembed(residual.norm.center_and_apply_gain(output))
 
 
 def _topk_row(topk: Any, row: int) -> tuple[list[int], list[float]]:

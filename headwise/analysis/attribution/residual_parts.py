@@ -71,7 +71,7 @@ class ResidualParts:
             def after_post_norm(
                 output: Tensor, post_norm: LinearizedNorm | None = post_norm, scale: Tensor | None = scale
             ) -> Tensor:
-                return output if post_norm is None or scale is None else post_norm.apply_gain(output) * scale
+                return output if post_norm is None or scale is None else post_norm.center_and_apply_gain(output) * scale
 
             W_O = attention_layer.hook_point.W_O.double()  # (H, e, D)
             for i, address in enumerate(attention_layer.hook_point.head_addresses):
@@ -100,7 +100,7 @@ class ResidualParts:
         names, parts = [name for name, _ in named], torch.stack([part for _, part in named])  # (P, n, D)
         norm = self.input_norm(layer)
         if norm is not None:
-            parts = norm.apply_gain(parts) * norm.scale(parts.sum(0))
+            parts = norm.center_and_apply_gain(parts) * norm.scale(parts.sum(0))
             if norm.bias is not None:
                 parts[names.index(BIASES)] += norm.bias.double()
         return names, parts

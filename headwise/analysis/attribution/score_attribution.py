@@ -159,7 +159,7 @@ def explain(
     key_position = max(groups.tokens[key_group], key=lambda token: float(weights[token]))
     if key_position not in visible:
         raise HeadwiseError(
-            f"{groups.names[groups.find(query)]!r} cannot see {groups.names[key_group]!r} in {address}."
+            f"{groups.unique_labels[groups.find(query)]!r} cannot see {groups.unique_labels[key_group]!r} in {address}."
         )
     keys = visible if relative_to_mean else [key_position]
     transform = _qk_transform(residual_parts, address)
@@ -190,7 +190,7 @@ def explain(
     )
     named_path = tuple(_with_token_names(groups, step) for step in path)
     label_text = text if isinstance(text, str) else " ".join(groups.labels)
-    query_name, key_name = groups.names[groups.find(query)], groups.names[key_group]
+    query_name, key_name = groups.unique_labels[groups.find(query)], groups.unique_labels[key_group]
     return ScoreAttribution(
         label_text, str(address), query_name, key_name, float(weights[key_position]), model_score, pair_scores,
         tuple(names), position_bias, relative_to_mean, named_path,
@@ -303,7 +303,7 @@ def _with_token_names(groups: TokenGroups, step: AttentionPathStep) -> Attention
     """The same with tokens as a person reads them."""
 
     def name(token: int) -> str:
-        return next(groups.names[i] for i, tokens in enumerate(groups.tokens) if token in tokens)
+        return next(groups.unique_labels[i] for i, tokens in enumerate(groups.tokens) if token in tokens)
 
     source_name = None if step.source_token is None else name(int(step.source_token))
     return step._replace(token=name(int(step.token)), source_token=source_name)

@@ -45,7 +45,7 @@ class Accumulator:
             self.sums[group], self.counts[group] = np.zeros(shape), np.zeros(shape)
             self.fields |= {name: (group, column) for column, name in enumerate(names)}
 
-    def per_bucket(self, name: str, half: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def bucket_sums_and_counts(self, name: str, half: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Sums and counts of a measure, (buckets, heads), of all buckets or of those in one half."""
         if name not in self.fields:
             raise HeadwiseError(f"{name!r} was not measured; {suggest_names(name, self.fields)}")
@@ -56,7 +56,7 @@ class Accumulator:
 
     def mean(self, name: str, half: int | None = None) -> np.ndarray:
         """The mean over all rows, (heads,), or over those of one half; NaN where there are none."""
-        sums, counts = self.per_bucket(name, half)
+        sums, counts = self.bucket_sums_and_counts(name, half)
         rows = counts.sum(0)
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(rows > 0, sums.sum(0) / rows, np.nan)  # what rounding left in an empty sum is nothing

@@ -1,5 +1,6 @@
-"""One call at one site while a batch is read, as measures are shown it."""
+"""One attention call while a batch is read, as metrics and observers see it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,8 +8,10 @@ from functools import cached_property
 from torch import Tensor
 
 from headwise.analysis.metrics.batch_context import BatchContext
-from headwise.analysis.metrics.row_blocks import value_output_norms
+from headwise.analysis.metrics.row_blocks import RowBlock, value_output_norms
 from headwise.heads.hook_point import AttentionCall
+
+BlockListener = Callable[[RowBlock], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,3 +53,14 @@ class AttentionCallContext:
     def key_features(self) -> Tensor:
         """All columns over the keys, (B, H, S, f)."""
         return self.batch_context.key_features(self.value_output_norms)
+
+
+class AttentionObserver(ABC):
+    """Object that sees the attention calls of a pass and computes no metric. It keeps examples or rows of attention."""
+
+    needs_full_detail = False  # it needs a walk over every cell, which detail="light" does not make
+    supports_cross_attention = True
+
+    @abstractmethod
+    def on_call(self, call: AttentionCallContext) -> BlockListener | None:
+        """See one attention call. Return a function that is called with each of its blocks of rows, or None."""

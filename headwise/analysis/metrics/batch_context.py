@@ -121,7 +121,7 @@ class BatchContext:
         return (special == 0) & self.batch.real_tokens
 
     @cached_property
-    def non_special_columns(self) -> range | None:
+    def non_special_column_range(self) -> range | None:
         """The columns between special tokens that stand around every text, or all of them; None where some stand within.
         Padding may be among them: nobody sees it."""
         special = ~self.non_special_mask & self.batch.real_tokens  # (B, S)

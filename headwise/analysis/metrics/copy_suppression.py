@@ -21,7 +21,7 @@ from headwise.analysis.metrics.prompt_metric import (
     PromptMetric,
     PromptWithTargets,
     SampleTotals,
-    require_lm_head,
+    require_lm_residual_stream,
     run_prompts,
 )
 from headwise.analysis.metrics.role_examples import ExampleStore
@@ -50,7 +50,7 @@ class CopySuppressionMetric(PromptMetric):
 
     def measure(self, model: ModelProtocol, seed: int) -> tuple[SampleTotals, ExampleStore]:
         """Beginnings said twice, and the same with another behind them."""
-        residual = require_lm_head(model, "copy suppression")
+        residual = require_lm_residual_stream(model, "copy suppression")
         prompts = make_repeat_prompts(model, self.corpus, seed)
         responses = run_prompts(model, prompts, residual, self.score_spec.name)
         return copy_suppression_totals(responses).require_enough_samples(

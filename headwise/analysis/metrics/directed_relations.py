@@ -61,7 +61,7 @@ class DirectedRelation(str):
         return self.relation, self.direction
 
     @property
-    def target(self) -> RoleTarget:
+    def role_target(self) -> RoleTarget:
         """The word an arc leads to."""
         return RoleTarget("arc", str(self))
 
@@ -73,7 +73,7 @@ class DirectedRelation(str):
             baseline, value_weighted = (f"{self} {other}" if other else "" for other in _VARIANTS.get(kind, ("", "")))
             specs[kind] = MetricSpec(
                 f"{self} {kind}", _LABELS.get(kind, ""), baseline=baseline, value_weighted=value_weighted,
-                displayed=kind in _LABELS, positional=True, series="relation", target=self.target,
+                displayed=kind in _LABELS, positional=True, series="relation", target=self.role_target,
             )  # fmt: skip
         return specs
 

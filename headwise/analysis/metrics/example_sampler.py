@@ -13,9 +13,8 @@ from heapq import heappop, heappush
 import numpy as np
 from torch import Tensor
 
-from headwise.analysis.metrics.attention_call import AttentionCallContext
+from headwise.analysis.metrics.attention_call import AttentionCallContext, AttentionObserver
 from headwise.analysis.metrics.batch_context import FeatureLayout
-from headwise.analysis.metrics.metric import Metric
 from headwise.analysis.metrics.role_examples import (
     ARC_EXAMPLES,
     ARRAY_NAMES,
@@ -70,13 +69,13 @@ class BottomKSample:
         return self.examples.pop(-heappop(self._heap)) if len(self._heap) > self.k else None
 
 
-class ExampleSampler(Metric):
+class ExampleSampler(AttentionObserver):
     """Looks through texts, draws places, and takes down what heads do there; `finish` gives the cases.
 
     `ahead`: whether any head may look at what comes after a token. Where none does, the rest of a text is not kept."""
 
     def __init__(
-        self, heads: int, repeat_examples: Iterable[ExamplePosition], layout: FeatureLayout, ahead: bool = True
+        self, heads: int, repeat_examples: Iterable[ExamplePosition], layout: FeatureLayout, *, ahead: bool = True
     ) -> None:
         self.heads, self.repeat_examples, self.feature_names, self.ahead = (
             heads,
@@ -215,13 +214,10 @@ class ExampleSampler(Metric):
         return examples
 
 
-class ExampleRecorder(Metric):
+class ExampleRecorder(AttentionObserver):
     """Takes down what heads do at the places that are shown of repeated tokens, or of other texts read apart."""
 
-    @property
-    def supports_cross_attention(self) -> bool:
-        """It is not asked of cross-attention."""
-        return False
+    supports_cross_attention = False
 
     def __init__(self, examples: ExampleStore, relation: str = REPEAT) -> None:
         self.examples = examples

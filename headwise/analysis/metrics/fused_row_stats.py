@@ -67,7 +67,7 @@ def _is_supported(call: AttentionCall) -> bool:
     params, (_, H, T, _), S = call.params, call.q.shape, call.k.shape[2]
     plain = params.bias is None and params.softcap is None and call.q.device.type == "cpu" and S == T > 0
     available = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
-    small = _needs_no_mask(params, T, S) or T * S * params.mask_plane_count() <= MAX_MASK_ENTRIES
+    small = _needs_no_mask(params, T, S) or T * S * params.num_mask_bias_planes() <= MAX_MASK_ENTRIES
     return plain and available and small and H > 0 and call.q.dtype in (torch.float32, torch.float64)
 
 

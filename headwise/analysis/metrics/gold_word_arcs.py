@@ -144,7 +144,7 @@ class BatchWordArcs:
         parts = rows[:, None].expand(-1, len(COUNTED)), fit[:, None].expand(-1, len(COMPARED))
         return torch.cat(parts, 1).reshape(len(self.batch.samples), 1, -1).float()
 
-    def remove_self_attention(self, maps: Tensor) -> Tensor:
+    def remove_shared_token_attention(self, maps: Tensor) -> Tensor:
         """Maps (N, H, W, W + shared) as (N, H, W, W), in place: what a word gives its own tokens goes to no other that shares
         them."""
         pairs, shared_index = self._shared

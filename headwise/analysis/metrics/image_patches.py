@@ -122,7 +122,7 @@ class AttentionToPatches(Metric):
         )
         self.metric_specs = metric_spec.with_variants()
 
-    def on_call(self, call: AttentionCallContext) -> BlockAccumulator:
+    def make_accumulator(self, call: AttentionCallContext) -> BlockAccumulator:
         """All blocks of rows, one after the other."""
         return _PatchSetAccumulator(self, call)
 
@@ -152,7 +152,7 @@ class _PatchSetAccumulator(BlockAccumulator):
         block_sums = torch.stack([(values * eligible).sum(2) for values in (weight, baseline, value_weighted)], -1)
         self.sums[:, block.heads] += block_sums
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def sums_and_counts(self) -> tuple[Tensor, Tensor]:
         """Sums and counts."""
         return self.sums, self.eligible.sum().to(self.sums).expand(len(self.sums), 1, 1)
 
@@ -167,7 +167,7 @@ class SinglePatchMetric(Metric):
         positional=True, in_table=True,
     ).with_variants()  # fmt: skip
 
-    def on_call(self, call: AttentionCallContext) -> BlockAccumulator:
+    def make_accumulator(self, call: AttentionCallContext) -> BlockAccumulator:
         """All blocks of rows, one after the other."""
         return _SinglePatchAccumulator(call)
 
@@ -192,7 +192,7 @@ class _SinglePatchAccumulator(BlockAccumulator):
             totals[:, :, block.heads, cols] += torch.einsum("kr,bhrc->kbhc", self.rows[:, rows], fraction)
         self.visible[rows] = block.visible.visible_keys.float().mean((0, 1))
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def sums_and_counts(self) -> tuple[Tensor, Tensor]:
         """Sums over the rows of both colours, each at the patch that the other colour looks at most; and how many rows."""
         sums = []
         for choosing, counting in ((0, 1), (1, 0)):
@@ -231,7 +231,7 @@ class MeanPatchDistanceMetric(Metric):
         ),
     )  # fmt: skip
 
-    def on_call(self, call: AttentionCallContext) -> BlockAccumulator:
+    def make_accumulator(self, call: AttentionCallContext) -> BlockAccumulator:
         """All blocks of rows, one after the other."""
         return _PatchDistanceAccumulator(call)
 
@@ -263,7 +263,7 @@ class _PatchDistanceAccumulator(BlockAccumulator):
             [(values * eligible).sum(2) for values in (mean_distance, uniform_distance)], -1
         )
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def sums_and_counts(self) -> tuple[Tensor, Tensor]:
         """Sums and counts."""
         return self.sums, self.is_patch.sum().to(self.sums).expand(len(self.sums), 1, 1)
 

@@ -26,7 +26,7 @@ from headwise.analysis.metrics.hook_listeners import listen_at_hook_points
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec
 from headwise.analysis.metrics.prompt_metric import MIN_SAMPLES
 from headwise.analysis.metrics.row_blocks import value_output_norms
-from headwise.analysis.metrics.task_metric import TaskMetric
+from headwise.analysis.metrics.task_metric import TaskMetric, TaskResult
 from headwise.analysis.recording.batching import forward_ids, reachable_hook_points, tokenizer_of
 from headwise.analysis.recording.tokenized_corpus import default_corpus
 from headwise.heads.hook_point import AttentionCall
@@ -71,25 +71,21 @@ class FarPositionTaskMetric(TaskMetric):
 
     def __init__(self, corpus: Any = None) -> None:
         self.corpus = corpus  # whose texts are laid end to end; none: as for a profile
-        self._choices: dict[str, list[int]] = {}
-
-    @property
-    def chosen_offsets(self) -> dict[str, list[int]]:
-        """The offset and the place of each head."""
-        return self._choices
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> str:
-        """Read, choose, and add up; or why nothing is asked."""
+    ) -> TaskResult:
+        """Read the texts, choose an offset and a position for each head, and add up their weights."""
         accumulator.register_metrics(self.names)
         if model.spec.kind == "encoder-decoder":
-            return "far places are asked in one stack that reads one text."
+            return TaskResult("far places are asked in one stack that reads one text.")
         prefix, suffix = tokenizer_of(model).template_ids
         inner = range(max(1, len(prefix)), LENGTH - len(suffix))
         ids = concatenated_texts(model, self.corpus, seed)
         if len(ids) < MIN_SAMPLES:
-            return f"there is no room, or no text, for {LENGTH} tokens; {MIN_SAMPLES} such texts are needed."
+            return TaskResult(
+                f"there is no room, or no text, for {LENGTH} tokens; {MIN_SAMPLES} such texts are needed."
+            )
         hook_points = reachable_hook_points(model)
         full_attention = [
             hook_point.window is None or hook_point.window >= LENGTH
@@ -105,16 +101,21 @@ class FarPositionTaskMetric(TaskMetric):
                 forward_ids(model, batch_ids)
         if progress is not None:
             progress(FAR_OFFSET_SPECS[0].corpus_label, len(ids), len(ids))
-        self._add(accumulator, text_sums, np.array(full_attention))
-        return ""
+        return TaskResult(chosen_offsets=self._add(accumulator, text_sums, np.array(full_attention)))
 
-    def _add(self, accumulator: Accumulator, text_sums: "_FarOffsetSums", full_attention: np.ndarray) -> None:
-        """`full_attention` (heads,): those that see a whole text; a window would hide what is asked about."""
+    def _add(
+        self, accumulator: Accumulator, text_sums: "_FarOffsetSums", full_attention: np.ndarray
+    ) -> dict[str, list[int]]:
+        """Add the weights at the offset and the position chosen for each head, and return the choices.
+
+        `full_attention` (heads,) marks the heads that see the full text; a window would hide the far tokens.
+        """
+        choices: dict[str, list[int]] = {}
         sums, counts = (arrays[self.names[0]] for arrays in (accumulator.sums, accumulator.counts))
         heads = np.arange(accumulator.heads)
         for group, (name, arrays) in enumerate(text_sums.means.items()):
             best = arrays[0, 0::2].mean(0).argmax(1)  # (heads,), on the texts for choosing
-            self._choices[name] = [text_sums.labels[name][index] for index in best]
+            choices[name] = [text_sums.labels[name][index] for index in best]
             for kind in range(3):
                 value = text_sums.baselines[name][best][None] if kind == 1 else arrays[kind // 2][:, heads, best]
                 sums[: len(arrays[0]), :, 3 * group + kind] += value * full_attention
@@ -122,6 +123,7 @@ class FarPositionTaskMetric(TaskMetric):
         if not text_sums.ahead:
             sums[: len(text_sums.outside_window), :, -1] += text_sums.outside_window * full_attention
             counts[: len(text_sums.outside_window), :, -1] += full_attention
+        return choices
 
 
 class _FarOffsetSums:

@@ -127,20 +127,14 @@ class BlockAccumulator(ABC):
         """One block of rows, as it goes by."""
 
     @abstractmethod
-    def result(self) -> tuple[Tensor, Tensor] | None:
+    def sums_and_counts(self) -> tuple[Tensor, Tensor] | None:
         """Sums and counts, as `Metric.compute` gives them, when all blocks were seen; None: nothing is counted."""
 
 
-class Metric:
-    """Numbers of every head. Make one by `AttentionToTokens` or `AttentionToPosition`, or give `metric_specs` and either
-    `compute`, from rows, or `on_call`, from blocks of rows. One without specs keeps something else, such as examples."""
+class MetricSpecMixin:
+    """Numbers that are measured for every head, by name."""
 
     metric_specs: tuple[MetricSpec, ...] = ()
-    features: tuple[TokenFeature, ...] = ()
-    key_targets: tuple[KeyTarget, ...] = ()
-    needs_full_detail = (
-        False  # it needs a walk over every cell (`FullDetailRowStats`), which detail="light" does not make
-    )
 
     @property
     def score_spec(self) -> MetricSpec:
@@ -149,19 +143,30 @@ class Metric:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What its numbers are called."""
+        """Names of its numbers."""
         return tuple(metric_spec.name for metric_spec in self.metric_specs)
+
+
+class Metric(MetricSpecMixin):
+    """Numbers of every head, taken from the attention of the corpus. Make one by `AttentionToTokens` or
+    `AttentionToPosition`, or give `metric_specs` and either `compute`, from rows, or `on_call`, from blocks of rows."""
+
+    features: tuple[TokenFeature, ...] = ()
+    key_targets: tuple[KeyTarget, ...] = ()
+    needs_full_detail = (
+        False  # it needs a walk over every cell (`FullDetailRowStats`), which detail="light" does not make
+    )
 
     @property
     def supports_cross_attention(self) -> bool:
         """Whether it can be asked of cross-attention, where there are no distances."""
-        return not self.metric_specs or not all(metric_spec.positional for metric_spec in self.metric_specs)
+        return not all(metric_spec.positional for metric_spec in self.metric_specs)
 
     def begin_batch(self, batch: TokenBatch) -> None:
         """A batch that will be read: what does not depend on heads is worked out here."""
 
-    def on_call(self, call: "AttentionCallContext") -> BlockAccumulator | None:
-        """One call at one site. What it gives is shown every block of rows; None: the measure takes rows, or nothing more."""
+    def make_accumulator(self, call: "AttentionCallContext") -> BlockAccumulator | None:
+        """One call at one site. What it gives is shown every block of rows; None: the measure takes rows."""
 
     def compute(self, rows: "RowStats") -> tuple[Tensor, Tensor]:
         """Sums over the rows of one call, (B, H, numbers), and how many rows they are sums over, which broadcast to that."""
@@ -261,7 +266,7 @@ class AttentionToPosition(Metric):
         baseline = (eligible / rows.visible_keys.to(rows.total).clamp(min=1)).sum(2)
         # (B, H, n)
         weight, value_weighted = (
-            rows.target_hits[key_target.name] if key_target.hits else rows.weights_at_target(key_target.name)
+            rows.target_hits[key_target.name] if key_target.hits else rows.weights_and_value_shares_at(key_target.name)
         )
         sums = [(scores * eligible).sum(2) for scores in (weight, value_weighted)]
         return torch.stack((sums[0], baseline.expand_as(sums[0]), sums[1]), -1), eligible.sum(2)[..., None]

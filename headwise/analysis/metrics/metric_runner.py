@@ -1,4 +1,4 @@
-"""The one runner: a model reads, and any measures are shown what its heads do. Profiles, histories, comparisons and tasks
+"""The one runner: a model reads, and metrics and observers see what its heads do. Profiles, histories, comparisons and tasks
 all look like this.
 
 Each number is a mean over rows, so what is kept is sums and counts, per unit and head. Sums add up, whatever the batches,
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.attention_call import AttentionCallContext
+from headwise.analysis.metrics.attention_call import AttentionCallContext, AttentionObserver, BlockListener
 from headwise.analysis.metrics.batch_context import BatchContext, FeatureLayout
 from headwise.analysis.metrics.fused_row_stats import fused_row_stats
 from headwise.analysis.metrics.hook_listeners import listen_at_hook_points
 from headwise.analysis.metrics.metric import Metric, MetricSpec
 from headwise.analysis.metrics.row_blocks import iter_row_blocks, nan_output_gram
-from headwise.analysis.metrics.row_stats import BlockListener, blockwise_row_stats
+from headwise.analysis.metrics.row_stats import blockwise_row_stats
 from headwise.analysis.recording.batching import TokenBatch, forward_batch, reachable_hook_points
 from headwise.errors import HeadwiseError
 from headwise.heads.hook_point import AttentionCall, HookPoint
@@ -31,12 +31,20 @@ class MetricRunner:
     `full` walks over every cell, or, with `row_stride`, over one block of rows in so many. `light` takes from all rows what
     the fused kernel gives without showing a map: everything but the largest weights (confidence, argmax, evidence), far
     distances and long range. Measures of blocks that are not `full` see every block all the same.
+
+    `observers` see the same calls and blocks as the metrics, and add nothing to the accumulator.
     """
 
     def __init__(
-        self, accumulator: Accumulator, metrics: Iterable[Metric], row_stride: int = 1, detail: str = "full"
+        self,
+        accumulator: Accumulator,
+        metrics: Iterable[Metric] = (),
+        row_stride: int = 1,
+        detail: str = "full",
+        observers: Iterable[AttentionObserver] = (),
     ) -> None:
         self.accumulator, self.row_stride, self.full_detail = accumulator, row_stride, detail == "full"
+        self.observers = [observer for observer in observers if self.full_detail or not observer.needs_full_detail]
         self.metrics = [metric for metric in metrics if self.full_detail or not metric.needs_full_detail]
         self.layout = FeatureLayout.of(self.metrics)
         self._grams: dict[HookPoint, tuple[tuple[int, int], Tensor]] = {}
@@ -64,31 +72,29 @@ class MetricRunner:
         if not attention_call.q.shape[1]:
             return
         call = AttentionCallContext(attention_call, batch_context, first_head, self._gram)
-        applicable = [
-            metric for metric in self.metrics if metric.supports_cross_attention or not call.is_cross_attention
+        is_cross = call.is_cross_attention
+        observers = [observer for observer in self.observers if observer.supports_cross_attention or not is_cross]
+        metrics = [metric for metric in self.metrics if metric.supports_cross_attention or not is_cross]
+        block_listeners = [(observer.needs_full_detail, observer.on_call(call)) for observer in observers]
+        accumulators = [(metric, metric.make_accumulator(call)) for metric in metrics]
+        row_metrics = [metric for metric, block_accumulator in accumulators if block_accumulator is None]
+        block_listeners += [
+            (metric.needs_full_detail, block_accumulator.add_block)
+            for metric, block_accumulator in accumulators
+            if block_accumulator is not None
         ]
-        accumulators = [(metric, metric.on_call(call)) for metric in applicable]
         all_blocks = self.full_detail and self.row_stride == 1  # the walk for all rows shows every block
-        shared_listeners = [
-            block_accumulator.add_block
-            for metric, block_accumulator in accumulators
-            if block_accumulator is not None and (all_blocks or metric.needs_full_detail)
-        ]
-        own_listeners = [
-            block_accumulator.add_block
-            for metric, block_accumulator in accumulators
-            if block_accumulator is not None and not (all_blocks or metric.needs_full_detail)
-        ]
-        row_metrics = [
-            metric for metric, block_accumulator in accumulators if block_accumulator is None and metric.metric_specs
-        ]
+        shared_listeners, own_listeners = (
+            [listener for full, listener in block_listeners if listener and (all_blocks or full) == is_shared]
+            for is_shared in (True, False)
+        )
         if row_metrics:
             self._compute_rows(row_metrics, call, shared_listeners)
         else:
             _visit_blocks(call, shared_listeners, self.row_stride)
         _visit_blocks(call, own_listeners)
         for metric, block_accumulator in accumulators:
-            self._add(metric, call, None if block_accumulator is None else block_accumulator.result())
+            self._add(metric, call, None if block_accumulator is None else block_accumulator.sums_and_counts())
 
     def batch_context(self, batch: TokenBatch) -> BatchContext:
         """What all layers have in common, made once for a batch."""

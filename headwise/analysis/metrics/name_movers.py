@@ -24,10 +24,10 @@ from headwise.analysis.metrics.prompt_metric import (
     PromptMetric,
     PromptWithTargets,
     SampleTotals,
-    require_lm_head,
+    require_lm_residual_stream,
     run_prompts,
     single_token_of_word,
-    too_few_error,
+    too_few_single_tokens_error,
 )
 from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.recording.batching import tokenizer_of
@@ -65,7 +65,7 @@ class NameMoverMetric(PromptMetric):
 
     def measure(self, model: ModelProtocol, seed: int) -> tuple[SampleTotals, ExampleStore]:
         """Both sentences of each pair, both names of each."""
-        residual = require_lm_head(model, "a name mover")
+        residual = require_lm_residual_stream(model, "a name mover")
         prompts = make_name_prompts(tokenizer_of(model), seed)
         responses = run_prompts(model, prompts, residual, self.score_spec.name)
         return name_mover_totals(responses).require_enough_samples(
@@ -146,7 +146,7 @@ def make_name_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> 
         shuffled = (couples[i] for i in rng.permutation(len(couples)))
         name_pairs += islice(_prompt_pairs(tokenizer, number, shuffled), pairs // len(TEMPLATES))
     if len(name_pairs) < MIN_SAMPLES:
-        raise too_few_error(f"{len(NAMES)} names", len(single), MIN_NAMES)
+        raise too_few_single_tokens_error(f"{len(NAMES)} names", len(single), MIN_NAMES)
     return name_pairs
 
 

@@ -23,9 +23,9 @@ from headwise.analysis.metrics.prompt_metric import (
     PromptMetric,
     PromptWithTargets,
     SampleTotals,
-    require_lm_head,
+    require_lm_residual_stream,
     run_prompts,
-    too_few_error,
+    too_few_single_tokens_error,
 )
 from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.recording.batching import tokenizer_of
@@ -50,7 +50,7 @@ class NameSuppressionMetric(PromptMetric):
 
     def measure(self, model: ModelProtocol, seed: int) -> tuple[SampleTotals, ExampleStore]:
         """Both sentences of each pair, and each name alone."""
-        residual = require_lm_head(model, "name suppression")
+        residual = require_lm_residual_stream(model, "name suppression")
         responses = run_prompts(
             model, make_suppression_prompts(tokenizer_of(model), seed), residual, self.score_spec.name
         )
@@ -80,7 +80,7 @@ def make_suppression_prompts(tokenizer: Tokenizer, seed: int = 0) -> list[Prompt
     candidate at its second and at its first mention, then for the name due."""
     pairs = [pair for pair in make_name_pairs(tokenizer, seed) if None not in pair.singles]
     if len(pairs) < MIN_SAMPLES:
-        raise too_few_error("pairs of names", len(pairs), MIN_SAMPLES)
+        raise too_few_single_tokens_error("pairs of names", len(pairs), MIN_SAMPLES)
     names = {sentence.answer for pair in pairs for sentence in pair.sentences}
     prompts: list[PromptWithTargets] = []
     for number, pair in enumerate(pairs):

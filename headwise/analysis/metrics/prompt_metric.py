@@ -20,7 +20,7 @@ from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec, RoleTarget
 from headwise.analysis.metrics.role_examples import ExamplePosition, ExampleStore
 from headwise.analysis.metrics.row_blocks import value_output_norms
 from headwise.analysis.metrics.statistics import MIN_UNITS
-from headwise.analysis.metrics.task_metric import TaskMetric, token_names
+from headwise.analysis.metrics.task_metric import TaskMetric, TaskResult, token_names
 from headwise.analysis.recording.batching import forward_ids, tokenizer_of
 from headwise.analysis.recording.text_hash_split import BUCKETS
 from headwise.errors import HeadwiseError
@@ -81,24 +81,18 @@ class PromptMetric(TaskMetric):
             positional=True,
             target=target,
         ).with_variants()
-        self._examples: ExampleStore | None = None
-
-    @property
-    def examples(self) -> ExampleStore | None:
-        """Where heads looked at some of the places due."""
-        return self._examples
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> str:
-        """Ask, and add up what is found. What comes back says why nothing is; empty where something was."""
+    ) -> TaskResult:
+        """Run the prompts and add up the scores. The result has the reason if the model cannot be tested."""
         accumulator.register_metrics(self.names)
         if progress is not None:
             progress(self.score_spec.corpus_label, 0, 1)
         try:
-            totals, self._examples = self.measure(model, seed)
+            totals, examples = self.measure(model, seed)
         except HeadwiseError as error:
-            return str(error)
+            return TaskResult(skip_reason=str(error))
         finally:
             if progress is not None:
                 progress(self.score_spec.corpus_label, 1, 1)
@@ -107,7 +101,7 @@ class PromptMetric(TaskMetric):
             if count:
                 accumulator.sums[self.names[0]][sample % BUCKETS] += sums[sample]
                 accumulator.counts[self.names[0]][sample % BUCKETS] += count
-        return ""
+        return TaskResult(examples=examples)
 
     @abstractmethod
     def measure(self, model: ModelProtocol, seed: int) -> tuple["SampleTotals", ExampleStore]:
@@ -133,14 +127,14 @@ class SampleTotals(NamedTuple):
         return self
 
 
-def require_lm_head(model: ModelProtocol, role: str) -> ResidualStream:
+def require_lm_residual_stream(model: ModelProtocol, role: str) -> ResidualStream:
     """How the stream becomes logits; refused, in a sentence, where no head writes for a next token."""
     if model.spec.kind != "decoder" or model.output is None:
         raise HeadwiseError(f"{role} is about the next token of a text, which only a decoder with an output foretells.")
     return model.residual_stream()
 
 
-def too_few_error(items: str, available: int, needed: int) -> HeadwiseError:
+def too_few_single_tokens_error(items: str, available: int, needed: int) -> HeadwiseError:
     """What is said where a tokenizer leaves too little to ask."""
     return HeadwiseError(
         f"of {items} only {available} are single tokens of this tokenizer, and {needed} are needed; those of several "
@@ -295,5 +289,7 @@ class _PromptCapture:
 def z_to_logits_matrix(residual: ResidualStream, hook_point: HookPoint, tokens: Tensor) -> Tensor:
     """From z to what is written for some tokens, up to the scale of norms on the way: (H, e, words); at least float32."""
     step, W_O = residual.layers[hook_point.address.layer], at_least_float32(hook_point.W_O)  # (H, e, D)
-    W_O = W_O if step.post_norm is None else step.post_norm.apply_gain(W_O)
-    return residual.norm.apply_gain(W_O) @ residual.vocabulary.weight[tokens].mT.to(W_O) * residual.logit_scale
+    W_O = W_O if step.post_norm is None else step.post_norm.center_and_apply_gain(W_O)
+    return (
+        residual.norm.center_and_apply_gain(W_O) @ residual.vocabulary.weight[tokens].mT.to(W_O) * residual.logit_scale
+    )

@@ -22,7 +22,13 @@ from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec, RoleTarget, 
 from headwise.analysis.metrics.prompt_metric import MAX_EXAMPLES, MIN_SAMPLES
 from headwise.analysis.metrics.role_examples import ExamplePosition, ExampleStore
 from headwise.analysis.metrics.row_stats import RowStats
-from headwise.analysis.metrics.task_metric import ControlledTextMetric, run_task, sample_from_ids, token_names
+from headwise.analysis.metrics.task_metric import (
+    ControlledTextMetric,
+    TaskResult,
+    run_task,
+    sample_from_ids,
+    token_names,
+)
 from headwise.analysis.recording.batching import TextSample, tokenizer_of
 from headwise.analysis.recording.text_hash_split import BUCKETS
 from headwise.model import ModelProtocol
@@ -81,33 +87,29 @@ class QueryFocusMetric(ControlledTextMetric):
 
     def __init__(self) -> None:
         self.prompts: dict[tuple[int, ...], QueryPrompt] = {}  # by the ids of a text
-        self._examples: ExampleStore | None = None
         self.features = (
             TokenFeature(self.GOLD, lambda text: self.prompts[text.ids].gold),
             TokenFeature(self.QUESTION, lambda text: self.prompts[text.ids].is_question),
         )
 
-    @property
-    def examples(self) -> ExampleStore | None:
-        """Where heads looked from the last token of some questions."""
-        return self._examples
-
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> str:
-        """Ask, and add up what is found; or why nothing is asked."""
+    ) -> TaskResult:
+        """Read the questions and add up the weights. The examples start at the last token of some questions."""
         accumulator.register_metrics(self.names)
         if model.spec.kind == "encoder-decoder":
-            return "questions and documents are one text, which an encoder-decoder reads on two sides."
+            return TaskResult("questions and documents are one text, which an encoder-decoder reads on two sides.")
         texts, _ = self.texts_and_controls(model, seed)
         if len(texts) < MIN_SAMPLES:
-            return f"{len(texts)} of {PROMPTS} prompts can be read with this tokenizer and context; {MIN_SAMPLES} are needed."
-        self._examples = ExampleStore(
+            return TaskResult(
+                f"{len(texts)} of {PROMPTS} prompts can be read with this tokenizer and context; {MIN_SAMPLES} are needed."
+            )
+        examples = ExampleStore(
             accumulator.heads, rows=tuple(self._example_position(model, sample) for sample in texts[:MAX_EXAMPLES])
         )
-        recorders = [ExampleRecorder(self._examples, self.score_spec.name)]
-        run_task(model, self, accumulator, seed, extra_metrics=recorders, progress=progress)
-        return ""
+        recorders = [ExampleRecorder(examples, self.score_spec.name)]
+        run_task(model, self, accumulator, seed, observers=recorders, progress=progress)
+        return TaskResult(examples=examples)
 
     def _example_position(self, model: ModelProtocol, sample: TextSample) -> ExamplePosition:
         """The end of a question, and all of what it is about."""

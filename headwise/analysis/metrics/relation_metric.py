@@ -52,11 +52,11 @@ class RelationMetric(Metric):
     accumulator: Accumulator
     relations: tuple[DirectedRelation, ...]
     causal: bool
+    sampler: ExampleSampler | None = None  # takes down what heads do at some places
     offsets: np.ndarray = field(init=False)  # (buckets, questions, offsets): how many rows each fixed offset hits
     arcs: np.ndarray = field(init=False)  # (buckets, questions): those that are eligible
     # (buckets, questions): those whose words cannot be told apart by their tokens
     left_out: np.ndarray = field(init=False)
-    sampler: ExampleSampler | None = None  # takes down what heads do at some places
     _batch_arcs: BatchWordArcs | None = None  # of the batch that is read
 
     def __post_init__(self) -> None:
@@ -68,7 +68,9 @@ class RelationMetric(Metric):
         )
 
     @staticmethod
-    def of(accumulator: Accumulator, documents: Iterable[Document], causal: bool) -> "RelationMetric":
+    def of(
+        accumulator: Accumulator, documents: Iterable[Document], causal: bool, sampler: ExampleSampler | None = None
+    ) -> "RelationMetric":
         """For all relations that occur in these documents."""
         names: set[str] = set()
         phrases = classes = False
@@ -77,7 +79,13 @@ class RelationMetric(Metric):
             phrases, classes = phrases or bool(document.phrases), classes or bool(document.classes)
         sets = [name for name, present in zip(WORD_SETS, (phrases, classes), strict=True) if present]
         derived = {control for name in names for control in CONTROLS.get(name, ()) if control in CONTROL_SHAPES}
-        return RelationMetric(accumulator, both_directions([*sorted(names), *sorted(derived), *sets]), causal)
+        relations = both_directions([*sorted(names), *sorted(derived), *sets])
+        return RelationMetric(accumulator, relations, causal, sampler)
+
+    def draw_examples(self, sample: TextSample) -> None:
+        """Draw examples of the relations of a text, before the model reads it."""
+        if self.sampler is not None:
+            self.sampler.draw_relation_examples(self.relation_targets(sample))
 
     def relation_targets(self, sample: TextSample) -> Iterator[RelationTargets]:
         """What is asked about a text: each question, who looks, and the words it should look at."""
@@ -100,7 +108,7 @@ class RelationMetric(Metric):
                 self.left_out[sample.bucket] += arcs.left_out
                 np.add.at(self.offsets[sample.bucket], arcs.row_relations, arcs.offset_hits())
 
-    def on_call(self, call: AttentionCallContext) -> WordMapAccumulator:
+    def make_accumulator(self, call: AttentionCallContext) -> WordMapAccumulator:
         """One call at one site."""
         assert self._batch_arcs is not None
         return WordMapAccumulator(self._batch_arcs, call, self.relations, self.sampler)
@@ -179,7 +187,7 @@ class RelationMetric(Metric):
         visible = source if self.causal else np.full_like(source, words - 1)
         return offset_bin * _VISIBLE_BINS + np.minimum(np.log2(np.maximum(visible, 1)).astype(int), _VISIBLE_BINS - 1)
 
-    def to_arrays(self) -> dict[str, np.ndarray]:
+    def arc_count_arrays(self) -> dict[str, np.ndarray]:
         """All that was counted, by name: what is saved, and what adds up."""
         return {name: getattr(self, name) for name in ("offsets", "arcs", "left_out")}
 
@@ -188,7 +196,7 @@ class RelationMetric(Metric):
         fractions = []
         for relation in self.relations:
             counts_by_kind = (
-                self.accumulator.per_bucket(relation.metric_specs[kind].name)[1] for kind in (MATCHED, HITS)
+                self.accumulator.bucket_sums_and_counts(relation.metric_specs[kind].name)[1] for kind in (MATCHED, HITS)
             )
             matched, rows = (counts.max(1).sum() for counts in counts_by_kind)
             fractions.append(matched / rows if rows else np.nan)

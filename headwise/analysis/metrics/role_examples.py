@@ -81,7 +81,7 @@ class ExampleStore:
     def gather_from_processes(self, process_group: ProcessGroup) -> None:
         """What all processes met, each its own."""
         for name in sorted(self.arrays):
-            process_group.all_reduce_inplace(self.arrays[name])
+            process_group.all_reduce_array_inplace(self.arrays[name])
 
     # Afterwards.
 
@@ -108,14 +108,14 @@ class ExampleStore:
         return merged
 
     def examples_for_head(
-        self, target: RoleTarget | None, half: np.ndarray, head: int, hit_rate: float | None
+        self, target: RoleTarget | None, bucket_mask: np.ndarray, head: int, hit_rate: float | None
     ) -> tuple[RoleExample, ...]:
         """Cases of a role for one head, from the buckets of a half: hits and misses as often as they are. `target` is what
         its measure is about; None: what cannot be shown.
 
         `hit_rate` is how often it hits, where that is known; else it is how often it does at the places drawn.
         """
-        candidates = list(self._candidates(target, half, head)) if target is not None else []
+        candidates = list(self._candidates(target, bucket_mask, head)) if target is not None else []
         if not candidates:
             return ()
         hit_rate = float(np.mean([candidate.hit for candidate in candidates])) if hit_rate is None else hit_rate
@@ -177,7 +177,7 @@ class ExampleStore:
                 ]
         return ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def positions_to_dict(self) -> dict[str, Any]:
         """The places, as plain data; the arrays are saved beside them."""
         positions = {
             "arcs": [asdict(position) for position in self.arcs],
@@ -217,10 +217,10 @@ def attention_from_position(position: ExamplePosition, call: AttentionCall, exam
     return row[0, :, 0, start : start + len(position.names)].float().cpu().numpy()
 
 
-def mark_text(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:
+def make_marked_segments(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:
     """A text in parts, (kind, text): marked words with their kind, and what is around them; a long middle is left out.
 
-    >>> mark_text(("the", "cat", "sat"), {2: "token", 1: "attended"})
+    >>> make_marked_segments(("the", "cat", "sat"), {2: "token", 1: "attended"})
     (('', 'the '), ('attended', 'cat'), ('', ' '), ('token', 'sat'))
     """
     far = max(marks) - min(marks) > 30
@@ -264,7 +264,9 @@ class _HeadExample(NamedTuple):
 
 def _make_example(candidate: _HeadExample) -> RoleExample:
     position, expected = candidate.position, candidate.best if candidate.hit else candidate.expected
-    segments = mark_text(position.names, {expected: "meant", candidate.best: "attended", position.source: "token"})
+    segments = make_marked_segments(
+        position.names, {expected: "meant", candidate.best: "attended", position.source: "token"}
+    )
     token, expected_name, attended = (position.names[i] for i in (position.source, expected, candidate.best))
     return RoleExample(
         candidate.hit,

@@ -108,7 +108,7 @@ class RowBlock:
         total = self.total.clamp(min=torch.finfo(self.total.dtype).tiny)
         return summed / total.reshape(*total.shape, *[1] * (summed.ndim - total.ndim))
 
-    def weights_at_offsets(self, low: int, high: int) -> Tensor:
+    def unnormalized_weights_at_offsets(self, low: int, high: int) -> Tensor:
         """e, `low` to `high` − 1 places back from each query, the farthest first: (B, h, R, high − low).
 
         A view along the diagonals. Places outside the block read as 0.

@@ -1,6 +1,6 @@
 """Every number that a row of attention has, of all rows of one call: filled block by block, then measured at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headwise.analysis.metrics.attention_call import AttentionCallContext
+from headwise.analysis.metrics.attention_call import AttentionCallContext, BlockListener
 from headwise.analysis.metrics.batch_context import NORM, WINDOW, BatchContext, FarRepeatPairs
 from headwise.analysis.metrics.row_blocks import RowBlock, count_sampled_rows, iter_row_blocks, visible_blocks
 from headwise.errors import HeadwiseError
@@ -69,7 +69,7 @@ class RowStats:
         """Which rows have a key to look at, seen or not, (B, 1, n)."""
         return (self.batch_context.key_targets[key_target][:, self.positions] >= 0)[:, None]
 
-    def weights_at_target(self, key_target: str) -> tuple[Tensor, Tensor]:
+    def weights_and_value_shares_at(self, key_target: str) -> tuple[Tensor, Tensor]:
         """The weight where an aim leads, and the share of what is fetched that comes from there, (B, H, n) each."""
         e = self.target_weights[key_target]
         return self.normalize(e), e * self._value_norms_at(key_target) * self.inverse_value_weighted_total
@@ -128,9 +128,6 @@ class FullDetailRowStats(RowStats):
         }
 
 
-BlockListener = Callable[[RowBlock], None]
-
-
 def blockwise_row_stats(
     call: AttentionCallContext, row_stride: int = 1, listeners: Sequence[BlockListener] = ()
 ) -> FullDetailRowStats:
@@ -156,7 +153,7 @@ def blockwise_row_stats(
     visibility, repeats = batch_context.row_visibility(attention_call.params, T, S, row_stride), new(B, 1, n)
     slot, pairs = slice(0, 0), None
     for block in iter_row_blocks(
-        attention_call, key_features, row_stride, batch_context.visibility, batch_context.non_special_columns
+        attention_call, key_features, row_stride, batch_context.visibility, batch_context.non_special_column_range
     ):
         heads = block.heads
         if heads.start == 0:
@@ -166,10 +163,10 @@ def blockwise_row_stats(
         for into, block_values in ((total, block.total), (energy, block.energy), (features, block.feature_sums)):
             into[:, heads, slot] = block_values
         torch.linalg.vector_norm(block.e, dim=-1, out=square[:, heads, slot])
-        near[:, heads, slot] = block.weights_at_offsets(1 - WINDOW if ahead else 0, WINDOW)
+        near[:, heads, slot] = block.unnormalized_weights_at_offsets(1 - WINDOW if ahead else 0, WINDOW)
         top[:, heads, slot] = (
             block.largest
-            if batch_context.non_special_columns is not None
+            if batch_context.non_special_column_range is not None
             else _max_non_special(block, batch_context.non_special_mask)
         )
         _add_distance_bins(block, ahead, far[:, heads, slot], last[slot])
@@ -219,9 +216,9 @@ def _add_distance_bins(block: RowBlock, ahead: bool, out: Tensor, last: Tensor) 
             last[:] = bin_index
             return
         if low < back:
-            torch.sum(block.weights_at_offsets(low, min(2 * low, back + 1)), -1, out=out[..., bin_index])
+            torch.sum(block.unnormalized_weights_at_offsets(low, min(2 * low, back + 1)), -1, out=out[..., bin_index])
         if low < after and ahead:
-            out[..., bin_index] += block.weights_at_offsets(1 - min(2 * low, after + 1), 1 - low).sum(-1)
+            out[..., bin_index] += block.unnormalized_weights_at_offsets(1 - min(2 * low, after + 1), 1 - low).sum(-1)
 
 
 def _add_distance_ahead(block: RowBlock, out: Tensor) -> None:

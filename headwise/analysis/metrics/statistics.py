@@ -6,7 +6,6 @@ same draws.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -171,69 +170,6 @@ def holm_correction(p: ArrayLike) -> np.ndarray:
     adjusted = np.empty(len(p))
     adjusted[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
     return adjusted
-
-
-class StratifiedDifference(NamedTuple):
-    """What marked items have above unmarked ones of their own stratum, its p, and the share of marked items compared."""
-
-    excess: np.ndarray  # (tests…)
-    p: np.ndarray  # (tests…)
-    coverage: float
-
-
-def stratified_permutation_test(
-    values: ArrayLike, labels: ArrayLike, strata: ArrayLike, *, draws: int = 2000, seed: int = 0
-) -> StratifiedDifference:
-    """Do marked items (arcs) have more than unmarked ones of the same stratum (offset)? One-sided; labels move within strata.
-
-    `values` (items, tests…), `labels` and `strata` (items,). A stratum without marked or without unmarked items compares
-    nothing and is left out.
-
-    >>> difference = stratified_permutation_test([5., 1., 1., 9., 7.], [1, 0, 0, 1, 0], [1, 1, 1, 2, 2])
-    >>> float(difference.excess), difference.coverage
-    (3.0, 1.0)
-    """
-    values, marked = np.asarray(values, float), np.asarray(labels).astype(bool)
-    if values.ndim < 1 or marked.shape != (len(values),) or np.shape(strata) != (len(values),):
-        raise HeadwiseError(
-            f"values, labels and strata need one entry per item, got {values.shape}, {marked.shape} and {np.shape(strata)}."
-        )
-    if not np.isfinite(values).all():
-        raise HeadwiseError("some values are not finite; leave out items that could not be measured.")
-    shape, values = values.shape[1:], values.reshape(len(values), -1)
-    stratum = np.unique(np.asarray(strata), return_inverse=True)[1]
-    ones, zeros = (np.bincount(stratum, weights=w, minlength=1) for w in (marked, ~marked))
-    compared = ((ones > 0) & (zeros > 0))[stratum]
-    arcs = int((marked & compared).sum())
-    if not arcs:
-        return StratifiedDifference(np.full(shape, np.nan), np.ones(shape), 0.0)
-    values, marked, stratum = values[compared], marked[compared], stratum[compared]
-    # Σ over a stratum's arcs of (v − mean of its non-arcs) is linear in which items are the arcs: one product does all.
-    ratio = ones[stratum] / zeros[stratum]
-    scaled = values * (1 + ratio)[:, None] / arcs
-    level = (values * ratio[:, None]).sum(0) / arcs
-    observed = marked @ scaled
-    threshold, exceed_counts = observed - _rounding_tolerance(scaled), np.zeros(len(observed))
-    rng = np.random.default_rng(seed)
-    for chunk in _chunks(draws, len(values) + len(observed)):
-        permuted = _permute_labels(stratum, ones, chunk.stop - chunk.start, rng)
-        exceed_counts += (permuted @ scaled >= threshold).sum(0)
-    p = (exceed_counts + 1) / (draws + 1)
-    return StratifiedDifference(
-        (observed - level).reshape(shape), p.reshape(shape), arcs / int(np.asarray(labels).astype(bool).sum())
-    )
-
-
-def _permute_labels(stratum: np.ndarray, ones: np.ndarray, draws: int, rng: np.random.Generator) -> np.ndarray:
-    """Labels dealt out anew inside every stratum, each keeping its number of marked items: (draws, items) of 0 and 1."""
-    # strata stay in order, items inside are shuffled
-    order = np.argsort(stratum + rng.random((draws, len(stratum))), axis=1)
-    sorted_stratum = np.sort(stratum)
-    rank = np.arange(len(stratum)) - np.searchsorted(sorted_stratum, sorted_stratum)
-    sorted_labels = np.broadcast_to((rank < ones[sorted_stratum]).astype(float), order.shape)
-    labels = np.empty(order.shape)
-    np.put_along_axis(labels, order, sorted_labels, 1)
-    return labels
 
 
 def _interval(

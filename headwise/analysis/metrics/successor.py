@@ -27,10 +27,10 @@ from headwise.analysis.metrics.prompt_metric import (
     PromptMetric,
     PromptWithTargets,
     SampleTotals,
-    require_lm_head,
+    require_lm_residual_stream,
     run_prompts,
     single_token_of_word,
-    too_few_error,
+    too_few_single_tokens_error,
     z_to_logits_matrix,
 )
 from headwise.analysis.metrics.role_examples import ExampleStore
@@ -81,10 +81,10 @@ class SuccessorMetric(PromptMetric):
 
     def measure(self, model: ModelProtocol, seed: int) -> tuple[SampleTotals, ExampleStore]:
         """Each member alone, and at the end of a list."""
-        residual, tokenizer = require_lm_head(model, "a successor head"), tokenizer_of(model)
+        residual, tokenizer = require_lm_residual_stream(model, "a successor head"), tokenizer_of(model)
         members = single_token_words(tokenizer)
         if len(members) < MIN_SAMPLES:
-            raise too_few_error(
+            raise too_few_single_tokens_error(
                 f"{sum(map(len, CLASSES))} days, months, numbers and letters", len(members), MIN_SAMPLES
             )
         prompts = [replace(list_prompt(tokenizer, member), sample=sample) for sample, member in enumerate(members)]

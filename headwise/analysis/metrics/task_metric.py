@@ -1,13 +1,15 @@
 """Tasks: measures on texts or prompts of their own, whatever the corpus is."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.metric import Metric
+from headwise.analysis.metrics.attention_call import AttentionObserver
+from headwise.analysis.metrics.metric import Metric, MetricSpecMixin
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.recording.batching import TextSample, TokenBatch, make_batches
@@ -20,28 +22,33 @@ BATCH_TOKENS = 2048  # in a batch
 SCORE, BASELINE, VALUE_WEIGHTED = range(3)  # where they stand in a task's numbers, three by three
 
 
-class TaskMetric(Metric):
+@dataclass(frozen=True, eq=False)
+class TaskResult:
+    """Result of a task besides its sums.
+
+    Attributes:
+        skip_reason: Why the task was not run on this model. Empty if it was.
+        chosen_offsets: Offset or position chosen for each head, by metric name. It is shown with the role.
+        examples: Attention of every head at some of the positions of the task.
+    """
+
+    skip_reason: str = ""
+    chosen_offsets: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    examples: ExampleStore | None = None
+
+
+class TaskMetric(MetricSpecMixin, ABC):
     """A measure that reads what it needs by itself: three numbers, the score, its baseline and its value-weighted variant, or
     several times three."""
-
-    @property
-    def chosen_offsets(self) -> Mapping[str, Sequence[int]]:
-        """What was chosen for each head while it was asked, by number: told beside its role."""
-        return {}
-
-    @property
-    def examples(self) -> ExampleStore | None:
-        """What heads did at some of the places it asked about; None: nothing is shown."""
-        return None
 
     @abstractmethod
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> str:
-        """Ask, and add up what is found. What comes back says why nothing was asked; empty where something was."""
+    ) -> TaskResult:
+        """Run the task on a model and add its numbers to an accumulator."""
 
 
-class ControlledTextMetric(TaskMetric):
+class ControlledTextMetric(TaskMetric, Metric):
     """A measure on texts of its own.
 
     The score and the variant are taken from some texts; the baseline is the score at the same places of others, which have
@@ -56,10 +63,10 @@ class ControlledTextMetric(TaskMetric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> str:
+    ) -> TaskResult:
         """Read both."""
         run_task(model, self, accumulator, seed, progress=progress)
-        return ""
+        return TaskResult()
 
 
 def run_task(
@@ -69,11 +76,11 @@ def run_task(
     seed: int = 0,
     *,
     baseline: bool = True,
-    extra_metrics: Sequence[Metric] = (),
+    observers: Sequence[AttentionObserver] = (),
     progress: Progress | None = None,
 ) -> None:
-    """Read the texts of a task and add up what it takes. `baseline`: and the others. `extra_metrics`: measures without
-    numbers that see the texts too."""
+    """Read the texts of a task and add up what it takes. `baseline`: and the others. `observers` see the
+    texts too."""
     accumulator.register_metrics(task.names)
     group, (texts, others) = task.names[0], task.texts_and_controls(model, seed)
     total, accumulators = (
@@ -82,7 +89,7 @@ def run_task(
     )
     label, passes = (
         task.score_spec.corpus_label or task.score_spec.name,
-        [(texts, extra_metrics), (others if baseline else [], ())],
+        [(texts, observers), (others if baseline else [], ())],
     )
     done = 0
 
@@ -94,8 +101,8 @@ def run_task(
             yield batch
             done += len(batch.samples)
 
-    for totals, (samples, extra) in zip(accumulators, passes, strict=True):
-        MetricRunner(totals, [task, *extra]).run(model, batches(samples))
+    for totals, (samples, pass_observers) in zip(accumulators, passes, strict=True):
+        MetricRunner(totals, [task], observers=pass_observers).run(model, batches(samples))
     if progress is not None:
         progress(label, total, total)
     for kind in ("sums", "counts"):

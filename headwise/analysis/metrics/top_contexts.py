@@ -3,15 +3,15 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.analysis.metrics.attention_call import AttentionCallContext
+from headwise.analysis.metrics.attention_call import AttentionCallContext, AttentionObserver, BlockListener
 from headwise.analysis.metrics.batch_context import FIRST
-from headwise.analysis.metrics.metric import BlockAccumulator, Metric
-from headwise.analysis.metrics.role_examples import mark_text, render_marks
+from headwise.analysis.metrics.role_examples import make_marked_segments, render_marks
 from headwise.analysis.metrics.row_blocks import RowBlock
 from headwise.analysis.recording.batching import TextSample
 from headwise.distributed.process_group import ProcessGroup
@@ -32,7 +32,7 @@ class AttentionContext:
     text: str
 
 
-class TopContexts(Metric):
+class TopContexts(AttentionObserver):
     """The strongest contexts of every head. Rows that rest, on the first token or on themselves, are passed over."""
 
     needs_full_detail = True
@@ -43,9 +43,19 @@ class TopContexts(Metric):
         self.samples: dict[int, TextSample] = {}
         self._remote_texts: dict[tuple[int, int, int], list[str]] = {}  # what other processes found, in words
 
-    def on_call(self, call: AttentionCallContext) -> "TopContextRecorder":
-        """One call at one site."""
-        return TopContextRecorder(self, call)
+    def on_call(self, call: AttentionCallContext) -> BlockListener:
+        """Add the top rows of every block of the call."""
+        return partial(self._add_block, call)
+
+    def _add_block(self, call: AttentionCallContext, block: RowBlock) -> None:
+        """Add the rows of a block that attend neither to the first token nor to themselves."""
+        batch_context, batch = call.batch_context, call.batch_context.batch
+        attends_to_itself = (block.unnormalized_weights_at_offsets(0, 1)[..., 0] == 1) & (not call.is_cross_attention)
+        attends_to_first = block.feature_sums[..., batch_context.layout.feature_index[FIRST]] == 1
+        real_tokens = batch.real_tokens[:, block.rows.start : block.rows.stop]
+        idle = attends_to_itself | attends_to_first | ~real_tokens[:, None]
+        heads = slice(call.first_head + block.heads.start, call.first_head + block.heads.stop)
+        self.add_top_rows(heads, block, idle, batch.samples, batch.first_token_positions)
 
     def add_top_rows(
         self, heads: slice, block: RowBlock, idle: Tensor, samples: Sequence[TextSample], starts: Tensor
@@ -89,8 +99,8 @@ class TopContexts(Metric):
             np.zeros((process_group.size, heads, limit, 3), dtype=np.int64),
         )
         weights[process_group.rank], all_positions[process_group.rank] = self.weights, self.positions
-        process_group.all_reduce_inplace(weights)
-        process_group.all_reduce_inplace(all_positions)
+        process_group.all_reduce_array_inplace(weights)
+        process_group.all_reduce_array_inplace(all_positions)
         flat = weights.transpose(1, 0, 2).reshape(heads, -1)
         order = np.argsort(-flat, axis=1, kind="stable")[:, :limit]
         self.weights = np.take_along_axis(flat, order, 1)
@@ -102,12 +112,12 @@ class TopContexts(Metric):
         lengths = np.zeros(process_group.size, dtype=np.int64)
         encoded = [json.dumps(words).encode() if words else b"" for words in own_texts]
         lengths[process_group.rank] = max(map(len, encoded))
-        process_group.all_reduce_inplace(lengths)
+        process_group.all_reduce_array_inplace(lengths)
         # a text was read by one process: the rest is 0
         shared = np.zeros((len(positions), int(lengths.max())), dtype=np.uint8)
         for row, words in enumerate(encoded):
             shared[row, : len(words)] = np.frombuffer(words, dtype=np.uint8)
-        process_group.all_reduce_inplace(shared)
+        process_group.all_reduce_array_inplace(shared)
         payloads = (bytes(row).rstrip(b"\0") for row in shared)
         self._remote_texts = {
             position: json.loads(words) for position, words in zip(positions, payloads, strict=True) if words
@@ -139,27 +149,8 @@ class TopContexts(Metric):
         names, image = self.samples[index].token_texts, self.samples[index].image
         if image is not None:
             return [names[row], names[column], f"{image.name}: [{names[row]}] looks at *{names[column]}*"]
-        return [names[row], names[column], render_marks(mark_text(names, {column: "attended", row: "token"}))]
-
-
-class TopContextRecorder(BlockAccumulator):
-    """Shows evidence the rows of each block that do not rest, on the first token or on themselves."""
-
-    def __init__(self, top_contexts: TopContexts, call: AttentionCallContext) -> None:
-        self.top_contexts, self.call, self.first_feature = (
-            top_contexts,
-            call,
-            call.batch_context.layout.feature_index[FIRST],
-        )
-
-    def add_block(self, block: RowBlock) -> None:
-        """One block."""
-        call, batch = self.call, self.call.batch_context.batch
-        self_max = (block.weights_at_offsets(0, 1)[..., 0] == 1) & (not call.is_cross_attention)
-        real_tokens = batch.real_tokens[:, block.rows.start : block.rows.stop]
-        idle = self_max | (block.feature_sums[..., self.first_feature] == 1) | ~real_tokens[:, None]
-        heads = slice(call.first_head + block.heads.start, call.first_head + block.heads.stop)
-        self.top_contexts.add_top_rows(heads, block, idle, batch.samples, batch.first_token_positions)
-
-    def result(self) -> None:
-        """It has no numbers."""
+        return [
+            names[row],
+            names[column],
+            render_marks(make_marked_segments(names, {column: "attended", row: "token"})),
+        ]

@@ -85,7 +85,7 @@ class VariabilityMetric(Metric):
 
     metric_specs = (VARIABILITY,)
 
-    def on_call(self, call: AttentionCallContext) -> "VariabilityAccumulator":
+    def make_accumulator(self, call: AttentionCallContext) -> "VariabilityAccumulator":
         """One call at one site."""
         return VariabilityAccumulator(call)
 
@@ -103,6 +103,6 @@ class VariabilityAccumulator(BlockAccumulator):
         self.weight[:, block.heads] += p.sum((2, 3)).double().cpu()
         self.deviation[:, block.heads] += (p - p.mean(0)).abs().sum((2, 3)).double().cpu()
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def sums_and_counts(self) -> tuple[Tensor, Tensor]:
         """(B, H, 1) each."""
         return self.deviation[..., None], 2 * self.weight[..., None]

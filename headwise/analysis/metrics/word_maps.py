@@ -50,13 +50,13 @@ class WordMapAccumulator(BlockAccumulator):
                 p.masked_fill_(~self.arcs.batch.real_tokens[self.arcs.batch_rows, None, rows, None], 0.0)
             maps[:, block.heads] += from_words @ (p.float().cpu() @ to_words)
 
-    def result(self) -> tuple[Tensor, Tensor] | None:
+    def sums_and_counts(self) -> tuple[Tensor, Tensor] | None:
         """Sums over rows, by question and kind, (B, H, numbers), and how many rows there are, (B, 1, numbers)."""
         if not self.relations:
             return None
         arcs = self.arcs
         plain, value_weighted = (
-            arcs.remove_self_attention(maps) for maps in (self.plain, self.value_weighted)
+            arcs.remove_shared_token_attention(maps) for maps in (self.plain, self.value_weighted)
         )  # (N, H, W, W)
         results = arcs.measure_rows(plain, value_weighted)
         if self.sampler is not None:

@@ -57,7 +57,7 @@ class TokenGroups:
         return TokenGroups(tuple(labels), tuple(tuple(token_ids) for _, token_ids in groups), tuple(special))
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
+    def unique_labels(self) -> tuple[str, ...]:
         """The labels, with a number where one stands more than once: the#1, the#2."""
         counts: dict[str, int] = {}
         names = []
@@ -71,17 +71,19 @@ class TokenGroups:
         if isinstance(word, int):
             if -len(self.labels) <= word < len(self.labels):
                 return word % len(self.labels)
-            raise HeadwiseError(f"there is no word {word}; there are {len(self.labels)}: {', '.join(self.names)}.")
-        if word in self.names:
-            return self.names.index(word)
+            raise HeadwiseError(
+                f"there is no word {word}; there are {len(self.labels)}: {', '.join(self.unique_labels)}."
+            )
+        if word in self.unique_labels:
+            return self.unique_labels.index(word)
         matches = [i for i, label in enumerate(self.labels) if label == word]
         matches = matches or [i for i, label in enumerate(self.labels) if label.casefold() == word.casefold()]
         if len(matches) == 1:
             return matches[0]
         if matches:
-            options = " or ".join(self.names[i] for i in matches)
+            options = " or ".join(self.unique_labels[i] for i in matches)
             raise HeadwiseError(f"{word!r} stands there {len(matches)} times; say which: {options}.")
-        raise HeadwiseError(f"the word {word!r} is not there; there are {', '.join(self.names)}.")
+        raise HeadwiseError(f"the word {word!r} is not there; there are {', '.join(self.unique_labels)}.")
 
     def sum_matrix(self, like: Tensor) -> Tensor:
         """A matrix that adds up the columns of each part: (tokens, parts)."""
@@ -117,7 +119,7 @@ class AttentionView:
     @property
     def unique_words(self) -> tuple[str, ...]:
         """The same, each with a number where it stands more than once."""
-        return self._groups.names
+        return self._groups.unique_labels
 
     @property
     def source_words(self) -> tuple[str, ...]:
@@ -129,7 +131,7 @@ class AttentionView:
         """The heads that were looked at."""
         return tuple(map(str, self._recording.addresses))
 
-    def select_heads(self, heads: HeadPattern | Sequence[str]) -> tuple[str, ...]:
+    def resolve_head_pattern(self, heads: HeadPattern | Sequence[str]) -> tuple[str, ...]:
         """Some of these heads, by pattern."""
         return tuple(map(str, select_heads(heads, self._recording.addresses)))
 
@@ -161,7 +163,7 @@ class AttentionView:
         """Where one word looks: (word, weight), the strongest first. A word is its text, "the#2", or its place."""
         query_groups, key_groups = self.query_key_groups(head)
         weights = self._row(query_groups.find(word), self._resolve_head(head)).tolist()
-        return sorted(zip(key_groups.names, weights, strict=True), key=lambda pair: -pair[1])
+        return sorted(zip(key_groups.unique_labels, weights, strict=True), key=lambda pair: -pair[1])
 
     def top_heads_for_pair(self, word: Word, attended: Word, k: int = 10) -> list[tuple[str, float]]:
         """The heads in which one word looks hardest at another: (head, weight)."""
@@ -189,7 +191,9 @@ class AttentionView:
             weights = weights.masked_fill(self._idle_mask(address, row_ids), 0.0)
             best, columns = weights.max(1)
             edges += [
-                AttentionEdge(str(address), query_groups.names[row], key_groups.names[int(column)], float(weight))
+                AttentionEdge(
+                    str(address), query_groups.unique_labels[row], key_groups.unique_labels[int(column)], float(weight)
+                )
                 for row, weight, column in zip(row_ids, best, columns, strict=True)
                 if weight > 0
             ]

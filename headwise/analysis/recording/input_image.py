@@ -48,7 +48,7 @@ def read_image(model: ModelProtocol, image: Any, name: str = "") -> InputImage:
         return image
     image_input = image_input_of(model)
     name = name or (Path(image).name if isinstance(image, str | Path) else "a picture")
-    return InputImage(name, image_input.read_image(image), image_input.patch_grid, image_input.preprocessor)
+    return InputImage(name, image_input.read_image(image), image_input.token_patch_grid, image_input.preprocessor)
 
 
 def read_images(model: ModelProtocol, images: Any) -> Iterator[InputImage]:

@@ -103,7 +103,7 @@ class LayerRecord:
     def _store_kv(self, x: Tensor, tensor_name: str, call: AttentionCall, T: int) -> BufferSlice | None:
         if tensor_name not in self.tensor_names:
             return None
-        kv_indices = self.kv_heads(call.params.kv_of_head)
+        kv_indices = self.recorded_kv_heads(call.params.kv_of_head)
         x = x.detach()
         x = x if len(kv_indices) == x.shape[1] else x.index_select(1, torch.tensor(kv_indices, device=x.device))
         buffer = self._buffers.get(tensor_name)
@@ -113,9 +113,9 @@ class LayerRecord:
             cols = range(x.shape[2])
         return BufferSlice(buffer, cols)
 
-    def kv_heads(self, groups: tuple[int, ...]) -> tuple[int, ...]:
+    def recorded_kv_heads(self, kv_of_head: tuple[int, ...]) -> tuple[int, ...]:
         """The key/value heads that the heads asked for read, on their axis."""
-        return tuple(sorted({groups[head] for head in self.heads}))
+        return tuple(sorted({kv_of_head[head] for head in self.heads}))
 
 
 def _copy_params(params: ScoreParams) -> ScoreParams:

@@ -110,7 +110,7 @@ class HeadCall:
     @property
     def _recorded_kv_index(self) -> int:
         groups = self._call.params.kv_of_head
-        return self._record.kv_heads(groups).index(groups[self._index])
+        return self._record.recorded_kv_heads(groups).index(groups[self._index])
 
 
 @dataclass(frozen=True, eq=False)

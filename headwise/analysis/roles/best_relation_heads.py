@@ -75,7 +75,7 @@ def _best_head(profile: Profile, relation: DirectedRelation) -> tuple[BestHead, 
     relation_metric = profile.relation_metric
     assert relation_metric is not None
     index = relation_metric.relations.index(relation)
-    hits, counts = profile.accumulator.per_bucket(relation.metric_specs[HITS].name)
+    hits, counts = profile.accumulator.bucket_sums_and_counts(relation.metric_specs[HITS].name)
     choosing, reporting = (buckets_in_half(counts, half) for half in (SELECTION, REPORTING))
     if not reporting.any():
         return None
@@ -85,7 +85,9 @@ def _best_head(profile: Profile, relation: DirectedRelation) -> tuple[BestHead, 
     offset = int(fixed[choosing].sum(0).argmax())
     head_hits, arcs = hits[reporting, head], counts[reporting, head]
     low, high = bootstrap_interval(head_hits[:, None], arcs[:, None])
-    matched, others = (profile.accumulator.per_bucket(relation.metric_specs[kind].name) for kind in (MATCHED, OTHERS))
+    matched, others = (
+        profile.accumulator.bucket_sums_and_counts(relation.metric_specs[kind].name) for kind in (MATCHED, OTHERS)
+    )
     matched_count = matched[1][reporting, head].sum()
     excess = (matched[0] - others[0])[reporting, head].sum() / matched_count if matched_count else np.nan
     row = BestHead(
@@ -142,7 +144,7 @@ def best_coreference_head(model: ModelProtocol, cases: Iterable[GAPExample]) -> 
         margin = choice[:, 0] - choice[:, 1] if case.answer == "A" else choice[:, 1] - choice[:, 0]
         correct[bucket] += np.where(margin == 0, 0.5, margin > 0)  # a tie is half right, as a coin would be
         counts[bucket] += 1
-        nearer[bucket] += case.nearest_name == case.answer
+        nearer[bucket] += case.nearest_name_answer == case.answer
     head = int(correct[buckets_in_half(counts, SELECTION)].sum(0).argmax())
     reporting = buckets_in_half(counts, REPORTING)
     head_correct, n, nearer = correct[reporting, head], counts[reporting], nearer[reporting]

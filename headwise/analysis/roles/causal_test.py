@@ -49,6 +49,7 @@ from headwise.analysis.roles.roles import (
     PROMPT_PROBE,
     REPEATS_PROBE,
     SUPPRESSION_PROBE,
+    EvidencePerHead,
     RoleEvidence,
     sort_evidence,
 )
@@ -62,10 +63,15 @@ MIN_LOSS, MIN_LOSS_FRACTION = 0.01, 0.01
 SIGN_FLIPS = (1 << 16) - 1  # of signs; up to sixteen cases all of them are made
 
 
+def supports_causal_test(model: ModelProtocol) -> bool:
+    """Whether a model predicts next tokens, so that ablations can be measured."""
+    return model.spec.kind == "decoder" and model.output is not None
+
+
 def causal_test(
     model: ModelProtocol,
     addresses: Sequence[Address],
-    evidence: Sequence[Sequence[RoleEvidence]],
+    evidence: EvidencePerHead,
     documents: Iterable[TextSample],
     texts: Sequence[TextSample],
     seed: int,
@@ -155,7 +161,7 @@ def ablation_effects(
     def measure_loss(
         ablated_heads: Sequence[Address], rows: Sequence[TrialPrompt], ablation: AblationMethod = "resample"
     ) -> tuple[np.ndarray, np.ndarray]:
-        lost, clean = ablation_loss(model, ablated_heads, rows, ablation)
+        lost, clean = loss_increase_by_head(model, ablated_heads, rows, ablation)
         return -lost if trial.is_suppression else lost, clean
 
     lost, clean = measure_loss(heads, trial.cases)
@@ -266,7 +272,7 @@ class CausalTest:
         return float(sign_flip_test(differences, self.counts, draws=SIGN_FLIPS))
 
 
-def ablation_loss(
+def loss_increase_by_head(
     model: ModelProtocol, heads: Sequence[Address], rows: Sequence[TrialPrompt], ablation: AblationMethod = "resample"
 ) -> tuple[np.ndarray, np.ndarray]:
     """What each row loses by each head, summed over its answers, (rows, heads); and what they cost the whole model, (rows,).

@@ -94,7 +94,7 @@ class DocumentSample:
         self.samples: dict[int, TextSample] = {}
         self._counts: Counter[str] = Counter()
 
-    def add(self, sample: TextSample) -> None:
+    def add_if_needed(self, sample: TextSample) -> None:
         """Keep a text if it is needed."""
         if sample.document is None:
             return
@@ -134,7 +134,7 @@ def repeated_list_trial(model: ModelProtocol, texts: Sequence[TextSample], seed:
             start + position: token for position, token in enumerate(list_tokens) if position and token in answers
         }
         lists.append(TrialPrompt(sample_from_ids(index, (*prefix, *list_tokens, *list_tokens), tokenizer), targets))
-    return pair_controls(lists, keep_predicted_answers(model, lists), answered)
+    return make_controlled_trial(lists, drop_unpredicted_targets(model, lists), answered)
 
 
 def repeated_text_trial(model: ModelProtocol, texts: Sequence[TextSample], seed: int) -> CausalTrial:
@@ -156,7 +156,7 @@ def repeated_text_trial(model: ModelProtocol, texts: Sequence[TextSample], seed:
         rows.append(TrialPrompt(sample_from_ids(index, (*ids[:start], *body, *body), tokenizer), targets))
         shifts.append(len(body))
     cases, matched, controls = [], [], []
-    for row, once, shift in zip(keep_predicted_answers(model, rows), answered, shifts, strict=True):
+    for row, once, shift in zip(drop_unpredicted_targets(model, rows), answered, shifts, strict=True):
         shared = {position: token for position, token in row.targets.items() if position - shift in once.targets}
         if shared:
             cases.append(row)
@@ -222,12 +222,14 @@ def relation_trial(
     )
 
 
-def target_positions(sample: TextSample, role: str, where: str) -> dict[int, str]:
+def target_positions(sample: TextSample, role: str, answer_kind: str) -> dict[int, str]:
     """The tokens of a text that are asked for, and for each the word at the other end of the arc."""
     if sample.document is None:
         return {}
     words = sample.alignment.tokens_of_word
-    partners = {words[word][0]: partner for word, partner in _target_words(sample.document, role, where) if words[word]}
+    partners = {
+        words[word][0]: partner for word, partner in _target_words(sample.document, role, answer_kind) if words[word]
+    }
     return {position: partner for position, partner in partners.items() if position}
 
 
@@ -272,7 +274,7 @@ def _predicted_in_texts(model: ModelProtocol, texts: Sequence[TextSample]) -> li
         candidates = [TrialPrompt(sample, _first_occurrences(sample.ids, ordinary)) for sample in truncated]
         answered += [
             row
-            for row in keep_predicted_answers(model, [row for row in candidates if row.targets])
+            for row in drop_unpredicted_targets(model, [row for row in candidates if row.targets])
             if len(row.targets) > 1
         ]
         if len(answered) >= MAX_LISTS:
@@ -294,7 +296,7 @@ def _first_occurrences(ids: Sequence[int], ordinary: torch.Tensor) -> dict[int, 
     }
 
 
-def keep_predicted_answers(model: ModelProtocol, rows: Sequence[TrialPrompt]) -> list[TrialPrompt]:
+def drop_unpredicted_targets(model: ModelProtocol, rows: Sequence[TrialPrompt]) -> list[TrialPrompt]:
     """The same rows, with the answers that the whole model foresees."""
     limit = _max_nll(model)
     return [
@@ -303,12 +305,12 @@ def keep_predicted_answers(model: ModelProtocol, rows: Sequence[TrialPrompt]) ->
     ]
 
 
-def pair_controls(
-    rows: Sequence[TrialPrompt], answered: Sequence[TrialPrompt], others: Sequence[TrialPrompt]
+def make_controlled_trial(
+    rows: Sequence[TrialPrompt], predicted_rows: Sequence[TrialPrompt], control_rows: Sequence[TrialPrompt]
 ) -> CausalTrial:
     """Each row beside its control, with the answers foreseen in both; `answered` are the rows with those foreseen there."""
     cases, controls = [], []
-    for prompt, control in zip(answered, others, strict=True):
+    for prompt, control in zip(predicted_rows, control_rows, strict=True):
         shared = {*prompt.targets.values()} & {*control.targets.values()}
         if shared:
             cases.append(

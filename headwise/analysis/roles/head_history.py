@@ -156,7 +156,7 @@ class HeadHistory:
         first = self._rows[0][:, self._metric_index(metric)]
         return float("nan") if np.isnan(first).all() else float(np.nanmax(first))
 
-    def trajectories(self) -> list[MetricEmergence]:
+    def metric_emergence(self) -> list[MetricEmergence]:
         """For each measure the head with most of it, how much, and the step at which it first had half of that."""
         trajectories = []
         for metric, count in zip(self.metric_names, self.counts, strict=True) if self.steps else ():
@@ -254,7 +254,7 @@ def _measure_metrics(
             for relation, is_present in zip(relation_metric.relations, present, strict=True)
             if is_present
         )
-    counts = tuple(int(accumulator.per_bucket(name)[1].sum(0).max()) for name in metric_names)
+    counts = tuple(int(accumulator.bucket_sums_and_counts(name)[1].sum(0).max()) for name in metric_names)
     return metric_names, counts, np.stack([accumulator.mean(name) for name in metric_names], 1).astype(np.float32)
 
 

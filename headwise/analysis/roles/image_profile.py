@@ -1,4 +1,4 @@
-"""A profile over pictures: every head of a model that reads pixels, by the same ladder as over texts."""
+"""A profile over pictures: every head of a model that reads pixels, in the same stages as over texts."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,12 +14,12 @@ from headwise.analysis.metrics.task_metric import TaskMetric
 from headwise.analysis.metrics.top_contexts import TopContexts
 from headwise.analysis.recording.batching import TextSample, make_batches
 from headwise.analysis.recording.input_image import image_input_of, image_sample, read_images
-from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.roles.roles import Role, check_roles
+from headwise.analysis.roles.collect import CollectOptions, metric_specs_by_name
+from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
+from headwise.analysis.roles.roles import DEFAULT_ROLES, Role, assess, check_roles, score
 from headwise.errors import HeadwiseError
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.randomize_attention_weights import control_model
-from headwise.progress import Progress
 
 # What a head may be said to do with a picture. Rows and columns are told above a head that looks as far in all directions
 # alike.
@@ -35,53 +35,61 @@ IMAGE_ROLES = (
 
 
 def profile_images(
-    model: ModelProtocol, images: Any, *, metrics: Sequence[Metric] = (), roles: Sequence[Role] = (),
-    batch_tokens: int = 2048, row_stride: int = 1, control: str | None = None, seed: int = 0,
-    progress: Progress | None = None,
-) -> Profile:  # fmt: skip
-    """What every head does over pictures: a folder, a list of paths, Pillow images or tensors, or a tensor (N, C, H, W)."""
+    model: ModelProtocol,
+    images: Any,
+    metrics: Sequence[Metric | TaskMetric],
+    roles: Sequence[Role],
+    options: CollectOptions,
+) -> Profile:
+    """Profile every head over pictures: a folder, a list of paths, Pillow images or tensors, or a tensor (N, C, H, W)."""
     if images is None:
         raise HeadwiseError("this model reads pictures, and none come along; give a folder of them, or a list.")
-    if control not in (None, "random-init", "random-attention"):
+    if options.control not in (None, "random-init", "random-attention"):
         raise HeadwiseError(
-            f"control={control!r}: pictures have no tokens to shuffle. Use random-init or random-attention."
+            f"control={options.control!r}: pictures have no tokens to shuffle. Use random-init or random-attention."
         )
-    if any(isinstance(candidate, TaskMetric) for candidate in metrics):
+    given_metrics = [metric for metric in metrics if not isinstance(metric, TaskMetric)]
+    if len(given_metrics) < len(metrics):
         raise HeadwiseError("tasks read texts of their own; this model reads pictures.")
-    model = control_model(model, control, seed)
-    grid, hook_points = image_input_of(model).patch_grid, model.gathered_hook_points()
-    addresses = tuple(address for hook_point in hook_points for address in hook_point.head_addresses)
-    all_metrics = [*image_patches.image_metrics(grid), *metrics]
-    metric_specs = {metric_spec.name: metric_spec for metric in all_metrics for metric_spec in metric.metric_specs}
-    if len(metric_specs) < sum(len(metric.metric_specs) for metric in all_metrics):
-        raise HeadwiseError("two metrics have numbers of one name; give yours another name.")
+    model = control_model(model, options.control, options.seed)
+    all_metrics = [*image_patches.image_metrics(image_input_of(model).token_patch_grid), *given_metrics]
+    metric_specs = metric_specs_by_name(all_metrics)
     all_roles = (*(role for role in IMAGE_ROLES if role.metric_spec.name in metric_specs), *roles)
     check_roles(all_roles, metric_specs.values())
+    with eval_mode(model), torch.no_grad():
+        sums = collect_images(model, images, all_metrics, options)
+    scores = score(sums.accumulator, None, (*DEFAULT_ROLES, *all_roles))
+    evidence, family_size = assess(scores, len(sums.addresses), sums.metadata)
+    return build_profile(sums, evidence, family_size, all_roles)
+
+
+def collect_images(
+    model: ModelProtocol, images: Any, metrics: Sequence[Metric], options: CollectOptions
+) -> ProfileSums:
+    """Read the images once and sum the metrics at every hook point."""
+    grid, hook_points, spec = image_input_of(model).token_patch_grid, model.gathered_hook_points(), model.spec
+    addresses = tuple(address for hook_point in hook_points for address in hook_point.head_addresses)
     accumulator, top_contexts, count = Accumulator(len(addresses)), TopContexts(len(addresses)), 0
 
     def image_samples() -> Iterator[TextSample]:
         nonlocal count
         for image in read_images(model, images):
-            if progress is not None:
-                progress("pictures", count, None)
+            options.progress("pictures", count, None)
             yield image_sample(count, image)
             count += 1
 
-    with eval_mode(model), torch.no_grad():
-        MetricRunner(accumulator, [top_contexts, *all_metrics], row_stride).run(
-            model, make_batches(image_samples(), batch_tokens, device=model.device)
-        )
-    if progress is not None:
-        progress("pictures", count, count)
-    spec = model.spec
+    runner = MetricRunner(accumulator, metrics, options.row_stride, observers=[top_contexts])
+    runner.run(model, make_batches(image_samples(), options.batch_tokens, device=model.device))
+    options.progress("pictures", count, count)
     metadata = {
-        "texts": count, "tokens": count * len(grid), "documents": 0, "relations": "", "control": control, "seed": seed,
-        "layers": [str(hook_point.address) for hook_point in hook_points], "detail": "full", "row_stride": row_stride,
-        "corpus": "the pictures given", "relations_corpus": "", "image_grid": [grid.rows, grid.columns],
+        "texts": count, "tokens": count * len(grid), "documents": 0, "relations": "", "control": options.control,
+        "seed": options.seed, "layers": [str(hook_point.address) for hook_point in hook_points], "detail": options.detail,
+        "row_stride": options.row_stride, "corpus": "the pictures given", "relations_corpus": "",
+        "image_grid": [grid.rows, grid.columns],
         "model": f"reader of pictures, {spec.layers} layers with {spec.attention.heads} heads, width {spec.width}, "
         f"{grid.rows} by {grid.columns} patches",
     }  # fmt: skip
-    examples = ExampleStore(len(addresses))
-    return Profile.of(
-        addresses, accumulator, None, top_contexts.contexts(), examples, metadata, metric_specs, all_roles
-    )
+    return ProfileSums(
+        addresses, accumulator, None, top_contexts.contexts(), ExampleStore(len(addresses)), metadata,
+        metric_specs_by_name(metrics),
+    )  # fmt: skip

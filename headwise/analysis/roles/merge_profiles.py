@@ -6,7 +6,7 @@ one pass. What both read alike, such as the repeated tokens, counts once.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,34 +17,72 @@ from headwise.analysis.metrics.metric import ADD, IDENTICAL, LARGER, MetricSpec
 from headwise.analysis.metrics.relation_metric import RelationMetric
 from headwise.analysis.metrics.top_contexts import CONTEXTS_PER_HEAD, AttentionContext
 from headwise.analysis.recording.text_hash_split import BUCKETS
-from headwise.analysis.roles.roles import RoleEvidence, sort_evidence
+from headwise.analysis.roles.profile_result import OWN_RELATIONS, Profile, ProfileSums, build_profile
+from headwise.analysis.roles.roles import DEFAULT_ROLES, RoleEvidence, assess, score, sort_evidence
 from headwise.errors import HeadwiseError
 
-if TYPE_CHECKING:
-    from headwise.analysis.roles.profile_result import Profile
-
-OWN_RELATIONS = "own"  # relations are those of the texts themselves, not of documents apart
+DIFFERENT_METRICS_MESSAGE = "profiles with different metrics or roles cannot be merged; measure both alike."
 
 
-def check_mergeable(first: "Profile", second: "Profile") -> None:
-    """Whether two profiles are of one model, made in one way: on the same repeated tokens it gives the same numbers."""
+def merge_profiles(first: Profile, second: Profile) -> Profile:
+    """Merge the sums of two profiles, and assess the roles on the merged sums. Roles keep their causal tests."""
+    if first.extra_roles != second.extra_roles:
+        raise HeadwiseError(DIFFERENT_METRICS_MESSAGE)
+    sums = merge_sums(first, second)
+    scores = score(sums.accumulator, sums.relation_metric, (*DEFAULT_ROLES, *first.extra_roles))
+    assessed, family_size = assess(scores, len(sums.addresses), sums.metadata)
+    evidence = [
+        carry_over_effects(head_evidence, (*previous, *others))
+        for head_evidence, previous, others in zip(assessed, first.evidence, second.evidence, strict=True)
+    ]
+    return build_profile(sums, evidence, family_size, first.extra_roles)
+
+
+def merge_sums(first: ProfileSums, second: ProfileSums) -> ProfileSums:
+    """Return the sums of one pass over both corpora. Documents with relations that both have read count once."""
+    check_mergeable(first, second)
+    relation_source, same_documents = merge_relation_sources(first.metadata, second.metadata)
+    relation_parts = [
+        (sums.accumulator, sums.relation_metric) for sums in (first, second) if sums.relation_metric is not None
+    ]
+    metric_specs = {**first.metric_specs, **second.metric_specs}
+    relation_groups = [metric.names[0] for _, metric in relation_parts if metric.names]
+    accumulator = merge_accumulators(first.accumulator, second.accumulator, metric_specs, relation_groups)
+    relation_metric = merge_relations(accumulator, relation_parts[:1] if same_documents else relation_parts)
+    num_texts = first.metadata["texts"]
+    metadata = {
+        **first.metadata, "texts": num_texts + second.metadata["texts"],
+        "tokens": first.metadata["tokens"] + second.metadata["tokens"],
+        "documents": first.metadata["documents"] + (0 if same_documents else second.metadata["documents"]),
+        "relations": relation_source,
+        **{name: _join_names(first.metadata[name], second.metadata[name]) for name in ("corpus", "relations_corpus")},
+    }  # fmt: skip
+    top_contexts = [
+        merge_top_contexts(a, b, num_texts) for a, b in zip(first.top_contexts, second.top_contexts, strict=True)
+    ]
+    examples = first.examples.merge(second.examples)
+    return ProfileSums(first.addresses, accumulator, relation_metric, top_contexts, examples, metadata, metric_specs)
+
+
+def check_mergeable(first: ProfileSums, second: ProfileSums) -> None:
+    """Raise HeadwiseError unless both are of one model and measured in one way: repeated tokens have the same numbers."""
     if first.addresses != second.addresses:
         raise HeadwiseError(
-            f"profiles of {len(first)} and of {len(second)} heads that are not the same cannot be merged; see diff."
+            f"profiles of {len(first.addresses)} and of {len(second.addresses)} heads that are not the same cannot be "
+            f"merged; see diff."
         )
     for key in ("control", "seed", "detail", "row_stride"):
         if first.metadata[key] != second.metadata[key]:
             raise HeadwiseError(
                 f"profiles with {key}={first.metadata[key]!r} and {second.metadata[key]!r} cannot be merged; make both alike."
             )
-    names_and_roles = [
-        ({name for name, spec in profile.metric_specs.items() if spec.series != "relation"}, profile.extra_roles)
-        for profile in (first, second)
+    names = [
+        {name for name, spec in sums.metric_specs.items() if spec.series != "relation"} for sums in (first, second)
     ]
-    if names_and_roles[0] != names_and_roles[1]:
-        raise HeadwiseError("profiles with different metrics or roles cannot be merged; measure both alike.")
+    if names[0] != names[1]:
+        raise HeadwiseError(DIFFERENT_METRICS_MESSAGE)
     induction = INDUCTION[0].name if INDUCTION[0].name in first.metric_specs else None  # pictures are not said twice
-    repeats = [profile.accumulator.per_bucket(induction)[0] for profile in (first, second)] if induction else []
+    repeats = [sums.accumulator.bucket_sums_and_counts(induction)[0] for sums in (first, second)] if induction else []
     same_repeats = not induction or np.allclose(*repeats, rtol=1e-4, atol=1e-5)
     if first.metadata["model"] != second.metadata["model"] or not same_repeats:
         raise HeadwiseError("these are profiles of two models, which cannot be merged; compare them by diff.")
@@ -85,7 +123,7 @@ def merge_relations(
         merged.arcs[:, indices] += part_metric.arcs
         merged.left_out[:, indices] += part_metric.left_out
         for name in part_metric.names:
-            part_sums, part_counts = part_accumulator.per_bucket(name)  # (buckets, heads)
+            part_sums, part_counts = part_accumulator.bucket_sums_and_counts(name)  # (buckets, heads)
             sums[..., merged.names.index(name)] += part_sums
             counts[..., merged.names.index(name)] += part_counts
     if merged.names:
@@ -151,3 +189,8 @@ def _canonical_order(relations: set[DirectedRelation]) -> tuple[DirectedRelation
     names = {relation.relation for relation in relations}
     derived, sets = sorted(names & {*CONTROL_SHAPES}), [name for name in WORD_SETS if name in names]
     return both_directions([*sorted(names - {*WORD_SETS, *CONTROL_SHAPES}), *derived, *sets])
+
+
+def _join_names(first: str, second: str) -> str:
+    """The names of two corpora."""
+    return " and ".join(dict.fromkeys(name for joined in (first, second) for name in joined.split(" and ") if name))

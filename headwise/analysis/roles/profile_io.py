@@ -1,21 +1,72 @@
-"""A profile on disk: arrays and a table in JSON, with a version, in one file; what is damaged or older is refused."""
+"""A profile as a file: arrays and a header in JSON, with a version. A damaged or older file raises an error."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.directed_relations import DirectedRelation
 from headwise.analysis.metrics.metric import MetricSpec, RoleTarget
+from headwise.analysis.metrics.relation_metric import RelationMetric
+from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.metrics.top_contexts import AttentionContext
 from headwise.analysis.roles.causal_effects import CausalEffect
+from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.roles import Role, RoleEvidence
 from headwise.errors import HeadwiseError
 from headwise.io.atomic_write import write_atomic
+from headwise.spec import Address
 
 VERSION = 7  # of the table: names, what they mean, where their sums stand
 INTERVALS = ("interval", "effect_interval", "excess_interval")
+
+
+def save_profile(profile: Profile, path: str | Path) -> Path:
+    """Write a profile to one compressed file; `load_profile` reads it."""
+    arrays = {f"sums/{group}": value for group, value in profile.accumulator.sums.items()}
+    arrays |= {f"counts/{group}": value for group, value in profile.accumulator.counts.items()}
+    header = {
+        "metadata": profile.metadata, "family_size": profile.family_size, "heads": [str(a) for a in profile.addresses],
+        "fields": profile.accumulator.fields,
+        "metric_specs": [asdict(metric_spec) for metric_spec in profile.metric_specs.values()],
+        "roles": [asdict(role) for role in profile.extra_roles], "idle_patterns": profile.idle_patterns,
+        "top_contexts": [[asdict(c) for c in items] for items in profile.top_contexts],
+        "examples": profile.examples.positions_to_dict(),
+        "evidence": [[asdict(s) for s in items] for items in profile.evidence],
+    }  # fmt: skip
+    if profile.relation_metric is not None:
+        relations = profile.relation_metric.relations
+        header["relations"] = [(relation.relation, relation.direction) for relation in relations]
+        header["causal"] = profile.relation_metric.causal
+        arrays |= {f"relations/{name}": value for name, value in profile.relation_metric.arc_count_arrays().items()}
+    arrays |= {f"examples/{name}": value for name, value in profile.examples.arrays.items()}
+    return write_npz(path, header, arrays)
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a file that `save_profile` wrote. A damaged file or one of another version raises HeadwiseError."""
+    header, arrays = read_npz(path)
+    try:
+        return _profile_from_stored(header, arrays)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise HeadwiseError(
+            f"{path} lacks something a profile has ({error}); make it again: headwise profile MODEL --save FILE."
+        ) from None
+
+
+def profile_to_dict(profile: Profile) -> dict[str, Any]:
+    """Return plain data, for JSON: one record per head."""
+    return {
+        "version": VERSION,
+        "metadata": profile.metadata,
+        "family_size": profile.family_size,
+        "heads": [head.to_dict() for head in profile],
+    }
 
 
 def write_npz(path: str | Path, stored: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Path:
@@ -61,3 +112,32 @@ def evidence_from_dict(stored: dict[str, Any]) -> RoleEvidence:
     intervals = {name: tuple(stored[name]) for name in INTERVALS if stored[name] is not None}
     effects = tuple(CausalEffect.load(effect) for effect in stored["effects"])
     return RoleEvidence(**{**stored, **intervals, "effects": effects, "causal_on": tuple(stored["causal_on"])})
+
+
+def _profile_from_stored(stored: dict[str, Any], arrays: dict[str, np.ndarray]) -> Profile:
+    addresses = tuple(Address.parse(text) for text in stored["heads"])
+    fields = {name: (group, column) for name, (group, column) in stored["fields"].items()}
+    accumulator = Accumulator(len(addresses), fields)
+    for name, value in arrays.items():
+        kind, _, group = name.partition("/")
+        if kind in ("sums", "counts"):
+            getattr(accumulator, kind)[group] = value
+    relation_metric = None
+    if "relations" in stored:
+        relations = tuple(DirectedRelation(name, direction) for name, direction in stored["relations"])
+        relation_metric = RelationMetric(accumulator, relations, stored["causal"])
+        for name in relation_metric.arc_count_arrays():
+            setattr(relation_metric, name, arrays[f"relations/{name}"])
+    return Profile(
+        addresses=addresses,
+        accumulator=accumulator,
+        relation_metric=relation_metric,
+        top_contexts=[[AttentionContext(**c) for c in items] for items in stored["top_contexts"]],
+        examples=ExampleStore.of(len(addresses), stored["examples"], arrays),
+        metadata=stored["metadata"],
+        metric_specs={entry["name"]: metric_spec_from_dict(entry) for entry in stored["metric_specs"]},
+        evidence=tuple(tuple(evidence_from_dict(s) for s in items) for items in stored["evidence"]),
+        idle_patterns=[tuple(names) for names in stored["idle_patterns"]],
+        family_size=stored["family_size"],
+        extra_roles=tuple(map(role_from_dict, stored["roles"])),
+    )

@@ -3,10 +3,6 @@
 They are a family of tests of their own: the roles of every profile keep their numbers, whether these are asked or not.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 
 from headwise.analysis.metrics.accumulator import Accumulator
@@ -23,7 +19,7 @@ from headwise.analysis.metrics.query_focused_retrieval import QueryFocusMetric
 from headwise.analysis.metrics.statistics import bootstrap_interval
 from headwise.analysis.metrics.successor import SuccessorMetric
 from headwise.analysis.metrics.task_metric import TaskMetric
-from headwise.analysis.roles.roles import LEAD, PROMPT_PROBE, SUPPRESSION_PROBE, Role, RoleEvidence
+from headwise.analysis.roles.roles import LEAD, PROMPT_PROBE, SUPPRESSION_PROBE, Role
 
 STREAMING_THRESHOLD = 0.05  # attention condition for streaming: the largest share outside sink tokens and window
 
@@ -61,21 +57,7 @@ PROMPT_ROLES = (
 )
 
 
-def add_chosen_offsets(
-    evidence: Sequence[Sequence[RoleEvidence]], metadata: Mapping[str, Any]
-) -> tuple[tuple[RoleEvidence, ...], ...]:
-    """The same with the offset or the place that was chosen for a head beside its role."""
-    choices = metadata.get("chosen_offsets", {})
-    return tuple(
-        tuple(
-            replace(entry, detail=str(choices[entry.role][head])) if entry.role in choices else entry
-            for entry in head_evidence
-        )
-        for head, head_evidence in enumerate(evidence)
-    )
-
-
-def streamable_heads(accumulator: Accumulator) -> np.ndarray | None:
+def streaming_candidate_mask(accumulator: Accumulator) -> np.ndarray | None:
     """Heads that meet the attention condition for streaming, (heads,); None if it was not measured.
 
     The upper end of the 95% CI of the attention outside sink tokens and window is below STREAMING_THRESHOLD. The condition is
@@ -84,5 +66,5 @@ def streamable_heads(accumulator: Accumulator) -> np.ndarray | None:
     """
     if OUTSIDE_WINDOW.name not in accumulator.fields:
         return None
-    sums, counts = accumulator.per_bucket(OUTSIDE_WINDOW.name)
+    sums, counts = accumulator.bucket_sums_and_counts(OUTSIDE_WINDOW.name)
     return None if not counts.any() else bootstrap_interval(sums, counts)[1] < STREAMING_THRESHOLD

@@ -26,8 +26,8 @@ from headwise.analysis.roles.causal_trials import (
     LIST_LENGTH,
     CausalTrial,
     TrialPrompt,
-    keep_predicted_answers,
-    pair_controls,
+    drop_unpredicted_targets,
+    make_controlled_trial,
 )
 from headwise.errors import HeadwiseError
 from headwise.model import ModelProtocol
@@ -62,8 +62,8 @@ def prompt_trial(model: ModelProtocol, role: str, seed: int) -> CausalTrial:
                 tokenizer, index, (*tokenizer.template_ids[0], *_repeated_list(prompt, pool, length, separator, rng))
             )
         )
-    return pair_controls(
-        prompt_rows, keep_predicted_answers(model, prompt_rows), keep_predicted_answers(model, list_rows)
+    return make_controlled_trial(
+        prompt_rows, drop_unpredicted_targets(model, prompt_rows), drop_unpredicted_targets(model, list_rows)
     )
 
 
@@ -89,7 +89,7 @@ def name_lead_trial(model: ModelProtocol, role: str, seed: int) -> CausalTrial:
         texts = ((*sentence.ids, answer), (*tokenizer.template_ids[0], *listed), (*single.ids, answer))
         for rows, ids in zip(kinds, texts, strict=True):
             rows.append(_ask_last_token(tokenizer, index, ids)._replace(rivals={len(ids) - 1: sentence.other}))
-    triples = zip(*(keep_predicted_answers(model, rows) for rows in kinds), strict=True)
+    triples = zip(*(drop_unpredicted_targets(model, rows) for rows in kinds), strict=True)
     answered = [triple for triple in triples if all(row.targets for row in triple)]
     if len(answered) < MIN_UNITS:
         return CausalTrial(tuple(kinds[0]))

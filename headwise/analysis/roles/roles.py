@@ -9,8 +9,9 @@
 A head whose roles have level `none` is reported as `unclear`. Idle patterns are reported separately from roles.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -168,9 +169,11 @@ class RoleEvidence:
     effects: tuple[CausalEffect, ...] = ()  # of each token set tried; the numbers above are those of the first
     causal_on: tuple[str, ...] = ()  # the token sets, or prompts, on which the causal test holds
 
-    def with_effects(self, effects: Sequence[CausalEffect], num_sets: int) -> "RoleEvidence":
-        """Return the support with the results of its causal test. The level is causal only if all `num_sets` token sets were
-        tried and hold on each; otherwise `causal_on` names those that hold."""
+    def with_effects(self, effects: Sequence[CausalEffect], num_token_sets: int) -> "RoleEvidence":
+        """Return the evidence with the results of its causal test.
+
+        The level is causal only if the test passes on all token sets; otherwise `causal_on` names those that pass.
+        """
         effects = tuple(
             effect if effect.corpus_label else replace(effect, corpus_label=self.corpus_label) for effect in effects
         )
@@ -178,7 +181,7 @@ class RoleEvidence:
         tried = [effect.p for effect in effects if effect.control_cost is not None]
         first = effects[0]
         return replace(
-            self, evidence_level="causal" if len(holds) == num_sets else self.evidence_level, effect=first.effect,
+            self, evidence_level="causal" if len(holds) == num_token_sets else self.evidence_level, effect=first.effect,
             effect_interval=first.effect_interval, cost=first.cost, cost_threshold=first.cost_threshold,
             control_cost=first.control_cost, excess_interval=first.excess_interval,
             mean_ablation_cost=first.mean_ablation_cost, causal_p=max(tried) if tried else None, effects=effects,
@@ -202,6 +205,9 @@ class RoleEvidence:
     def sort_key(self) -> tuple[int, float]:
         """Roles rank by evidence level, then by gain."""
         return EVIDENCE_LEVELS.index(self.evidence_level), self.gain
+
+
+EvidencePerHead = Sequence[Sequence[RoleEvidence]]  # for each head, best first
 
 
 def role_names(documents: Iterable[Document]) -> set[str]:
@@ -247,13 +253,13 @@ def check_roles(roles: Sequence[Role], metric_specs: Iterable[MetricSpec]) -> No
         used_names.add((role.name, role.detail))
 
 
-def score_roles(
+def score(
     accumulator: Accumulator,
     relation_metric: RelationMetric | None,
-    only_role: str | None = None,
     roles: Sequence[Role] = DEFAULT_ROLES,
+    only_role: str | None = None,
 ) -> list[RoleScores]:
-    """Every role that was measured, or one of them."""
+    """Return score, baseline and value-weighted score of every role that was measured, or of one, for all heads."""
     all_scores = list(_metric_role_scores(accumulator, roles))
     if relation_metric is not None:
         all_scores += _relation_role_scores(accumulator, relation_metric)
@@ -265,10 +271,20 @@ def score_roles(
     return all_scores
 
 
-def assess_roles(all_scores: list[RoleScores], heads: int) -> tuple[list[list[RoleEvidence]], int]:
-    """For every head what supports its roles, best first, at least a pattern; and the size of the family of tests. Roles
-    of a separate family come behind others of their evidence level, so that those are told, and tried by ablation, as they
-    are without them."""
+def assess(
+    all_scores: Sequence[RoleScores], heads: int, metadata: Mapping[str, Any] | None = None
+) -> tuple[list[list[RoleEvidence]], int]:
+    """Select roles on one half of the texts and test them on the other.
+
+    Args:
+        all_scores: Scores of every role.
+        heads: Number of heads.
+        metadata: Metadata of the pass. It labels the evidence with the corpus and with the offset chosen for a head.
+
+    Returns:
+        The evidence for the roles of each head, best first, and the number of tests. Roles of a separate family come after
+        the others of their evidence level, so that the others are reported, and ablated, as they are without them.
+    """
     first, second = (
         [scores for scores in all_scores if scores.role.separate_family == separate] for separate in (False, True)
     )
@@ -278,7 +294,18 @@ def assess_roles(all_scores: list[RoleScores], heads: int) -> tuple[list[list[Ro
         [*head_evidence, *(replace(entry, family_size=extra_family_size) for entry in extra)]
         for head_evidence, extra in zip(evidence, extra_evidence, strict=True)
     ]
-    return [_drop_duplicate_roles(sort_evidence(head_evidence)) for head_evidence in merged], family_size
+    unique = [_drop_duplicate_roles(sort_evidence(head_evidence)) for head_evidence in merged]
+    if metadata is not None:
+        unique = [[_label(entry, head, metadata) for entry in entries] for head, entries in enumerate(unique)]
+    return unique, family_size
+
+
+def _label(evidence: RoleEvidence, head: int, metadata: Mapping[str, Any]) -> RoleEvidence:
+    """Add the name of the corpus to the evidence of a head, and the offset or position that was chosen for it."""
+    corpus_label = evidence.corpus_label or metadata["relations_corpus" if evidence.is_relation else "corpus"]
+    choices = metadata.get("chosen_offsets", {})
+    detail = str(choices[evidence.role][head]) if evidence.role in choices else evidence.detail
+    return replace(evidence, corpus_label=corpus_label, detail=detail)
 
 
 def sort_evidence(evidence: Iterable[RoleEvidence]) -> list[RoleEvidence]:
@@ -286,7 +313,7 @@ def sort_evidence(evidence: Iterable[RoleEvidence]) -> list[RoleEvidence]:
     return sorted(evidence, key=lambda entry: (entry.sort_key[0], not entry.family_size, entry.gain), reverse=True)
 
 
-def _assess_family(all_scores: list[RoleScores], heads: int) -> tuple[list[list[RoleEvidence]], int]:
+def _assess_family(all_scores: Sequence[RoleScores], heads: int) -> tuple[list[list[RoleEvidence]], int]:
     """One family."""
     if not all_scores:
         return [[] for _ in range(heads)], 0
@@ -365,13 +392,13 @@ def _drop_duplicate_roles(evidence: list[RoleEvidence]) -> list[RoleEvidence]:
 
 
 def _metric_role_scores(accumulator: Accumulator, roles: Sequence[Role]) -> Iterator[RoleScores]:
-    rows = accumulator.per_bucket(ENTROPY.name)[1] if ENTROPY.name in accumulator.fields else None
+    rows = accumulator.bucket_sums_and_counts(ENTROPY.name)[1] if ENTROPY.name in accumulator.fields else None
     for role in roles:
         metric_spec = role.metric_spec
         if metric_spec.name not in accumulator.fields:
             continue
         (scores, counts), (baselines, baseline_counts), (value_weighted, _) = map(
-            accumulator.per_bucket, (metric_spec.name, metric_spec.baseline, metric_spec.value_weighted)
+            accumulator.bucket_sums_and_counts, (metric_spec.name, metric_spec.baseline, metric_spec.value_weighted)
         )
         if counts.sum() == 0:
             continue
@@ -397,12 +424,12 @@ def _relation_role_scores(accumulator: Accumulator, relation_metric: RelationMet
             is_relation=True,
             is_hit_rate=name not in WORD_SETS,
         )
-        matched, matched_counts = accumulator.per_bucket(metric_specs[MATCHED].name)
-        others = accumulator.per_bucket(metric_specs[OTHERS].name)[0]
-        hits, counts = accumulator.per_bucket(metric_specs[HITS].name)
+        matched, matched_counts = accumulator.bucket_sums_and_counts(metric_specs[MATCHED].name)
+        others = accumulator.bucket_sums_and_counts(metric_specs[OTHERS].name)[0]
+        hits, counts = accumulator.bucket_sums_and_counts(metric_specs[HITS].name)
         coverage, value_weighted = (
             _coverage(matched_counts, counts),
-            accumulator.per_bucket(metric_spec.value_weighted)[0],
+            accumulator.bucket_sums_and_counts(metric_spec.value_weighted)[0],
         )
         if name in WORD_SETS:
             yield RoleScores(role, matched, others, value_weighted, matched_counts, coverage)
@@ -427,7 +454,7 @@ def _control_hits(
         back = "<" if ahead else ">"  # those made here look back by >
         control_relation = DirectedRelation(control, relation.direction if control not in CONTROL_SHAPES else back)
         if control_relation in relation_metric.relations:
-            hits, rows = accumulator.per_bucket(control_relation.metric_specs[HITS].name)
+            hits, rows = accumulator.bucket_sums_and_counts(control_relation.metric_specs[HITS].name)
             if min(buckets_in_half(rows, half).sum() for half in (SELECTION, REPORTING)) >= MIN_CONTROL_BUCKETS:
                 yield hits, rows
 

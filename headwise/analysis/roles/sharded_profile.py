@@ -17,18 +17,21 @@ import torch
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.variability import VARIABILITY, measure_variability
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.causal_test import causal_test
-from headwise.analysis.roles.profile import ProfileSampleCollector, profile, run_tasks
-from headwise.analysis.roles.profile_result import EvidencePerHead, Profile
+from headwise.analysis.roles.causal_test import causal_test, supports_causal_test
+from headwise.analysis.roles.collect import ProfileSampleCollector, ignore_progress, metric_specs_by_name, run_tasks
+from headwise.analysis.roles.merge_profiles import merge_sums
+from headwise.analysis.roles.profile import profile
+from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
 from headwise.analysis.roles.prompt_roles import PROMPT_ROLES, prompt_metrics
-from headwise.distributed.job_executors import check_executor, run_jobs
+from headwise.analysis.roles.roles import DEFAULT_ROLES, assess, score
+from headwise.distributed.job_executors import check_executor, run_jobs_as_completed
 from headwise.errors import HeadwiseError
 from headwise.io.atomic_write import write_atomic
 from headwise.model import ModelProtocol, eval_mode
+from headwise.model.weights_digest import weights_digest
 from headwise.progress import Progress
 from headwise.text.corpus import Corpus
 from headwise.text.corpus_shards import TextShard, file_sources, split_shards
-from headwise.training.run_setup import weights_digest
 from headwise.weights import load
 
 SHARD_CHARACTERS = 1 << 20  # characters of a shard: about a quarter of a million tokens of English
@@ -38,12 +41,11 @@ PROBE_SET = "the probe set"
 
 @dataclass(frozen=True)
 class _ShardOptions:
-    """What every shard is asked."""
+    """Options that every shard is profiled with."""
 
     max_length: int | None
     batch_tokens: int
     row_stride: int
-    detail: str
     seed: int
 
 
@@ -56,7 +58,6 @@ def profile_shards(
     max_length: int | None = None,
     batch_tokens: int = 2048,
     row_stride: int = 1,
-    detail: str = "full",
     causal: bool = True,
     prompts: bool = False,
     seed: int = 0,
@@ -65,7 +66,7 @@ def profile_shards(
     executor: Executor | str | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """What every head does, over a corpus of any size: `profile`, shard by shard into the folder `out`, with the whole in
+    """Profile a corpus of any size: `profile`, shard by shard into the folder `out`, with the whole in
     `profile.npz` when all are there. Run again after it was stopped or killed, it goes on with what is missing.
 
     A shard has about so many characters (`shard_characters`). With `processes`, or an `executor`, shards are shared out; then
@@ -73,7 +74,7 @@ def profile_shards(
     Relations that are not the texts' own, prompts and ablations are asked once for all.
     """
     check_executor(executor)
-    out, report = Path(out), progress or (lambda stage, done, total: None)
+    out, report = Path(out), progress or ignore_progress
     full_corpus, in_process = Corpus.of(corpus), executor is None and processes in (None, 1)
     if full_corpus.paired:
         raise HeadwiseError("pairs are for what is asked of an encoder-decoder; give texts: each is source and target.")
@@ -85,7 +86,7 @@ def profile_shards(
         raise HeadwiseError(
             "workers read the model and the corpus by themselves: give the model's name or path, and a corpus of files."
         )
-    options = _ShardOptions(max_length, batch_tokens, row_stride, detail, seed)
+    options = _ShardOptions(max_length, batch_tokens, row_stride, seed)
     loaded = load(model) if isinstance(model, str) else model
     digest = weights_digest(loaded)
     shards = _prepare_shards(
@@ -96,12 +97,14 @@ def profile_shards(
     has_own_relations = relations is None and any(text_shard.has_relations for text_shard in shards)
     missing = [index for index in range(len(shards)) if not _shard_path(out, index).is_file()]
     done = len(shards) - len(missing)
-    relations_of = {index: _relations_for(index, shards[index], relations, has_own_relations) for index in missing}
+    relations_of = {
+        index: _relations_for(index, shards[index], relations, has_own_relations=has_own_relations) for index in missing
+    }
     if in_process:
         sources = file_sources(full_corpus.files) or [full_corpus.items]
         for index in missing:
             report("shards", done, len(shards))
-            shard_corpus = shards[index].read(sources, full_corpus.name)
+            shard_corpus = shards[index].to_corpus(sources, full_corpus.name)
             _profile_shard(loaded, shard_corpus, relations_of[index], options, progress).save(_shard_path(out, index))
             done += 1
     else:
@@ -119,15 +122,14 @@ def profile_shards(
             )
             for n in missing
         ]
-        for _ in run_jobs(_profile_in_worker, jobs, processes, executor=executor, folder=out):
+        for _ in run_jobs_as_completed(_profile_in_worker, jobs, processes, executor=executor, folder=out):
             done += 1
             report("shards", done, len(shards))
     report("shards", len(shards), len(shards))
-    merged = Profile.load(_shard_path(out, 0))
-    for index in range(1, len(shards)):
-        merged = merged.merge(Profile.load(_shard_path(out, index)))
-        report("merging", index + 1, len(shards))
-    result = _finish(loaded, merged, full_corpus, relations, has_own_relations, options, causal, prompts, report)
+    sums = _merge_shards([_shard_path(out, index) for index in range(len(shards))], report)
+    samples = ProfileSampleCollector(keep_for_causal_test=causal and supports_causal_test(loaded))
+    _read_samples(loaded, full_corpus, relations, samples, max_length, has_own_relations=has_own_relations)
+    result = _finish(loaded, sums, samples, seed, report, prompts=prompts)
     result.save(out / MERGED_FILE)
     return result
 
@@ -143,7 +145,8 @@ def _prepare_shards(
 ) -> list[TextShard]:
     """The shards of a folder: those it has, if it was begun with the same, or new ones."""
     settings = {
-        **asdict(options), "model": model, "corpus": corpus.fingerprint, "shard_characters": characters, **final_options,
+        **asdict(options), "detail": "full", "model": model, "corpus": corpus.fingerprint,
+        "shard_characters": characters, **final_options,
         "relations": relations if relations in (None, False) else Corpus.of(relations).fingerprint,
     }  # fmt: skip
     del settings["batch_tokens"]  # of a batch: they decide nothing but the time
@@ -174,7 +177,7 @@ def _shard_path(out: Path, index: int) -> Path:
     return out / f"shard-{index:05d}.npz"
 
 
-def _relations_for(index: int, shard: TextShard, relations: Any, has_own_relations: bool) -> Any:
+def _relations_for(index: int, shard: TextShard, relations: Any, *, has_own_relations: bool) -> Any:
     """Where a shard takes relations from: its own documents; else the first asks for all."""
     if has_own_relations:
         return None if shard.has_relations else False
@@ -213,7 +216,7 @@ def _profile_in_worker(
     relation_corpus = (
         Corpus.probe_set() if relations == PROBE_SET else [Path(file) for file in relations] if relations else relations
     )
-    shard_corpus = TextShard(**shard).read(file_sources(files), corpus_name)
+    shard_corpus = TextShard(**shard).to_corpus(file_sources(files), corpus_name)
     _profile_shard(model, shard_corpus, relation_corpus, _ShardOptions(**options), None).save(path)
 
 
@@ -222,58 +225,68 @@ def _load_cached(name: str) -> ModelProtocol:
     return load(name)
 
 
-def _finish(
+def _merge_shards(paths: list[Path], progress: Progress) -> ProfileSums:
+    """Merge the sums of all shards. Roles are assessed once, on all of them."""
+    sums: ProfileSums = Profile.load(paths[0])
+    for count, path in enumerate(paths[1:], 2):
+        sums = merge_sums(sums, Profile.load(path))
+        progress("merging", count, len(paths))
+    return sums
+
+
+def _read_samples(
     model: ModelProtocol,
-    merged: Profile,
     corpus: Corpus,
     relations: Any,
+    samples: ProfileSampleCollector,
+    max_length: int | None,
+    *,
     has_own_relations: bool,
-    options: _ShardOptions,
-    causal: bool,
-    prompts: bool,
-    progress: Progress,
-) -> Profile:
-    """What looks at texts of several shards, or at none of them: how far attention varies between the first ones, prompts,
-    and ablations."""
-    tokenized = TokenizedCorpus.of(model, corpus, options.max_length)
-    test_causally = causal and model.spec.kind == "decoder" and model.output is not None
-    kept_samples = ProfileSampleCollector(test_causally)
-    for sample in tokenized:
-        kept_samples.add_text(sample)
-        if has_own_relations and test_causally:
-            kept_samples.add_document(sample)
-        elif kept_samples.is_full:
+) -> None:
+    """Read the texts that variability and the causal test need, from all shards."""
+    keep_documents = samples.keep_for_causal_test
+    for sample in TokenizedCorpus.of(model, corpus, max_length):
+        samples.add_text(sample)
+        if has_own_relations and keep_documents:
+            samples.add_document(sample)
+        elif samples.is_full:
             break
-    if test_causally and not has_own_relations and relations is not False:
-        for sample in TokenizedCorpus.of(model, relations, options.max_length):
+    if keep_documents and not has_own_relations and relations is not False:
+        for sample in TokenizedCorpus.of(model, relations, max_length):
             if sample.document is not None:
-                kept_samples.add_document(sample)
-    accumulator = merged.accumulator
-    if len(kept_samples.long_samples) > 1:
-        fresh = Accumulator(len(merged.addresses))
-        with eval_mode(model), torch.no_grad():
-            measure_variability(model, kept_samples.long_samples, fresh)
-        for merged_arrays, fresh_arrays in ((accumulator.sums, fresh.sums), (accumulator.counts, fresh.counts)):
-            merged_arrays[VARIABILITY.name] = fresh_arrays[VARIABILITY.name]
+                samples.add_document(sample)
 
-    roles, metric_specs = merged.extra_roles, dict(merged.metric_specs)
-    metadata, examples = merged.metadata, merged.examples
-    if prompts:
-        tasks = prompt_metrics()
-        with eval_mode(model), torch.no_grad():
-            task_metadata, examples = run_tasks(model, tasks, accumulator, examples, options.seed, progress)
-        metadata = {**metadata, **task_metadata}
-        roles = PROMPT_ROLES
-        metric_specs |= {metric_spec.name: metric_spec for task in tasks for metric_spec in task.metric_specs}
 
-    def run_causal_test(evidence: EvidencePerHead) -> EvidencePerHead:
-        with eval_mode(model), torch.no_grad():
-            documents = kept_samples.relation_documents.samples.values()
-            return causal_test(
-                model, merged.addresses, evidence, documents, kept_samples.first_samples, options.seed + 1, progress
-            )
-
-    return Profile.of(
-        merged.addresses, accumulator, merged.relation_metric, merged.top_contexts, examples, metadata, metric_specs, roles,
-        run_causal_test if test_causally else None,
-    )  # fmt: skip
+@torch.no_grad()
+def _finish(
+    model: ModelProtocol,
+    merged: ProfileSums,
+    samples: ProfileSampleCollector,
+    seed: int,
+    progress: Progress,
+    *,
+    prompts: bool,
+) -> Profile:
+    """Measure variability, prompts and ablations, which need texts of several shards or of none. Assess all roles."""
+    accumulator, examples, metadata = merged.accumulator, merged.examples, merged.metadata
+    tasks = prompt_metrics() if prompts else ()
+    roles = PROMPT_ROLES if prompts else ()
+    with eval_mode(model):
+        if len(samples.long_samples) > 1:
+            fresh = Accumulator(len(merged.addresses))
+            measure_variability(model, samples.long_samples, fresh)
+            accumulator.sums[VARIABILITY.name] = fresh.sums[VARIABILITY.name]
+            accumulator.counts[VARIABILITY.name] = fresh.counts[VARIABILITY.name]
+        if prompts:
+            task_metadata, examples = run_tasks(model, tasks, accumulator, examples, seed, progress)
+            metadata = {**metadata, **task_metadata}
+        metric_specs = {**merged.metric_specs, **metric_specs_by_name(tasks)}
+        sums = ProfileSums(
+            merged.addresses, accumulator, merged.relation_metric, merged.top_contexts, examples, metadata, metric_specs
+        )
+        scores = score(accumulator, sums.relation_metric, (*DEFAULT_ROLES, *roles))
+        evidence, family_size = assess(scores, len(sums.addresses), metadata)
+        if samples.keep_for_causal_test:
+            documents, texts = samples.relation_documents.samples.values(), samples.first_samples
+            evidence = causal_test(model, sums.addresses, evidence, documents, texts, seed + 1, progress)
+    return build_profile(sums, evidence, family_size, roles)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.attention_call import AttentionCallContext
-from headwise.analysis.metrics.metric import Metric
+from headwise.analysis.metrics.attention_call import AttentionCallContext, AttentionObserver
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.similarity.weight_similarity import pairwise_gram_norms, pairwise_product_norms
+from headwise.analysis.similarity.weight_similarity import pairwise_gram_squared_norms, pairwise_product_squared_norms
 from headwise.errors import HeadwiseError
 from headwise.heads.hook_point import AttentionCall, HookPoint
 from headwise.kernels.rounding_tolerance import at_least_float32
@@ -32,7 +31,7 @@ MAX_WEIGHTS = 1 << 25  # attention weights held at once: heads × rows × keys
 CHUNK_WEIGHTS = 1 << 11  # of them compared at once, so that they stay in the cache
 
 
-def sample_rows(
+def sample_row_positions(
     model: ModelProtocol, corpus: Any, rows: int, max_length: int, heads: int, seed: int
 ) -> Iterator[tuple[list[TextSample], list[int]]]:
     """Groups of texts of about one length, and the places whose rows are taken from each of them."""
@@ -71,7 +70,7 @@ class SampledRows(NamedTuple):
     texts: int  # B
 
 
-class RowSampler(Metric):
+class RowSampler(AttentionObserver):
     """Keeps some rows of some heads while a group of texts is read: it has no numbers of its own, for it is pairs of heads
     that are compared."""
 
@@ -113,7 +112,7 @@ def record_rows(
 ) -> SampledRows:
     """One pass over a group of texts, these rows alone kept."""
     sampler = RowSampler(positions, selected)
-    MetricRunner(Accumulator(len(selected)), [sampler]).run(model, [make_batch(samples, device=model.device)])
+    MetricRunner(Accumulator(len(selected)), observers=[sampler]).run(model, [make_batch(samples, device=model.device)])
     return SampledRows(torch.cat(sampler.maps), torch.cat(sampler.v), torch.cat(sampler.z), len(samples))
 
 
@@ -276,7 +275,7 @@ def _pairwise_cka(X: Tensor, Y: Tensor, debiased: bool = True) -> np.ndarray:
 
     def independence(A: Tensor, B: Tensor) -> np.ndarray:
         """HSIC; debiased, of rows against *other* rows only. Of centred rows the sums over rows vanish."""
-        cross = pairwise_gram_norms(A) if A is B else pairwise_product_norms(A.mT, B)
+        cross = pairwise_gram_squared_norms(A) if A is B else pairwise_product_squared_norms(A.mT, B)
         if not debiased:
             return cross
         a, b = (x.double().square().sum(-1).cpu().numpy() for x in (A, B))  # (H, n): each row with itself

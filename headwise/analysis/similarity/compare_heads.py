@@ -19,7 +19,7 @@ from headwise.analysis.similarity.attention_similarity import (
     cka_matrix,
     permuted_cka_threshold,
     record_rows,
-    sample_rows,
+    sample_row_positions,
 )
 from headwise.analysis.similarity.weight_similarity import (
     COMPOSITIONS,
@@ -35,19 +35,6 @@ from headwise.model import ModelProtocol, eval_mode
 from headwise.spec import Address, LayerAddress, select
 
 THROUGH_NORMS = ("read_q", "read_k", "read_v", *COMPOSITIONS)  # what is read of the stream, through the norm before it
-# What each number is measured against.
-BASELINES = {
-    "js": "the same head, same places, another text",
-    "map_cosine": "same places, another text",
-    "position": "same places, another text",
-    "subspace": "same places, another text",
-    "output": "same places, another text",
-    "cka": "95 % of pairs with rows permuted lie below",
-    **dict.fromkeys(("read_q", "read_k", "read_v", "write"), "d/D"),
-    **dict.fromkeys(("q_composition", "k_composition", "v_composition"), "1/√D"),
-    "ov_copying": "standard deviation of random weights, about 1.5/d",
-    **dict.fromkeys(("ov_rank", "qk_rank"), "random weights of the same shape"),
-}
 
 
 class HeadPair(NamedTuple):
@@ -181,7 +168,7 @@ def compare_heads(
     with eval_mode(model), torch.no_grad():
         head_weights = fold_norms_into_heads(model, addresses)
         sums = PairwiseAccumulator(torch.stack([head.weights["o"] for head in head_weights]))
-        for samples, positions in sample_rows(model, corpus, rows, max_length, len(addresses), seed):
+        for samples, positions in sample_row_positions(model, corpus, rows, max_length, len(addresses), seed):
             sampled = record_rows(model, samples, positions, set(addresses))
             sums.add(sampled)
             z.append(sampled.z)

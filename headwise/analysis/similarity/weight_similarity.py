@@ -197,7 +197,7 @@ def compress_product_columns(left: Tensor, right: Tensor) -> Tensor:
     return left @ torch.linalg.qr(right.mT, mode="r")[1].mT
 
 
-def pairwise_product_norms(left: Tensor, right: Tensor, upper: bool = False) -> np.ndarray:
+def pairwise_product_squared_norms(left: Tensor, right: Tensor, upper: bool = False) -> np.ndarray:
     """‖left[a] right[b]‖² for all a and b, or for a ≤ b and 0 elsewhere: (H, d, n), (H, n, e) → (H, H)."""
     H, n, e = right.shape
     flat = right.transpose(0, 1).reshape(n, H * e)
@@ -210,9 +210,9 @@ def pairwise_product_norms(left: Tensor, right: Tensor, upper: bool = False) -> 
     return norms
 
 
-def pairwise_gram_norms(matrices: Tensor) -> np.ndarray:
+def pairwise_gram_squared_norms(matrices: Tensor) -> np.ndarray:
     """‖Xᵀ[a] X[b]‖² for all pairs, each made once: (H, n, e) → (H, H)."""
-    upper = pairwise_product_norms(matrices.mT, matrices, upper=True)
+    upper = pairwise_product_squared_norms(matrices.mT, matrices, upper=True)
     return upper + np.triu(upper, 1).T
 
 
@@ -237,7 +237,7 @@ def compare_weights(heads: list[HeadWeights]) -> dict[str, np.ndarray]:
             continue
         sizes = np.sqrt(_squared_norms(writes))[:, None] * np.sqrt(_squared_norms(reads[projection]))
         with np.errstate(invalid="ignore", divide="ignore"):
-            score = np.sqrt(pairwise_product_norms(writes, reads[projection], upper=True)) / sizes
+            score = np.sqrt(pairwise_product_squared_norms(writes, reads[projection], upper=True)) / sizes
         meets = np.array([[_comes_before(a.streams["o"], b.streams[projection]) for b in heads] for a in heads])
         matrices[name] = np.where(meets & ~is_rotary, score, np.nan)
     return matrices
@@ -251,7 +251,9 @@ def _overlaps(heads: list[HeadWeights], projection: str) -> np.ndarray:
     basis = orthonormal_bases(torch.stack([weight.mT if projection == "o" else weight for weight in unique.values()]))
     ranks = _squared_norms(basis).round()
     with np.errstate(invalid="ignore", divide="ignore"):
-        overlaps = (pairwise_gram_norms(basis) / np.minimum(ranks[:, None], ranks))[np.ix_(unique_index, unique_index)]
+        overlaps = (pairwise_gram_squared_norms(basis) / np.minimum(ranks[:, None], ranks))[
+            np.ix_(unique_index, unique_index)
+        ]
     different_stream = np.array(
         [[a.streams[projection].name != b.streams[projection].name for b in heads] for a in heads]
     )

@@ -39,7 +39,7 @@ def drop_none(**options: Any) -> dict[str, Any]:
 def load_report_inputs(sensitivity: Path | None, plan: Path | None) -> dict[str, Any]:
     """What a page is told of prices, read from files."""
     from headwise.analysis.ablation.sensitivity import Sensitivity
-    from headwise.compression.plan import Plan
+    from headwise.spec import Plan
 
     inputs = {"sensitivity": None if sensitivity is None else Sensitivity.load(sensitivity)}
     return drop_none(**inputs, plan=None if plan is None else Plan.load(plan))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def sigint_flag() -> Iterator[list[int]]:
+def record_sigint() -> Iterator[list[int]]:
     """Yields a list that is empty until Ctrl-C is pressed; KeyboardInterrupt is raised as ever."""
     received: list[int] = []
 

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus, default_corpus
+from headwise.analysis import TokenizedCorpus, default_corpus
+from headwise.distributed import run_in_subprocess
 from headwise.errors import HeadwiseError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.paired_timing import interleaved_timing
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.experiments.engine.single_thread import one_thread
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.engine.training_pool import run_in_subprocess
 from headwise.experiments.experiment_context import ExperimentContext
 from headwise.model import ModelProtocol, Transformer, check_model
-from headwise.training.language_loss import LanguageLoss
+from headwise.training import LanguageLoss
 
 DEPTHS = (2, 8)  # layers
 MAX_MEMORY_RATIO, MIN_TIME_RATIO = 0.8, 1.1  # of the memory, and times as long: the least that is called a trade

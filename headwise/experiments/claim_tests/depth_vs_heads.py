@@ -9,7 +9,12 @@ import numpy as np
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.equal_parameter_specs import LAYERS, STEP_FRACTION, deep_experiment, equal_parameter_specs
+from headwise.experiments.equal_parameter_specs import (
+    LAYERS,
+    STEP_FRACTION,
+    make_deep_experiment,
+    reduce_layers_or_heads,
+)
 from headwise.experiments.experiment_context import ExperimentContext
 
 MODELS = ("full", "fewer layers", "fewer heads")
@@ -18,15 +23,15 @@ MIN_GAP = 0.01  # nats a token
 
 def equal_parameter_configs(experiment: ExperimentContext, seed: int) -> dict[str, ExperimentConfig]:
     """The deeper model, one block less, and as many parameters less by fewer heads."""
-    full = deep_experiment(experiment).make_config(seed)
-    specs = (full.spec, *equal_parameter_specs(full.spec))
+    full = make_deep_experiment(experiment).make_config(seed)
+    specs = (full.spec, *reduce_layers_or_heads(full.spec))
     return {name: replace(full, spec=spec) for name, spec in zip(MODELS, specs, strict=True)}
 
 
-def curve_gap(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[float, float]:
+def final_and_mean_gap(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[float, float]:
     """How far one curve of losses lies above another: at the last step, and on average over training (the area between them).
 
-    >>> curve_gap({10: 3.0, 20: 2.0}, {10: 2.5, 20: 2.25})
+    >>> final_and_mean_gap({10: 3.0, 20: 2.0}, {10: 2.5, 20: 2.25})
     (-0.25, 0.125)
     """
     steps = sorted(first)
@@ -55,10 +60,10 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
     for name in MODELS:
         statistics.add("parameters", name, trained[0][name].config.spec.num_parameters)
     for name in MODELS[1:]:
-        gaps = [curve_gap(entry[name], entry["full"]) for entry in curves]
+        gaps = [final_and_mean_gap(entry[name], entry["full"]) for entry in curves]
         statistics.add("nats above the full model, at the end", name, [end for end, _ in gaps])
         statistics.add("nats above the full model, over training", name, [area for _, area in gaps])
-    gaps = [curve_gap(entry["fewer heads"], entry["fewer layers"]) for entry in curves]
+    gaps = [final_and_mean_gap(entry["fewer heads"], entry["fewer layers"]) for entry in curves]
     statistics.add(GAP, "at the end", [end for end, _ in gaps])
     statistics.add(GAP, "over training", [area for _, area in gaps])
     return statistics

@@ -6,23 +6,25 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.metrics.offsets import WINDOW
-from headwise.analysis.metrics.statistics import MIN_UNITS, bootstrap_difference_interval
-from headwise.analysis.recording.text_hash_split import REPORTING, SELECTION
-from headwise.analysis.recording.tokenized_corpus import default_corpus
-from headwise.analysis.roles.profile import profile
-from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.roles.roles import score_roles
+from headwise.analysis import (
+    MIN_UNITS,
+    REPORTING,
+    SELECTION,
+    Profile,
+    bootstrap_difference_interval,
+    default_corpus,
+    profile,
+    score,
+)
 from headwise.errors import HeadwiseError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, format_labeled_lists, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.equal_parameter_specs import LAYERS, deep_experiment
+from headwise.experiments.equal_parameter_specs import LAYERS, make_deep_experiment
 from headwise.experiments.experiment_context import ExperimentContext
-from headwise.experiments.pretrained_claim_model import PRETRAINED, load_pretrained, pretrained_name
+from headwise.experiments.pretrained_claim_model import PRETRAINED, installed_pretrained_name, load_pretrained
 from headwise.model import ModelProtocol
-from headwise.text.annotated_document import Document
-from headwise.text.corpus import Corpus
+from headwise.text import Corpus, Document
 
 THIRDS = ("first third", "middle third", "last third")
 SYNTAX = (
@@ -31,6 +33,7 @@ SYNTAX = (
 )  # fmt: skip
 SEMANTICS = ("semantic", "coreference")  # as roles are told
 EARLY, LATE = ("local", "syntactic"), ("long range", "semantic")
+LONG_RANGE = 32  # tokens: from this distance on, weight counts as long range
 MIN_GAP = 0.05  # of the weight, or in accuracy
 TEXTS, SENTENCES = 8, 15  # where documents are short, so many texts are made of so many of them each
 
@@ -76,7 +79,7 @@ def trends_by_depth(model: ModelProtocol, text: Any = None) -> dict[str, DepthTr
 
 def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
     """The deeper model of every seed."""
-    return (deep_experiment(experiment).make_config(seed) for seed in experiment.seeds)
+    return (make_deep_experiment(experiment).make_config(seed) for seed in experiment.seeds)
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
@@ -123,7 +126,7 @@ GAP = "the way the claim has it"  # early − late for what is said to be early,
 def _default_texts(model: ModelProtocol) -> tuple[Any, Any]:
     """The model's usual documents; short ones are laid end to end as well, so that something is far away."""
     documents = [item for item in default_corpus(model).items() if isinstance(item, Document)]
-    if np.median([len(document.words) for document in documents]) > 2 * WINDOW:
+    if np.median([len(document.words) for document in documents]) > 2 * LONG_RANGE:
         return Corpus.of(documents), None
     stride = max(1, len(documents) // SENTENCES)  # sentences of a text are of all kinds
     texts = [" ".join(document.text for document in documents[start::stride]) for start in range(min(TEXTS, stride))]
@@ -136,15 +139,15 @@ def _depth_trends(profiled: Profile) -> dict[str, DepthTrend]:
     if len({*third_of_head.tolist()}) < 3:
         raise HeadwiseError("a third of the layers of this model has no heads left; give the whole model.")
     third = np.eye(3)[third_of_head]  # (heads, 3)
-    first, rows = profiled.accumulator.per_bucket("first")  # (buckets, heads)
+    first, rows = profiled.accumulator.bucket_sums_and_counts("first")  # (buckets, heads)
     non_sink = (rows - first) @ third  # (buckets, 3)
-    near_weight = profiled.accumulator.per_bucket("local")[0]
-    far_weight, far_rows = profiled.accumulator.per_bucket("long range")
+    near_weight = profiled.accumulator.bucket_sums_and_counts("local")[0]
+    far_weight, far_rows = profiled.accumulator.bucket_sums_and_counts("long range")
     if not far_rows.sum():
         raise HeadwiseError(
-            f"no token of this text has another {WINDOW} or more before it, the first left out; give longer texts."
+            f"no token of this text has another {LONG_RANGE} or more before it, the first left out; give longer texts."
         )
-    distance_sums = profiled.accumulator.per_bucket("signed distance")[0]
+    distance_sums = profiled.accumulator.bucket_sums_and_counts("signed distance")[0]
     trends = {
         "local": DepthTrend(near_weight @ third, non_sink),
         "long range": DepthTrend(far_weight @ third, non_sink),
@@ -159,7 +162,7 @@ def _depth_trends(profiled: Profile) -> dict[str, DepthTrend]:
 def _accuracy(profiled: Profile, names: Sequence[str], third_of_head: np.ndarray) -> DepthTrend | None:
     """How often the best head of each third follows a relation, above the best fixed offset: the mean of relations."""
     best: dict[tuple[str, int], tuple[float, np.ndarray]] = {}  # (relation, third): on one half, and sums on the other
-    for scores in score_roles(profiled.accumulator, profiled.relation_metric):
+    for scores in score(profiled.accumulator, profiled.relation_metric):
         if scores.role.name not in names or min(scores.buckets_in_half(half).sum() for half in (0, 1)) < MIN_UNITS:
             continue
         selection_gain = scores.mean(SELECTION) - scores.baseline(SELECTION)  # (heads,)
@@ -201,7 +204,7 @@ CLAIM = Claim(
     counterevidence="A model whose last third of layers is as local or as syntactic as its first, or whose first is "
     "as long-range or as semantic as its last.",
     setup=f"Trained models of {LAYERS} layers on held-out documents, and SmolLM2's 30 layers on the probe set where it "
-    f"is installed, by thirds: the weight 1 to 3 tokens away and {WINDOW} or more away, of what does not rest on the "
+    f"is installed, by thirds: the weight 1 to 3 tokens away and {LONG_RANGE} or more away, of what does not rest on the "
     "first token; and how often the best head follows syntactic relations, or related words and pronouns, above the "
     "best fixed offset.",
     rule="Four things are said of each model: local early, syntactic early, long range late, semantic late. Each is "
@@ -215,5 +218,5 @@ CLAIM = Claim(
     plot=PlotSpec((*EARLY, *LATE), y="share of weight, or accuracy above the best offset"),
     training_configs=training_configs,
     measure_model=measure_model,
-    extra_key=pretrained_name,
+    extra_key=installed_pretrained_name,
 )

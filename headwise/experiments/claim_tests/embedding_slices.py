@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.analysis.similarity.weight_similarity import READ_METRICS, compare_weights, fold_norms_into_heads
+from headwise.analysis import compare_weights, fold_norms_into_heads
 from headwise.errors import HeadwiseError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
@@ -35,14 +35,15 @@ def input_overlap(model: ModelProtocol) -> float:
             off_diagonal = ~np.eye(len(hook_point.head_addresses), dtype=bool)
             overlaps += [
                 np.nanmean(matrices[name][off_diagonal]) * spec.width / head_dims[name]
-                for name in _unshared_names(matrices, off_diagonal)
+                for name in head_dims
+                if np.isfinite(matrices[name][off_diagonal]).any()
             ]
     if not overlaps:
         raise HeadwiseError("no layer of this model has two heads, so there is no overlap; give one with more heads.")
     return float(np.mean(overlaps))
 
 
-def own_slice_fraction(model: ModelProtocol) -> float:
+def own_slice_weight_ratio(model: ModelProtocol) -> float:
     """The share of a head's reading weights, squared, that lies in its own slice of the channels, over chance.
 
     1: its slice is to it as any other; as many as there are heads: it reads that slice alone.
@@ -72,7 +73,9 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
         models = [run.load_model() for run in group]
         statistics.add("maps apart (JS)", name, [head_diversity(model, texts)["js"] for model in models])
         statistics.add("overlap of what heads read, over chance", name, [input_overlap(model) for model in models])
-        statistics.add("weight in the own slice, over chance", name, [own_slice_fraction(model) for model in models])
+        statistics.add(
+            "weight in the own slice, over chance", name, [own_slice_weight_ratio(model) for model in models]
+        )
     for name in (SLICED, WIDER):
         pairs = zip(trained[name], trained[FULL], strict=True)
         statistics.add("lost by slices", name, [run.loss - reference.loss for run, reference in pairs])
@@ -82,7 +85,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
     """What the heads of a model read, by their weights."""
     statistics = StatisticTable().add("overlap of what heads read, over chance", FULL, input_overlap(model))
-    return statistics.add("weight in the own slice, over chance", FULL, own_slice_fraction(model))
+    return statistics.add("weight in the own slice, over chance", FULL, own_slice_weight_ratio(model))
 
 
 def judge(statistics: StatisticTable) -> Verdict:
@@ -132,11 +135,6 @@ def _match_parameters(config: ExperimentConfig, reference: ExperimentConfig) -> 
     missing = reference.spec.num_parameters - spec.num_parameters
     extra_hidden = round(missing / (spec.layers * (2 * spec.width + spec.mlp_bias)))
     return replace(config, spec=replace(spec, mlp_width=spec.mlp_width + extra_hidden))
-
-
-def _unshared_names(matrices: dict[str, np.ndarray], off_diagonal: np.ndarray) -> list[str]:
-    """What heads read that they do not all share."""
-    return [name for name in READ_METRICS if np.isfinite(matrices[name][off_diagonal]).any()]
 
 
 CLAIM = Claim(

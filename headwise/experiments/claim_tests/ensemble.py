@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.recording.batching import tokenizer_of
+from headwise.analysis import tokenizer_of
 from headwise.errors import HeadwiseError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
@@ -15,7 +15,7 @@ from headwise.experiments.engine.statistic import Statistic, StatisticTable
 from headwise.experiments.engine.train_model import EVAL_DOCUMENTS, evaluate_synthetic
 from headwise.experiments.experiment_context import ExperimentContext
 from headwise.model import Transformer
-from headwise.text.corpus import Corpus
+from headwise.text import Corpus
 
 MEMBERS = 4
 MAX_GAP = 0.02  # nats: 2 % of perplexity

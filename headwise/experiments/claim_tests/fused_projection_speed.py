@@ -37,7 +37,7 @@ class LoopedHeads(nn.Module):
     def __init__(self, layer: MultiHeadAttention) -> None:
         super().__init__()
         self.kv_of_head, self.scale = layer.spec.kv_of_head, layer.spec.head_dim**-0.5
-        self.q, self.k, self.v = (_per_head_parameters(layer.qkv.weight(projection)) for projection in "qkv")
+        self.q, self.k, self.v = (_per_head_parameters(layer.qkv.weight_by_head(projection)) for projection in "qkv")
         self.out = nn.Parameter(layer.output_projection.weight.detach().clone())
 
     def project(self, x: Tensor) -> list[Tensor]:
@@ -55,12 +55,12 @@ class LoopedHeads(nn.Module):
         return F.linear(torch.cat(z, -1), self.out)
 
 
-def loop_slowdown(
+def loop_slowdowns(
     spec: AttentionSpec, tokens: int, batch_size: int = 1, rounds: int = ROUNDS, min_seconds: float = 0.01
 ) -> dict[str, Statistic]:
     """How many times as long a loop over heads takes as one product: projections alone, and the whole layer, each pass.
 
-    >>> slowdowns = loop_slowdown(AttentionSpec(width=8, heads=2), 4, rounds=3, min_seconds=0.001)
+    >>> slowdowns = loop_slowdowns(AttentionSpec(width=8, heads=2), 4, rounds=3, min_seconds=0.001)
     >>> list(slowdowns)
     ['projections forward', 'projections with backward', 'layer forward', 'layer with backward']
     """
@@ -128,7 +128,7 @@ def measure_model(model: ModelProtocol, text: Any = None, rounds: int = ROUNDS) 
 
 
 def _add_slowdown(statistics: StatisticTable, spec: AttentionSpec, tokens: int, rounds: int) -> None:
-    for name, ratio in loop_slowdown(spec, tokens, rounds=rounds).items():
+    for name, ratio in loop_slowdowns(spec, tokens, rounds=rounds).items():
         statistics.add(name, f"{spec.width}x{spec.heads}x{tokens}", ratio)
 
 

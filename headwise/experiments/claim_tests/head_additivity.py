@@ -1,17 +1,14 @@
 """Without mixing, heads do not know of each other."""
 
 from collections.abc import Iterator
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.analysis.ablation.eval_targets import evaluable_samples, make_target_batch
-from headwise.analysis.recording.batching import make_batch
-from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.similarity.compare_heads import compare_heads
+from headwise.analysis import TargetBatch, compare_heads
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
@@ -59,8 +56,7 @@ def loss_nonadditivity(
     ]
     order = np.random.default_rng(seed).permutation(len(all_pairs))[:pairs]
     selected = [all_pairs[index] for index in sorted(order)]
-    samples = evaluable_samples(model, TokenizedCorpus.of(model, corpus, needs_targets=True, default_length=MAX_LENGTH))
-    target_batch = make_target_batch(model, make_batch(list(islice(samples, texts)), device=model.device))
+    target_batch = TargetBatch.of(model, corpus, texts=texts, max_length=MAX_LENGTH)
 
     def predictions(*heads: str) -> Tensor:
         return target_batch.score_hidden_states(
@@ -79,7 +75,7 @@ def loss_nonadditivity(
     return sum(deviations) / total_cost if total_cost > 0 else 0.0
 
 
-def output_overlap(model: ModelProtocol, corpus: Any = None) -> tuple[float, float, float]:
+def output_overlap_and_cosine(model: ModelProtocol, corpus: Any = None) -> tuple[float, float, float]:
     """How far heads of a layer write into the same directions: the overlap of their subspaces, chance, and the mean cosine
     of what they write."""
     comparison = compare_heads(model, corpus, rows=ROWS)
@@ -112,7 +108,9 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
         statistics.add("interaction in the loss", name, interactions[name])
         statistics.add("interaction within the layer", name, [_max_layer_interaction(model) for model in models])
         _add_output_overlap(
-            statistics, name, [output_overlap(model, corpus) for model, corpus in zip(models, texts, strict=True)]
+            statistics,
+            name,
+            [output_overlap_and_cosine(model, corpus) for model, corpus in zip(models, texts, strict=True)],
         )
     remaining = [
         none / learned if learned > 0 else 1.0

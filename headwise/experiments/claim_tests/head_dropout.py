@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.ablation.importance import importance
-from headwise.analysis.recording.tokenized_corpus import default_corpus
+from headwise.analysis import default_corpus, importance
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable

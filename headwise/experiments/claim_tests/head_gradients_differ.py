@@ -2,21 +2,18 @@
 
 import math
 from contextlib import ExitStack
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.ablation.eval_targets import TargetBatch, evaluable_samples, make_target_batch
-from headwise.analysis.recording.batching import make_batch
-from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus, default_corpus
+from headwise.analysis import TargetBatch, default_corpus
 from headwise.errors import HeadwiseError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
-from headwise.heads.hook_point import AttentionCall
+from headwise.heads import AttentionCall
 from headwise.model import ModelProtocol, eval_mode
 
 TEXTS = 32  # whose loss the gradient is of
@@ -36,7 +33,7 @@ def mean_abs_cosine(vectors: Tensor) -> float:
     return float((normalized @ normalized.mT)[upper].abs().mean())
 
 
-def gradient_similarity(model: ModelProtocol, corpus: Any = None, texts: int = TEXTS) -> dict[str, float]:
+def gradient_similarity_by_kind(model: ModelProtocol, corpus: Any = None, texts: int = TEXTS) -> dict[str, float]:
     """How alike the gradients of a layer's heads are: mean |cosine| over pairs of heads and layers.
 
     `of its weights`: W_Q, W_K, W_V and W_O end to end (where keys are shared by a group, W_Q and W_O alone).
@@ -69,8 +66,7 @@ def gradient_similarity(model: ModelProtocol, corpus: Any = None, texts: int = T
 
 
 def _target_batch(model: ModelProtocol, corpus: Any, texts: int) -> TargetBatch:
-    samples = evaluable_samples(model, TokenizedCorpus.of(model, corpus, needs_targets=True, default_length=MAX_LENGTH))
-    target_batch = make_target_batch(model, make_batch(list(islice(samples, texts)), device=model.device))
+    target_batch = TargetBatch.of(model, corpus, texts=texts, max_length=MAX_LENGTH)
     if target_batch.targets is None:
         raise HeadwiseError("this model has no output over a vocabulary, so it has no loss to take gradients of.")
     return target_batch
@@ -134,7 +130,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
     steps = trained[0].config.recipe.steps
     for step in (*trained[0].config.checkpoint_steps, None):
         results = [
-            gradient_similarity(entry.load_model(step), experiment.held_out_corpus(seed))
+            gradient_similarity_by_kind(entry.load_model(step), experiment.held_out_corpus(seed))
             for entry, seed in zip(trained, experiment.seeds, strict=True)
         ]
         for name in (OWN_WEIGHTS, OV_MATRIX, RANDOM):
@@ -145,7 +141,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
     """A model as it is, at the end of its training."""
     statistics = StatisticTable()
-    for name, value in gradient_similarity(model, default_corpus(model) if text is None else text).items():
+    for name, value in gradient_similarity_by_kind(model, default_corpus(model) if text is None else text).items():
         statistics.add(f"cosine {name}", 1.0, value)
     return statistics
 

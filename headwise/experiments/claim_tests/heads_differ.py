@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.recording.tokenized_corpus import default_corpus
-from headwise.analysis.similarity.compare_heads import compare_heads
+from headwise.analysis import compare_heads, default_corpus
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable

@@ -38,7 +38,7 @@ def weight_distance(first: Head, second: Head, projections: str = "QKVO") -> flo
     ) / len(projections)
 
 
-def layer_weight_distance(model: Transformer, first: int = 0, second: int = 1, projections: str = "QKVO") -> float:
+def mean_weight_distance(model: Transformer, first: int = 0, second: int = 1, projections: str = "QKVO") -> float:
     """The same of two heads by their numbers, on average over layers."""
     distances = [
         weight_distance(layer.heads[first], layer.heads[second], projections) for layer in model.attention_layers()
@@ -70,14 +70,14 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
         trained = [experiment.train_or_load(_short_config(experiment, seed, init)) for seed in experiment.seeds]
         for step in (*trained[0].config.checkpoint_steps, trained[0].config.recipe.steps):
             models = [_model_at(run, step) for run in trained]
-            statistics.add(f"{init} apart", step, [layer_weight_distance(model, 0, 1, projections) for model in models])
+            statistics.add(f"{init} apart", step, [mean_weight_distance(model, 0, 1, projections) for model in models])
             if init == "twins":
                 statistics.add(
-                    "others apart", step, [layer_weight_distance(model, 2, 3, projections) for model in models]
+                    "others apart", step, [mean_weight_distance(model, 2, 3, projections) for model in models]
                 )
         final_models = [run.load_model() for run in trained]
         ratios = [
-            layer_weight_distance(model, 0, 1, projections) / layer_weight_distance(model, 2, 3, projections)
+            mean_weight_distance(model, 0, 1, projections) / mean_weight_distance(model, 2, 3, projections)
             for model in final_models
         ]
         statistics.add("share of others' distance", init, ratios)

@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.analysis.recording.batching import forward_ids
+from headwise.analysis import forward_ids
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
-from headwise.heads import MultiHeadAttention
-from headwise.heads.hook_point import AttentionCall
-from headwise.kernels import causal
-from headwise.kernels.blockwise import blockwise
-from headwise.kernels.dispatch import BACKENDS
+from headwise.heads import AttentionCall, MultiHeadAttention
+from headwise.kernels import BACKENDS, blockwise, causal
 from headwise.model import ModelProtocol, eval_mode
 
 COMPARED_BACKENDS = ("batched", "fused", "blockwise")
@@ -25,10 +22,10 @@ TOKENS = 32  # that a given model reads
 TOLERANCE = 1e-5  # of float32, relative: sums are made in another order
 
 
-def max_deviation(layer: MultiHeadAttention, x: Tensor) -> dict[str, float]:
+def max_relative_error_by_backend(layer: MultiHeadAttention, x: Tensor) -> dict[str, float]:
     """How far each form strays from the loop over heads, in z and the gradients of q, k, v: the largest relative difference.
 
-    >>> deviations = max_deviation(MultiHeadAttention(width=8, heads=2), torch.randn(1, 5, 8))
+    >>> deviations = max_relative_error_by_backend(MultiHeadAttention(width=8, heads=2), torch.randn(1, 5, 8))
     >>> max(deviations.values()) < 1e-5
     True
     """
@@ -64,7 +61,10 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
     for seed in experiment.seeds:
         torch.manual_seed(seed)
         shapes = ((64, 1, 64), (64, 8, 96), (64, 64, 32), (128, 4, 128))  # width, heads, tokens
-        deviations = [max_deviation(MultiHeadAttention(width=D, heads=H), torch.randn(2, T, D)) for D, H, T in shapes]
+        deviations = [
+            max_relative_error_by_backend(MultiHeadAttention(width=D, heads=H), torch.randn(2, T, D))
+            for D, H, T in shapes
+        ]
         for backend in COMPARED_BACKENDS:
             worst[backend].append(max(deviation[backend] for deviation in deviations))
     for backend in COMPARED_BACKENDS:

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from headwise.analysis.roles.profile import profile
-from headwise.analysis.similarity.match_heads import match_heads
+from headwise.analysis import match_heads, profile
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.statistic import StatisticTable
@@ -24,7 +23,7 @@ DISTANCE, ROLES = "bits from the nearest of the teacher's heads", "share of head
 GAP, APPROACH = "nats of maps above logits", "bits nearer to the teacher's heads"
 
 
-def teacher_and_student_configs(experiment: ExperimentContext, seed: int) -> dict[str, ExperimentConfig]:
+def teacher_and_students_by_loss(experiment: ExperimentContext, seed: int) -> dict[str, ExperimentConfig]:
     """A teacher, and a student with half its layers and half its heads for each way to learn, all begun and read alike."""
     steps = {"steps": max(8, int(experiment.size.steps * STEP_FRACTION))}
     teacher = replace(experiment.make_config(seed, layers=LAYERS[0], recipe=steps), checkpoint_steps=())
@@ -41,7 +40,7 @@ def teacher_and_student_configs(experiment: ExperimentContext, seed: int) -> dic
 
 def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
     """Those of every seed, teachers first: students ask for them."""
-    families = [teacher_and_student_configs(experiment, seed) for seed in experiment.seeds]
+    families = [teacher_and_students_by_loss(experiment, seed) for seed in experiment.seeds]
     yield from (models["teacher"] for models in families)
     yield from (config for models in families for name, config in models.items() if name != "teacher")
 
@@ -51,7 +50,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
     trained = [
         {
             name: experiment.train_or_load(config)
-            for name, config in teacher_and_student_configs(experiment, seed).items()
+            for name, config in teacher_and_students_by_loss(experiment, seed).items()
         }
         for seed in experiment.seeds
     ]

@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus, default_corpus
-from headwise.analysis.similarity.weight_similarity import effective_rank
+from headwise.analysis import TokenizedCorpus, default_corpus, effective_rank
 from headwise.errors import HeadwiseError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
 from headwise.experiments.head_counts import head_counts
-from headwise.heads.head import Circuit
-from headwise.heads.hook_point import AttentionCall
-from headwise.kernels.score_params import raw_scores, repeat_kv
+from headwise.heads import AttentionCall, Circuit
+from headwise.kernels import raw_scores, repeat_kv
 from headwise.model import ModelProtocol, eval_mode
 from headwise.spec import Address
 
@@ -39,7 +37,7 @@ class HeadRank:
 
 
 @torch.no_grad()
-def head_ranks(model: ModelProtocol, corpus: Any = None) -> list[HeadRank]:
+def head_score_ranks(model: ModelProtocol, corpus: Any = None) -> list[HeadRank]:
     """Every head on a stretch of text of more tokens than head_dim: its scores before mask, bias and softmax, in float64.
 
     However many tokens there are, q kᵀ has at most the rank of head_dim. That it is one form of what the layer reads, the
@@ -151,7 +149,7 @@ def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
 
 
 def _add_ranks(statistics: StatisticTable, models: list[tuple[ModelProtocol, Any]]) -> StatisticTable:
-    ranks = [head_ranks(model, corpus) for model, corpus in models]
+    ranks = [head_score_ranks(model, corpus) for model, corpus in models]
     d = ranks[0][0].head_dim
     statistics.add(
         "rank of the scores",

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwise.distributed import run_in_subprocess
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.engine.training_pool import run_in_subprocess
 from headwise.experiments.experiment_context import ExperimentContext
 from headwise.kernels import attention, causal
 from headwise.model import ModelProtocol

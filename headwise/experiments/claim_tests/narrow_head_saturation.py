@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.analysis.recording.batching import make_batch
-from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis import TokenizedCorpus
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
 from headwise.experiments.head_counts import head_counts, log2_slopes
-from headwise.heads.hook_point import AttentionCall
-from headwise.kernels.score_params import masked_scores, raw_scores, repeat_kv, softmax_weights
+from headwise.heads import AttentionCall
+from headwise.kernels import masked_scores, raw_scores, repeat_kv, softmax_weights
 from headwise.model import ModelProtocol, eval_mode
 
 KEYS = 64  # of a random row
@@ -30,10 +29,10 @@ TRAINED, UNSCALED = "trained, by 1/√d", "trained, unscaled"
 RANDOM = {"unscaled": False, "by 1/√d": True}  # whether random q and k are scaled
 
 
-def score_saturation(scores: Tensor) -> tuple[Tensor, Tensor]:
+def score_std_and_entropy(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Of rows of scores (…, S), −inf where a key is hidden: their standard deviation, and entropy over ln(visible keys).
 
-    >>> sd, entropy = score_saturation(torch.tensor([[0.0, 0.0, 0.0, 0.0, -torch.inf]]))
+    >>> sd, entropy = score_std_and_entropy(torch.tensor([[0.0, 0.0, 0.0, 0.0, -torch.inf]]))
     >>> sd.item(), round(entropy.item(), 6)
     (0.0, 1.0)
     """
@@ -46,18 +45,18 @@ def score_saturation(scores: Tensor) -> tuple[Tensor, Tensor]:
     return variance.sqrt(), torch.special.entr(p).sum(-1) / num_visible.clamp(min=2).log()
 
 
-def random_saturation(head_dim: int, scaled: bool, seed: int = 0) -> tuple[float, float]:
+def random_std_and_entropy(head_dim: int, scaled: bool, seed: int = 0) -> tuple[float, float]:
     """The same of random q and k, whose channels have spread 1: the scores' spread is √d, or 1 when scaled by 1/√d."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(ROWS, 1, head_dim, generator=generator)  # a row each
     k = torch.randn(ROWS, KEYS, head_dim, generator=generator)
     scores = (q @ k.mT)[:, 0] / (math.sqrt(head_dim) if scaled else 1)  # (ROWS, KEYS)
-    sd, entropy = score_saturation(scores)
+    sd, entropy = score_std_and_entropy(scores)
     return float(sd.square().mean().sqrt()), float(entropy.mean())
 
 
 @torch.no_grad()
-def model_saturation(model: ModelProtocol, corpus: Any = None, texts: int = 64) -> dict[str, float]:
+def model_std_and_entropy(model: ModelProtocol, corpus: Any = None, texts: int = 64) -> dict[str, float]:
     """The mean over a model's heads and the rows of some texts: `sd` of scores, `raw sd` before the scale, `entropy`."""
     rows_by_name: dict[str, list[Tensor]] = {"sd": [], "raw sd": [], "entropy": []}
 
@@ -70,17 +69,17 @@ def model_saturation(model: ModelProtocol, corpus: Any = None, texts: int = 64) 
             for params in (call.params, unscaled_params)
         )  # (B, H, T, S)
         long_rows = (scores > -torch.inf).sum(-1) >= MIN_KEYS  # (B, H, T)
-        sd, _ = score_saturation(scores)
+        sd, _ = score_std_and_entropy(scores)
         p = softmax_weights(scores, call.params, call.params.may_have_empty_rows(T, S))
         entropy = torch.special.entr(p).sum(-1) / (scores > -torch.inf).sum(-1).clamp(min=2).log()
-        for name, rows in (("sd", sd), ("raw sd", score_saturation(raw)[0]), ("entropy", entropy)):
+        for name, rows in (("sd", sd), ("raw sd", score_std_and_entropy(raw)[0]), ("entropy", entropy)):
             rows_by_name[name].append(rows[long_rows].cpu())
 
     with eval_mode(model), ExitStack() as stack:
         for hook_point in model.hook_points():
             stack.enter_context(hook_point.listen(on_call))
         for sample in islice(TokenizedCorpus.of(model, corpus), texts):
-            model(make_batch([sample], device=model.device).ids, hidden=True)
+            model(torch.tensor([sample.ids], device=model.device), hidden=True)
     return {name: float(torch.cat(rows).mean()) for name, rows in rows_by_name.items()}
 
 
@@ -114,7 +113,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
             for seed in experiment.seeds
         ]
         results = [
-            model_saturation(model, experiment.held_out_corpus(seed))
+            model_std_and_entropy(model, experiment.held_out_corpus(seed))
             for model, seed in zip(models, experiment.seeds, strict=True)
         ]
         statistics.add(f"sd: {name}", width // heads, [entry["sd"] for entry in results])
@@ -126,7 +125,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
         statistics.add("entropy gained by a doubling of head_dim", name, log2_slopes(by_size))
     for name, scaled in RANDOM.items():
         sizes = [width // heads for heads in reversed(head_counts(width))]
-        random_results = {d: [random_saturation(d, scaled, seed) for seed in experiment.seeds] for d in sizes}
+        random_results = {d: [random_std_and_entropy(d, scaled, seed) for seed in experiment.seeds] for d in sizes}
         for d, samples in random_results.items():
             statistics.add(f"sd: random, {name}", d, [sd for sd, _ in samples])
         by_size = {d: [entropy for _, entropy in samples] for d, samples in random_results.items()}

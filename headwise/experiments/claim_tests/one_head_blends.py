@@ -6,7 +6,7 @@ from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
-from headwise.experiments.lookup_task import STEPS, OffsetLookupTask, learn_lookups
+from headwise.experiments.lookup_task import STEPS, OffsetLookupTask, train_and_evaluate_lookups
 
 TASK = OffsetLookupTask(offsets=(1, 2, 3, 4))
 HEADS = (1, 2, 4, 8)
@@ -30,7 +30,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
     for name, hidden, counts in (("", 0, HEADS), (", MLP behind", 4 * width, HEADS[:-1])):
         for heads in counts:
             accuracies = [
-                learn_lookups(heads, TASK, width=width, hidden=hidden, steps=steps, seed=seed)
+                train_and_evaluate_lookups(heads, TASK, width=width, hidden=hidden, steps=steps, seed=seed)
                 for seed in experiment.seeds
             ]
             statistics.add(f"look-ups right{name}", heads, [accuracy for accuracy, _ in accuracies])

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus, default_corpus
+from headwise.analysis import TokenizedCorpus, default_corpus
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
-from headwise.experiments.gradient_paths import compare_branches, convolution_branches, head_branches
+from headwise.experiments.gradient_paths import convolution_branches, head_branches, measure_gradient_independence
 from headwise.model import ModelProtocol, Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -35,8 +35,10 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
             model = Transformer(spec).double()
             layer = next(model.attention_layers())
             ids = torch.randint(13, (1, 6))
-            results.setdefault(kind, []).append(compare_branches(head_branches(model, layer, ids), seed))
-        results.setdefault(CONVOLUTION, []).append(compare_branches(convolution_branches(24, 4, 6, seed), seed))
+            results.setdefault(kind, []).append(measure_gradient_independence(head_branches(model, layer, ids), seed))
+        results.setdefault(CONVOLUTION, []).append(
+            measure_gradient_independence(convolution_branches(24, 4, 6, seed), seed)
+        )
     return _summarize(results)
 
 
@@ -54,8 +56,8 @@ def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
         layer = layers[index]
         kv_of_head = layer.spec.kv_of_head
         kind = SHARED_KEYS if len(set(kv_of_head)) < len(kv_of_head) else "heads"
-        results.setdefault(kind, []).append(compare_branches(head_branches(model_copy, layer, ids)))
-    results[CONVOLUTION] = [compare_branches(convolution_branches(24, 4, 6))]
+        results.setdefault(kind, []).append(measure_gradient_independence(head_branches(model_copy, layer, ids)))
+    results[CONVOLUTION] = [measure_gradient_independence(convolution_branches(24, 4, 6))]
     return _summarize(results)
 
 

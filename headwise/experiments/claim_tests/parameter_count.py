@@ -49,7 +49,7 @@ def with_heads(spec: AttentionSpec, heads: int) -> AttentionSpec:
     return replace(spec, heads=heads, head_dim=0, value_dim=0, kv_heads=kv_heads, kept_heads=None, rotary=None)
 
 
-def parameter_spread(spec: AttentionSpec, heads: Sequence[int]) -> float:
+def max_min_parameter_ratio(spec: AttentionSpec, heads: Sequence[int]) -> float:
     """The most parameters of a layer over its fewest, when only the number of heads changes."""
     counts = [count_parameters(with_heads(spec, h)) for h in heads]
     return max(counts) / min(counts)
@@ -64,7 +64,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
         statistics.add("parameters", h, count_parameters(AttentionSpec(width=width, heads=h)))
     for name, fields in VARIANTS.items():
         statistics.add(
-            "most over fewest", name, parameter_spread(AttentionSpec(width=width, heads=width, **fields), heads)
+            "most over fewest", name, max_min_parameter_ratio(AttentionSpec(width=width, heads=width, **fields), heads)
         )
     return statistics
 
@@ -80,8 +80,10 @@ def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
     statistics = StatisticTable()
     for h in heads:
         statistics.add("parameters", h, count_parameters(with_heads(spec, h)))
-    statistics.add("most over fewest", "plain", parameter_spread(AttentionSpec(width=spec.width, heads=1), heads))
-    return statistics.add("most over fewest", OWN_KIND, parameter_spread(spec, heads))
+    statistics.add(
+        "most over fewest", "plain", max_min_parameter_ratio(AttentionSpec(width=spec.width, heads=1), heads)
+    )
+    return statistics.add("most over fewest", OWN_KIND, max_min_parameter_ratio(spec, heads))
 
 
 def judge(statistics: StatisticTable) -> Verdict:

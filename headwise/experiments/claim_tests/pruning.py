@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.ablation.head_outputs import eval_corpus
-from headwise.compression.pruning_curve import PruningCurve, pruning_curve
+from headwise.analysis import eval_corpus
+from headwise.compression import PruningCurve, pruning_curve
 from headwise.errors import HeadwiseError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
@@ -22,7 +22,7 @@ TEXTS = 64  # of a given text: half to choose heads on, half to judge the choice
 RANKINGS = {"ablation": "by what they are worth", "random": "at random"}
 
 
-def pruning_loss_increase(
+def pruning_loss_increase_by_ranking(
     model: ModelProtocol, ranking_corpus: Any, test_corpus: Any, fractions: Sequence[float] = PRUNED_FRACTIONS
 ) -> dict[str, list[tuple[float, float]]]:
     """For heads chosen by ablation and at random: the share that went, and how much more loss that gave, as a share.
@@ -38,13 +38,13 @@ def pruning_loss_increase(
     return {ranking: _relative(prune_curve, ranking, total) for ranking in RANKINGS}
 
 
-def keep_fractions(heads: int, fractions: Sequence[float] = PRUNED_FRACTIONS) -> list[float]:
+def keep_fractions(heads: int, pruned_fractions: Sequence[float] = PRUNED_FRACTIONS) -> list[float]:
     """The shares that stay when at least so large a share of the heads goes, and at least one stays.
 
     >>> keep_fractions(16), keep_fractions(10, [0.25])  # of ten heads three go: two would be less than a quarter
     ([0.875, 0.75, 0.5, 0.25], [0.7])
     """
-    return list(dict.fromkeys(max(1, heads - math.ceil(fraction * heads)) / heads for fraction in fractions))
+    return list(dict.fromkeys(max(1, heads - math.ceil(fraction * heads)) / heads for fraction in pruned_fractions))
 
 
 def max_prunable_fraction(increases: Sequence[tuple[float, float]], threshold: float) -> float:
@@ -71,7 +71,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
     choosing, judging = (experiment.held_out_corpus(experiment.seeds[0] + offset) for offset in (1, 2))
     return _summarize(
         [
-            pruning_loss_increase(experiment.train_or_load(config).load_model(), choosing, judging)
+            pruning_loss_increase_by_ranking(experiment.train_or_load(config).load_model(), choosing, judging)
             for config in training_configs(experiment)
         ]
     )
@@ -79,7 +79,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
     """The same with a model and its text."""
-    return _summarize([pruning_loss_increase(model, *eval_corpus(model, text).first(TEXTS).halves())])
+    return _summarize([pruning_loss_increase_by_ranking(model, *eval_corpus(model, text).first(TEXTS).halves())])
 
 
 def judge(statistics: StatisticTable) -> Verdict:

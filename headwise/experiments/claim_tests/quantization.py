@@ -7,11 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.ablation.head_outputs import eval_corpus
-from headwise.analysis.ablation.joint_quantization_cost import joint_quantization_costs
-from headwise.analysis.ablation.sensitivity import sensitivity
-from headwise.analysis.ablation.temporary_quantization import quantization_targets
-from headwise.analysis.recording.tokenized_corpus import default_corpus
+from headwise.analysis import default_corpus, eval_corpus, joint_quantization_costs, sensitivity
 from headwise.errors import HeadwiseError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, format_labeled_lists, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
@@ -85,7 +81,7 @@ def cost_spread(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
     return float(np.sqrt(max(0.0, covariance)) / mean) if mean > 0 else 0.0
 
 
-def pair_coupling(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
+def head_pair_interaction(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
     """How large couplings are against what the two heads cost: loss(a, b) − loss(a) − loss(b) + loss, root mean square over
     pairs, against that of loss(a) + loss(b) − 2 loss. Squares are products of both halves, so that noise drops out."""
     first, second = (costs.singles[costs.pair_heads[:, side]] for side in (0, 1))  # (pairs, texts)
@@ -97,7 +93,7 @@ def pair_coupling(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
     return float(np.sqrt(max(0.0, deviation) / size)) if size > 0 else float("nan")
 
 
-def key_value_ratio(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
+def key_value_log2_ratio(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
     """How many times cached keys drift further than cached values, in doublings; below 0 values drift further."""
     keys, values = (float((sums @ text_weights).sum()) for sums in (costs.key_drifts, costs.value_drifts))
     return float(np.log2(keys / values)) if keys > 0 and values > 0 else 0.0
@@ -111,13 +107,13 @@ def additivity(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
 
 COST_STATISTICS: dict[str, CostStatistic] = {
     SPREAD: cost_spread,
-    COUPLING: pair_coupling,
-    KEY_VALUE: key_value_ratio,
+    COUPLING: head_pair_interaction,
+    KEY_VALUE: key_value_log2_ratio,
     "all at once, of the sum": additivity,
 }
 
 
-def quantization_costs(
+def weight_and_cache_quantization_costs(
     model: ModelProtocol, texts: Any, bits: int = BITS, heads: int = HEADS, seed: int = 0
 ) -> QuantizationCosts:
     """What few bits cost key heads alone and in pairs; of a model with more heads those are drawn."""
@@ -142,13 +138,12 @@ def quantization_costs(
 
 def query_heads_by_kv(model: ModelProtocol) -> dict[str, tuple[str, ...]]:
     """Key heads, and the heads that read each."""
-    layers = [layer for layer in model.attention_layers() if layer.spec.head_ids]
-    settings = [
-        setting
-        for layer in layers
-        for setting in quantization_targets(layer, model.spec.head_addresses, ("keys",), (BITS,))
-    ]
-    return {setting.kv_head: setting.heads for setting in settings}
+    heads_by_kv_head = {}
+    for layer in model.attention_layers():
+        address = layer.hook_point.address
+        for kv_id, heads in zip(layer.spec.kv_head_ids, layer.spec.heads_of_kv, strict=True):
+            heads_by_kv_head[str(address.head_address(kv_id))] = tuple(str(address.head_address(n)) for n in heads)
+    return heads_by_kv_head
 
 
 def sampled_kv_heads(model: ModelProtocol, heads: int = HEADS, seed: int = 0) -> list[str]:
@@ -174,7 +169,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
     for config in training_configs(experiment):
         model = experiment.train_or_load(config).load_model()
         costs.append(
-            quantization_costs(
+            weight_and_cache_quantization_costs(
                 model, eval_corpus(model, experiment.held_out_corpus(config.recipe.seed)).first(DOCUMENTS)
             )
         )
@@ -191,7 +186,9 @@ def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
     _add_costs(
         statistics,
         "given",
-        quantization_costs(model, _default_texts(model) if text is None else eval_corpus(model, text).first(TEXTS)),
+        weight_and_cache_quantization_costs(
+            model, _default_texts(model) if text is None else eval_corpus(model, text).first(TEXTS)
+        ),
     )
     return statistics
 

@@ -3,10 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from headwise.analysis.roles.best_relation_heads import best_relation_heads
-from headwise.analysis.roles.profile import profile
-from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.roles.roles import EVIDENCE_LEVELS, RELATION_THRESHOLD
+from headwise.analysis import RELATION_THRESHOLD, Profile, best_relation_heads, profile
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
@@ -20,12 +17,10 @@ MIN_GAIN = 0.05  # of the heads, beyond the untrained model's
 
 def role_fraction(profiled: Profile) -> float:
     """The share of heads with a role that stands on held-out texts: `attention` or better."""
-    return sum(
-        EVIDENCE_LEVELS.index(head.evidence_level) >= EVIDENCE_LEVELS.index("attention") for head in profiled
-    ) / len(profiled)
+    return sum(head.evidence_level != "none" for head in profiled) / len(profiled)
 
 
-def relation_gain(profiled: Profile, min_arcs: int = MIN_ARCS) -> dict[str, tuple[float, bool]]:
+def relation_gains_and_significance(profiled: Profile, min_arcs: int = MIN_ARCS) -> dict[str, tuple[float, bool]]:
     """For each relation, how much oftener its best head is right than the best fixed offset; and whether that counts.
 
     Head, direction and offset are chosen on one half of the texts and told on the other.
@@ -67,7 +62,7 @@ def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
 def _before_and_after(pairs: list[tuple[Profile, ...]]) -> StatisticTable:
     statistics = StatisticTable()
     roles = [[role_fraction(profiled) for profiled in pair] for pair in pairs]
-    gains = [[relation_gain(profiled) for profiled in pair] for pair in pairs]
+    gains = [[relation_gains_and_significance(profiled) for profiled in pair] for pair in pairs]
     counts = [
         [sum(is_followed for _, is_followed in gains_by_relation.values()) for gains_by_relation in pair]
         for pair in gains

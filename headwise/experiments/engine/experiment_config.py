@@ -11,9 +11,8 @@ import torch
 
 from headwise.errors import HeadwiseError, suggest_names
 from headwise.model import Transformer
-from headwise.spec import ModelSpec
-from headwise.spec.json_spec import JSONSpec
-from headwise.training.recipe import Recipe
+from headwise.spec import JSONSpec, ModelSpec
+from headwise.training import Recipe
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 from headwise.errors import HeadwiseError
 from headwise.experiments.engine.declared_code_versions import version_string
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
-from headwise.io.atomic_write import write_atomic
-from headwise.text.corpus import Corpus
+from headwise.io import write_atomic
+from headwise.text import Corpus
 
 RESULTS_FILE = "done.json"
 EXTRA_BYTES = 16 << 20  # bytes a point takes beside its weights: tokens, metrics

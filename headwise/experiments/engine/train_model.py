@@ -10,21 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.distillation.distill import distill_loss_factory
-from headwise.distillation.distill_config import DistillConfig
+from headwise.distillation import DistillConfig, distill_loss_factory
 from headwise.experiments.engine.declared_code_versions import VERSIONS
 from headwise.experiments.engine.experiment_config import INITIALIZERS, ExperimentConfig, TrainedModel
 from headwise.experiments.engine.experiment_store import RESULTS_FILE, ExperimentStore
 from headwise.experiments.engine.peak_memory import peak_memory, peak_memory_available
 from headwise.experiments.engine.single_thread import one_thread
 from headwise.model import Transformer
-from headwise.text.build_tokenizers import make_tokenizer
-from headwise.text.corpus import Corpus
+from headwise.text import Corpus, make_tokenizer
 from headwise.text.synthetic import SyntheticLanguage
-from headwise.training import train
-from headwise.training.language_loss import LanguageLoss, MakeLoss
-from headwise.training.loop import DivergenceError, TrainResult
-from headwise.training.synthetic_eval import ClozeScore, synthetic_eval
+from headwise.training import ClozeScore, DivergenceError, LanguageLoss, MakeLoss, TrainResult, synthetic_eval, train
 
 HELD_OUT_DOCUMENTS = 500  # documents of the synthetic language the loss is measured on; no more than are learned from
 EVAL_DOCUMENTS = 600  # and those of the exam,

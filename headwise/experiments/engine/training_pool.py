@@ -1,20 +1,15 @@
 """Points trained in several processes, or by any executor: what is in the store is not trained again."""
 
-import json
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
-from typing import Any
+from collections.abc import Sequence
+from concurrent.futures import Executor
 
-from headwise.distributed.job_executors import KILLED_MESSAGE, run_jobs
+from headwise.distributed import run_jobs_as_completed
 from headwise.errors import HeadwiseError
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.train_model import train_or_load
 from headwise.progress import Progress
-from headwise.training.run_folder import METRICS_FILE
+from headwise.training import last_logged_step
 
 
 def train_all(
@@ -37,19 +32,10 @@ def train_all(
         if progress is not None:
             progress(f"training {len(pending)} models", sum(_steps_done(config, store) for config in pending), steps)
 
-    for _ in run_jobs(
+    for _ in run_jobs_as_completed(
         _train, jobs, processes, report_progress, fresh_process=True, executor=executor, folder=store.folder
     ):
         report_progress()
-
-
-def run_in_subprocess(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of some module in a fresh process, with all threads: for what it takes there alone, as memory."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        try:
-            return pool.submit(function, *args).result()
-        except BrokenProcessPool:
-            raise HeadwiseError(KILLED_MESSAGE) from None
 
 
 def _train(config_json: str, folder: str, name: str) -> None:
@@ -74,10 +60,4 @@ def _steps_done(config: ExperimentConfig, store: ExperimentStore) -> int:
     """How far a point is, by what it logged last."""
     if store.load_trained(config) is not None:
         return config.recipe.steps
-    try:
-        with open(store.folder_of(config) / METRICS_FILE, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 400))
-            rows = file.read().splitlines()
-        return int(json.loads(rows[-1])["step"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return 0  # not begun, or the line is being written
+    return last_logged_step(store.folder_of(config))

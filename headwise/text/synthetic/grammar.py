@@ -24,7 +24,7 @@ from headwise.text.synthetic.vocabulary import Noun
 from headwise.text.synthetic.word_pair_splits import allowed_partners
 
 
-def punctuation(mark: str = ".") -> Word:
+def punctuation_word(mark: str = ".") -> Word:
     """A full stop, a question mark or a comma."""
     return Word(mark, "delimiter")
 
@@ -44,7 +44,7 @@ def transitive_sentence(doc: DocumentState) -> AnnotatedFragment:
     object = noun_phrase(doc, doc.sample_noun(), tail_probability=0.3)
     if doc.bernoulli(0.35):
         object = join_fragments(object, parenthetical(doc))
-    return join_fragments(transitive_clause(doc, subject, noun, object), punctuation())
+    return join_fragments(transitive_clause(doc, subject, noun, object), punctuation_word())
 
 
 def pronoun_sentence(doc: DocumentState) -> AnnotatedFragment:
@@ -68,8 +68,8 @@ def pronoun_sentence(doc: DocumentState) -> AnnotatedFragment:
     remark = join_fragments(pronoun, verb, state, head=state).add_relation("subject-verb", pronoun.head, verb)
     connective = doc.choice(("because", "because", "so", "."))
     if connective == ".":
-        return join_fragments(event, punctuation(), remark, punctuation())
-    sentence = join_fragments(event, Word(connective, "conjunction"), remark, punctuation())
+        return join_fragments(event, punctuation_word(), remark, punctuation_word())
+    sentence = join_fragments(event, Word(connective, "conjunction"), remark, punctuation_word())
     effect, cause = (event.head, state) if connective == "because" else (state, event.head)
     return sentence.add_relation("cause-effect", effect, cause)
 
@@ -83,7 +83,7 @@ def two_person_sentence(doc: DocumentState) -> AnnotatedFragment:
     doc.mentioned.update((actor, other))
     thing, preposition = noun_phrase(doc, doc.sample_noun()), Word(doc.choice(v.PREPOSITIONS), "preposition")
     object = join_fragments(thing, preposition, noun_phrase(doc, other))
-    return join_fragments(transitive_clause(doc, noun_phrase(doc, actor), actor, object), punctuation())
+    return join_fragments(transitive_clause(doc, noun_phrase(doc, actor), actor, object), punctuation_word())
 
 
 def possessive_sentence(doc: DocumentState) -> AnnotatedFragment:
@@ -97,7 +97,7 @@ def possessive_sentence(doc: DocumentState) -> AnnotatedFragment:
     else:
         thing = noun_phrase(doc, doc.sample_noun(distinct_from=owner))
         object = join_fragments(thing, Word(doc.choice(v.PREPOSITIONS), "preposition"), owned)
-    sentence = join_fragments(transitive_clause(doc, subject, owner, object), punctuation())
+    sentence = join_fragments(transitive_clause(doc, subject, owner, object), punctuation_word())
     return sentence.add_relation("possessive", possessive, subject.head)
 
 
@@ -121,9 +121,9 @@ def cause_sentence(doc: DocumentState) -> AnnotatedFragment:
     event = join_fragments(the, cause, act, *([random_adverb(doc)] if doc.bernoulli(0.5) else []), head=act)
     event.add_relation("determiner-noun", the, cause).add_relation("subject-verb", cause, act)
     if doc.bernoulli(0.5):
-        sentence = join_fragments(result, Word("because", "conjunction"), event, punctuation())
+        sentence = join_fragments(result, Word("because", "conjunction"), event, punctuation_word())
     else:
-        sentence = join_fragments(event, Word("so", "conjunction"), result, punctuation())
+        sentence = join_fragments(event, Word("so", "conjunction"), result, punctuation_word())
     return sentence.add_relation("cause-effect", state, act)
 
 
@@ -141,7 +141,7 @@ def agreement_sentence(doc: DocumentState) -> AnnotatedFragment:
         if doc.bernoulli(0.25):
             subject = join_fragments(subject, parenthetical(doc))
     verb, quality = inflect(verb_forms, noun), Word(doc.sample_adjective(noun), "adjective")
-    sentence = join_fragments(*opener, subject, verb, quality, punctuation(), head=verb)
+    sentence = join_fragments(*opener, subject, verb, quality, punctuation_word(), head=verb)
     return sentence.add_relation("subject-verb", subject.head, verb).add_relation(
         "adjective-noun", quality, subject.head
     )
@@ -154,7 +154,7 @@ def relative_clause(doc: DocumentState, head: Word, noun: Noun) -> AnnotatedFrag
     subject = noun_phrase(doc, actor, tail_probability=0.3)
     verb = inflect(doc.sample_verb(v.TRANSITIVE, actor), actor)
     clause = join_fragments(
-        punctuation(","), relative_pronoun, subject, *optional_pre_adverb(doc), verb, punctuation(",")
+        punctuation_word(","), relative_pronoun, subject, *optional_pre_adverb(doc), verb, punctuation_word(",")
     )
     clause.add_relation("subject-verb", subject.head, verb).add_relation("verb-object", head, verb)
     return clause
@@ -169,9 +169,9 @@ def quote_sentence(doc: DocumentState) -> AnnotatedFragment:
         subject,
         *optional_pre_adverb(doc),
         verb,
-        punctuation(","),
+        punctuation_word(","),
         enclosed_clause(doc, doc.choice((3, 4))),
-        punctuation(),
+        punctuation_word(),
         head=verb,
     )
     return sentence.add_relation("subject-verb", subject.head, verb)
@@ -192,7 +192,9 @@ def conditional_sentence(doc: DocumentState) -> AnnotatedFragment:
         second = noun_phrase(doc, actor, tail_probability=0.3)
     consequence = transitive_clause(doc, second, actor, noun_phrase(doc, doc.sample_noun()))
     if_, then = Word("if", "conjunction"), Word("then", "conjunction")
-    sentence = join_fragments(if_, condition, punctuation(","), then, consequence, punctuation(), head=consequence.head)
+    sentence = join_fragments(
+        if_, condition, punctuation_word(","), then, consequence, punctuation_word(), head=consequence.head
+    )
     return sentence.add_relation("if-then", if_, then)
 
 
@@ -208,7 +210,15 @@ def where_question(doc: DocumentState) -> AnnotatedFragment:
     subject = noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.2)
     pronoun, location = pronoun_for(noun, subject.head), prepositional_phrase(doc, None)
     sentence = join_fragments(
-        question_word, verb, subject, punctuation("?"), pronoun, answer_verb, location, punctuation(), head=verb
+        question_word,
+        verb,
+        subject,
+        punctuation_word("?"),
+        pronoun,
+        answer_verb,
+        location,
+        punctuation_word(),
+        head=verb,
     )
     sentence.add_relation("subject-verb", subject.head, verb).add_relation("subject-verb", pronoun.head, answer_verb)
     return sentence.add_relation("question-answer", question_word, location.head)
@@ -226,12 +236,12 @@ def what_question(doc: DocumentState) -> AnnotatedFragment:
         do,
         subject,
         Word(verb[1], "verb"),
-        punctuation("?"),
+        punctuation_word("?"),
         pronoun,
         *optional_pre_adverb(doc),
         answer_verb,
         object,
-        punctuation(),
+        punctuation_word(),
         head=do,
     )
     sentence.add_relation("subject-verb", subject.head, do).add_relation("subject-verb", pronoun.head, answer_verb)
@@ -247,7 +257,9 @@ def who_question(doc: DocumentState) -> AnnotatedFragment:
     question_word, verb = Word("who", "question"), Word(doc.sample_verb(v.TRANSITIVE, noun)[0], "verb")
     object = noun_phrase(doc, doc.sample_noun(), tail_probability=0.4)
     person, do = noun_phrase(doc, noun), inflect(v.DO, noun)
-    sentence = join_fragments(question_word, verb, object, punctuation("?"), person, do, punctuation(), head=verb)
+    sentence = join_fragments(
+        question_word, verb, object, punctuation_word("?"), person, do, punctuation_word(), head=verb
+    )
     sentence.add_relation("subject-verb", person.head, do).add_relation("verb-object", object.head, verb)
     return sentence.add_relation("question-answer", question_word, person.head)
 
@@ -269,13 +281,13 @@ def yes_no_question(doc: DocumentState) -> AnnotatedFragment:
         subject,
         verb,
         object,
-        punctuation("?"),
+        punctuation_word("?"),
         answer,
-        punctuation(","),
+        punctuation_word(","),
         pronoun,
         answer_auxiliary,
         *denial,
-        punctuation(),
+        punctuation_word(),
     )
     sentence.add_relation("subject-verb", subject.head, do).add_relation("subject-verb", pronoun.head, answer_auxiliary)
     return sentence.add_relation("verb-object", object.head, verb).add_relation("question-answer", do, answer)

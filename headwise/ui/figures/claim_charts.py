@@ -7,7 +7,14 @@ from headwise.errors import HeadwiseError
 from headwise.experiments.engine.statistic import Condition, Statistic
 from headwise.experiments.head_count_sweep import HeadSweep
 from headwise.experiments.run_claims import ClaimResult
-from headwise.ui.figures.figure_io import LINE_COLORS, TEXT_COLOR, FigureResult, escape_dollar, make_figure, style_axes
+from headwise.ui.figures.figure_io import (
+    LINE_COLORS,
+    TEXT_COLOR,
+    FigureWithData,
+    escape_dollar,
+    make_figure,
+    style_axes,
+)
 from headwise.ui.figures.tradeoff_curves import draw_tradeoff
 
 if TYPE_CHECKING:
@@ -19,7 +26,7 @@ def has_plottable_statistics(result: ClaimResult) -> bool:
     return any(_finite(result.statistics.by_condition(name)) for name in result.claim.plot.statistics)
 
 
-def draw_claim(result: ClaimResult) -> FigureResult:
+def draw_claim(result: ClaimResult) -> FigureWithData:
     """A claim's figures, with their intervals; the verdict stands above."""
     plot_spec = result.claim.plot
     selected = {
@@ -46,7 +53,7 @@ def _finite(statistics: dict[Condition, Statistic]) -> dict[Condition, Statistic
     return {at: statistic for at, statistic in statistics.items() if isfinite(statistic.mean)}
 
 
-def draw_sweep(sweep: HeadSweep) -> FigureResult:
+def draw_sweep(sweep: HeadSweep) -> FigureWithData:
     """The held-out loss against the number of heads, the interval over seeds as a band."""
     rows = [
         {"x": row.heads, "mean": row.loss.mean, "low": row.loss.low, "high": row.loss.high, "head_dim": row.head_dim}
@@ -56,14 +63,14 @@ def draw_sweep(sweep: HeadSweep) -> FigureResult:
     return draw_tradeoff(rows, "heads", "held-out loss, nats a token", title, log=True)
 
 
-def draw_training_curves(sweep: HeadSweep) -> FigureResult:
+def draw_training_curves(sweep: HeadSweep) -> FigureWithData:
     """The held-out loss through training, a line for each model."""
     rows = [{"line": name, "x": p["step"], **p} for name, points in sweep.curves.items() for p in points]
     title = f"constant {sweep.constant}, {sweep.seeds} seeds; bands: 95 % over seeds"
     return draw_tradeoff(rows, "step", "held-out loss, nats a token", title)
 
 
-def _draw_bars(selected: dict[str, dict[Condition, Statistic]], y: str, title: str) -> FigureResult:
+def _draw_bars(selected: dict[str, dict[Condition, Statistic]], y: str, title: str) -> FigureWithData:
     """A group of bars for each name measured at, one bar for each figure."""
     labels = list(dict.fromkeys(at for statistics in selected.values() for at in statistics))
     figure = make_figure(max(5.0, min(11.0, 1.2 + 0.75 * len(labels) * max(1, len(selected) / 2))), 4.2)
@@ -94,7 +101,7 @@ def _draw_bars(selected: dict[str, dict[Condition, Statistic]], y: str, title: s
         axes.margins(y=0.2 + 0.06 * len(selected))  # room for the names above the bars
         axes.legend(fontsize=8, frameon=False, loc="upper right", labelcolor=TEXT_COLOR)
     axes.set_title(title, fontsize=8, color=TEXT_COLOR, loc="left")
-    return FigureResult(figure, rows)
+    return FigureWithData(figure, rows)
 
 
 def _draw_bar(axes: "Axes", x: float, bar_width: float, statistic: Statistic, color: str) -> None:

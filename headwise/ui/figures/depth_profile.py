@@ -9,7 +9,7 @@ from headwise.analysis.metrics.row_shape import CONFIDENCE, DISTANCE, ENTROPY, F
 from headwise.analysis.metrics.variability import VARIABILITY
 from headwise.analysis.roles.profile_result import Profile
 from headwise.errors import HeadwiseError, suggest_names
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureResult, make_figure, style_axes
+from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure, style_axes
 from headwise.ui.role_badges import hue_to_hex
 
 DEFAULT_METRICS = tuple(
@@ -17,7 +17,7 @@ DEFAULT_METRICS = tuple(
 )
 
 
-def draw_depth(profile: Profile, metrics: Sequence[str] = DEFAULT_METRICS) -> FigureResult:
+def draw_depth(profile: Profile, metrics: Sequence[str] = DEFAULT_METRICS) -> FigureWithData:
     """A panel for each measure: a dot for each head, a line through the means of layers."""
     for name in metrics:
         if name not in profile.accumulator.fields:
@@ -50,4 +50,4 @@ def draw_depth(profile: Profile, metrics: Sequence[str] = DEFAULT_METRICS) -> Fi
     for axes in panel_axes[len(metrics) :]:
         axes.axis("off")
     figure.supxlabel("layer", fontsize=8, color=MUTED_COLOR)
-    return FigureResult(figure, rows)
+    return FigureWithData(figure, rows)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.errors import HeadwiseError
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureResult, make_figure
+from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ INPUT, QKV, ATTENTION, Z, CONCAT, W_O, OUTPUT = (
 )
 
 
-def draw_diagram(spec: AttentionSpec | ModelSpec) -> FigureResult:
+def draw_attention_diagram(spec: AttentionSpec | ModelSpec) -> FigureWithData:
     """One layer from left to right. Heads of a group share k and v: they are drawn once, beside the first of them."""
     spec = spec.attention if isinstance(spec, ModelSpec) else spec
     if not spec.head_ids:
@@ -74,7 +74,7 @@ def draw_diagram(spec: AttentionSpec | ModelSpec) -> FigureResult:
     axes.set_xlim(-0.2, OUTPUT[0] + OUTPUT[1] + 0.2)
     axes.set_ylim(num_rows + 0.1, -0.8)
     axes.axis("off")
-    return FigureResult(figure, _matrix_rows(spec))
+    return FigureWithData(figure, _matrix_rows(spec))
 
 
 def _draw_head(axes: "Axes", spec: AttentionSpec, index: int, row: int, kv_rows: dict[int, int], middle: float) -> None:

@@ -24,10 +24,10 @@ DATE_METADATA = {".svg": "Date", ".pdf": "CreationDate"}  # left out, so that th
 
 
 @dataclass(frozen=True, eq=False)
-class FigureResult:
+class FigureWithData:
     """`figure` is matplotlib's own, `rows` are the numbers in it. `save("a.svg")` writes a picture, `save("a.csv")` data.
 
-    >>> figure = FigureResult(make_figure(3, 2), [{"head": "5.1", "entropy": 1.5}])
+    >>> figure = FigureWithData(make_figure(3, 2), [{"head": "5.1", "entropy": 1.5}])
     >>> print(figure.as_csv(), end="")
     head,entropy
     5.1,1.5

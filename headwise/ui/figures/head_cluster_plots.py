@@ -8,7 +8,7 @@ from scipy.spatial.distance import pdist, squareform
 
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.similarity.compare_heads import HeadComparison
-from headwise.ui.figures.figure_io import MUTED_COLOR, TEXT_COLOR, FigureResult, make_figure, style_axes
+from headwise.ui.figures.figure_io import MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure, style_axes
 from headwise.ui.role_badges import role_badge
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_LEAVES = 64  # of the tree; above it near heads stand together
 
 
-def draw_embedding(comparison: HeadComparison, profile: Profile | None = None) -> FigureResult:
+def draw_embedding(comparison: HeadComparison, profile: Profile | None = None) -> FigureWithData:
     """A place for every head, near those that look at the same; coloured by role where a profile is given."""
     points = comparison.head_coordinates()  # (H, 2)
     roles, colors = _roles_and_colors(comparison, profile)
@@ -37,10 +37,10 @@ def draw_embedding(comparison: HeadComparison, profile: Profile | None = None) -
         {"head": str(address), "role": role, "x": float(x), "y": float(y)}
         for address, role, (x, y) in zip(comparison.addresses, roles, points, strict=True)
     ]
-    return FigureResult(figure, rows)
+    return FigureWithData(figure, rows)
 
 
-def draw_clusters(comparison: HeadComparison, profile: Profile | None = None) -> FigureResult:
+def draw_clusters(comparison: HeadComparison, profile: Profile | None = None) -> FigureWithData:
     """The tree of average linkage: heads that join far to the left look at the same; the line is the null.
 
     The line is as near as a head is to itself on other text. With many heads, those nearest stand on one line.
@@ -72,7 +72,7 @@ def draw_clusters(comparison: HeadComparison, profile: Profile | None = None) ->
     style_axes(axes, "√(Jensen–Shannon divergence) at which they join; dashed: a head and itself on other text")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    return FigureResult(figure, rows)
+    return FigureWithData(figure, rows)
 
 
 def _roles_and_colors(comparison: HeadComparison, profile: Profile | None) -> tuple[list[str], list[str]]:

@@ -7,14 +7,14 @@ from headwise.analysis.roles.profile_result import Profile
 from headwise.errors import HeadwiseError
 from headwise.heads.head import HeadPattern
 from headwise.spec import Address, select
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureResult, make_figure, style_axes
+from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure, style_axes
 
 MAX_HEADS = 12  # heads in one picture
 MAX_OFFSET = 16  # tokens back and ahead
 DEFAULT_HEADS = 6  # heads, where none are named
 
 
-def draw_offsets(profile: Profile, heads: HeadPattern | None = None) -> FigureResult:
+def draw_offsets(profile: Profile, heads: HeadPattern | None = None) -> FigureWithData:
     """A panel for each head: the weight at each distance, and its role. None: the six that keep most to one distance."""
     selected = _most_focused_heads(profile) if heads is None else select(heads, profile.addresses)
     if len(selected) > MAX_HEADS:
@@ -47,7 +47,7 @@ def draw_offsets(profile: Profile, heads: HeadPattern | None = None) -> FigureRe
         axes.axis("off")
     figure.supxlabel("tokens from the one that looks; −1 is the one before", fontsize=8, color=MUTED_COLOR)
     figure.supylabel("mean attention weight", fontsize=8, color=MUTED_COLOR)
-    return FigureResult(figure, rows)
+    return FigureWithData(figure, rows)
 
 
 def _offsets(profile: Profile) -> list[int]:

@@ -3,26 +3,21 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from headwise.analysis.roles.profile_result import HeadProfile, Profile
-from headwise.ui.figures.figure_io import MUTED_COLOR, TEXT_COLOR, FigureResult, make_figure
+from headwise.analysis.roles.head_profile import HeadProfile
+from headwise.analysis.roles.profile_result import Profile
+from headwise.ui.figures.figure_io import MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
 from headwise.ui.role_badges import role_badge, text_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LEVEL_ALPHA = {"attention": 0.55, "value-weighted": 0.75, "causal": 1.0}
-IDLE_LABELS = {
-    "sink": "first token",
-    "special token": "special token",
-    "broad": "everywhere alike",
-    "idle": "writes nothing",
-}
 NO_ROLE_COLOR = "#f0f2f4"
 LEVEL_COLOR = "#1f6fb4"  # of the legend alone
 CELL_INCHES = 0.31  # inches
 
 
-def draw_roles(profile: Profile) -> FigureResult:
+def draw_roles(profile: Profile) -> FigureWithData:
     """Layers from left to right, heads down: two letters and a color for a role, stronger for a higher evidence level."""
     layers = {layer: column for column, layer in enumerate(profile.metadata["layers"])}
     num_rows = 1 + max((address.head for address in profile.addresses), default=0)
@@ -50,7 +45,7 @@ def draw_roles(profile: Profile) -> FigureResult:
     )
     axes.set_title(title, fontsize=9, color=TEXT_COLOR, loc="left")
     _legend(figure, role_counts, columns)
-    return FigureResult(figure, role_rows(profile))
+    return FigureWithData(figure, role_rows(profile))
 
 
 def role_rows(profile: Profile) -> list[dict[str, Any]]:

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 from headwise.analysis.recording.attention_maps import AttentionView, Word
 from headwise.errors import HeadwiseError
 from headwise.heads.head import HeadPattern
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureResult, escape_dollar, make_figure
+from headwise.ui.figures.figure_io import (
+    LINE_COLORS,
+    MUTED_COLOR,
+    TEXT_COLOR,
+    FigureWithData,
+    escape_dollar,
+    make_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +26,7 @@ MIN_LABEL_WEIGHT = 0.05  # from this weight on it is told as a number too
 DEFAULT_HEADS = 3  # heads in a picture for which none were named
 
 
-def draw_heat_map(view: AttentionView, heads: HeadsArgument = "*") -> FigureResult:
+def draw_heat_map(view: AttentionView, heads: HeadsArgument = "*") -> FigureWithData:
     """One head's map, or several side by side: rows look, columns are looked at."""
     selected = _select_heads(view, heads)
     query_groups, key_groups = view.query_key_groups(selected[0])
@@ -32,10 +39,10 @@ def draw_heat_map(view: AttentionView, heads: HeadsArgument = "*") -> FigureResu
     panel_axes = figure.subplots(1, len(selected), squeeze=False)[0]
     images = [_draw_map(axes, view, name) for axes, name in zip(panel_axes, selected, strict=True)]
     figure.colorbar(images[0], ax=list(panel_axes), fraction=0.03, pad=0.02, shrink=0.8, label="attention weight")
-    return FigureResult(figure, _weight_rows(view, selected))
+    return FigureWithData(figure, _weight_rows(view, selected))
 
 
-def draw_arcs(view: AttentionView, heads: HeadsArgument = "*", query: Word | None = None) -> FigureResult:
+def draw_arcs(view: AttentionView, heads: HeadsArgument = "*", query: Word | None = None) -> FigureWithData:
     """Words in two columns, on the left those that look, on the right those that are looked at, with the weight of the
     strongest line that ends there. A line is as strong as its weight is beside the head's largest. Several heads stand side
     by side; `source` shows the lines of one word alone."""
@@ -51,7 +58,7 @@ def draw_arcs(view: AttentionView, heads: HeadsArgument = "*", query: Word | Non
     if query is not None:
         positions = {name: view.query_key_groups(name)[0].find(query) for name in selected}
         rows = [row for row in rows if row["place"] == positions[row["head"]]]
-    return FigureResult(figure, rows)
+    return FigureWithData(figure, rows)
 
 
 def top_heads(view: AttentionView, query: Word | None = None, key: Word | None = None) -> tuple[str, ...]:
@@ -68,7 +75,13 @@ def top_heads(view: AttentionView, query: Word | None = None, key: Word | None =
 
 def _weight_rows(view: AttentionView, heads: Sequence[str]) -> list[dict[str, Any]]:
     return [
-        {"head": name, "place": i, "word": query_groups.names[i], "looks at": key_groups.names[j], "weight": weight}
+        {
+            "head": name,
+            "place": i,
+            "word": query_groups.unique_labels[i],
+            "looks at": key_groups.unique_labels[j],
+            "weight": weight,
+        }
         for name in heads
         for query_groups, key_groups in [view.query_key_groups(name)]
         for i, row in enumerate(view.map(name).tolist())
@@ -140,7 +153,7 @@ def _draw_lines(axes: "Axes", view: AttentionView, head: str, color: str, query:
 
 
 def _select_heads(view: AttentionView, heads: HeadsArgument) -> tuple[str, ...]:
-    selected = view.select_heads(heads)
+    selected = view.resolve_head_pattern(heads)
     if len(selected) > MAX_HEADS:
         raise HeadwiseError(
             f"{len(selected)} heads do not fit into one picture; name at most {MAX_HEADS}, e.g. {selected[0]!r}."

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.compression.pruning_curve import PruningCurve
 from headwise.errors import HeadwiseError
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureResult, make_figure, style_axes
+from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,8 +17,8 @@ LINEAR_LIMIT, TICKS = 0.1, (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 def draw_tradeoff(
-    rows: Iterable[Mapping[str, Any]], x: str = "", y: str = "loss", title: str = "", *, log: bool = False
-) -> FigureResult:
+    rows: Iterable[Mapping[str, Any]], xlabel: str = "", ylabel: str = "loss", title: str = "", *, log: bool = False
+) -> FigureWithData:
     """Lines of rows with `x`, `mean`, and if known `low`, `high` (a band) and `line` (its name); x and y name the axes.
 
     With `log`, each doubling of x takes the same room.
@@ -42,7 +42,7 @@ def draw_tradeoff(
             sorted(points, key=lambda p: p["x"]),
             MUTED_COLOR if name == "random" else LINE_COLORS[i % len(LINE_COLORS)],
         )
-    style_axes(axes, x, y)
+    style_axes(axes, xlabel, ylabel)
     if log:
         axes.set_xscale("log", base=2)
         ticks = sorted({row["x"] for row in row_dicts})
@@ -51,10 +51,10 @@ def draw_tradeoff(
     if any(lines):
         axes.legend(fontsize=8, frameon=False, loc="best", labelcolor=TEXT_COLOR)
     axes.set_title(title, fontsize=8, color=TEXT_COLOR, loc="left")
-    return FigureResult(figure, row_dicts)
+    return FigureWithData(figure, row_dicts)
 
 
-def draw_pruning(curve: PruningCurve) -> FigureResult:
+def draw_pruning(curve: PruningCurve) -> FigureWithData:
     """How much more is lost than by the full model, against the share of heads kept; bands are intervals."""
     rows = [
         {
@@ -84,7 +84,7 @@ def draw_pruning(curve: PruningCurve) -> FigureResult:
         axes.set_yticks([], minor=True)
         axes.set_ylim(bottom=min(-LINEAR_LIMIT / 10, *(1.2 * row["low"] for row in rows)))
     axes.set_xlim(1.02, 0)
-    return FigureResult(figure_result.figure, rows)
+    return FigureWithData(figure_result.figure, rows)
 
 
 def _draw_line(axes: "Axes", name: str, points: list[dict[str, Any]], color: str) -> None:

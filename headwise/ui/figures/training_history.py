@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from headwise.analysis.roles.head_history import HeadHistory
 from headwise.spec import Address
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureResult, make_figure
+from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,7 +13,7 @@ MAX_LABELED_HEADS = 3  # heads of a layer that are named in its panel
 LINE_STYLES = ("-", "--", ":", "-.")  # when a layer has more heads than there are colours
 
 
-def draw_history(history: HeadHistory, metric: str = "induction") -> FigureResult:
+def draw_history(history: HeadHistory, metric: str = "induction") -> FigureWithData:
     """A metric over the steps: a panel for each layer, a line for each head, the strongest of a layer named."""
     best, value = history.best_head(metric)
     layers: dict[str, list[str]] = {}
@@ -36,7 +36,7 @@ def draw_history(history: HeadHistory, metric: str = "induction") -> FigureResul
         for head in history.addresses
         for step, value in zip(history.steps, history.curve(head, metric), strict=True)
     ]
-    return FigureResult(figure, rows)
+    return FigureWithData(figure, rows)
 
 
 def _draw_layer(axes: "Axes", history: HeadHistory, metric: str, layer: str, heads: list[str]) -> None:

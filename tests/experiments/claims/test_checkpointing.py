@@ -44,7 +44,7 @@ def test_checkpointing_memory_at_threshold_depends():
         statistics.add(name, position, values)
     statistics.add("memory ratio", 2, [0.79, 0.77, 0.81, 0.8, 0.78])
     assert CLAIM.judge(StatisticTable().add("memory ratio", 2, 0.79).add("time ratio", 2, 1.3)).word == "holds"
-    assert str(CLAIM.decide(statistics)[1]) == "depends: on the measurement: at 2 layers it stays open"
+    assert str(CLAIM.correct_and_judge(statistics)[1]) == "depends: on the measurement: at 2 layers it stays open"
 
 
 def test_checkpointing_cost_memory_ratio_per_measurement():
@@ -98,7 +98,7 @@ def test_checkpointing_given_model_gives_verdict():
     statistics = measure_model(model, text, rounds=9, memory_runs=3)
     assert list(statistics.by_condition("memory ratio")) == [4]
     assert len(statistics["memory ratio", 4].values) == 3
-    assert CLAIM.decide(statistics)[1].word in VERDICTS
+    assert CLAIM.correct_and_judge(statistics)[1].word in VERDICTS
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from headwise.experiments.claim_tests.depth_vs_heads import (
     CLAIM,
     GAP,
     MODELS,
-    curve_gap,
     equal_parameter_configs,
+    final_and_mean_gap,
     judge,
     measure,
 )
@@ -25,9 +25,9 @@ CASES = {
 
 def test_curve_gap_equals_closed_form():
     # 0 at the first step and 1 at the last, in a straight line: half.
-    assert curve_gap({0: 1.0, 10: 1.5, 20: 2.0}, {0: 1.0, 10: 1.0, 20: 1.0}) == (1.0, 0.5)
-    assert curve_gap({0: 1.0, 30: 1.0, 40: 2.0}, {0: 1.0, 30: 1.0, 40: 1.0})[1] == pytest.approx(1 / 8)
-    assert curve_gap({5: 3.0}, {5: 1.0}) == (2.0, 2.0)
+    assert final_and_mean_gap({0: 1.0, 10: 1.5, 20: 2.0}, {0: 1.0, 10: 1.0, 20: 1.0}) == (1.0, 0.5)
+    assert final_and_mean_gap({0: 1.0, 30: 1.0, 40: 2.0}, {0: 1.0, 30: 1.0, 40: 1.0})[1] == pytest.approx(1 / 8)
+    assert final_and_mean_gap({5: 3.0}, {5: 1.0}) == (2.0, 2.0)
 
 
 def test_model_triple_differs_in_layers_or_heads(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.compression.prune import prune
+from headwise.compression.plan import prune
 from headwise.errors import HeadwiseError
 from headwise.experiments import pretrained_claim_model
 from headwise.experiments.claim import VERDICTS
@@ -20,7 +20,8 @@ from headwise.experiments.claim_tests.early_late_layers import (
     trends_by_depth,
 )
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.equal_parameter_specs import deep_experiment
+from headwise.experiments.equal_parameter_specs import make_deep_experiment
+from headwise.io.resolve_path import BUNDLES
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.annotated_document import Document, Relation
@@ -100,11 +101,7 @@ def test_by_depth_long_range_equals_closed_form(experiment):
 
 def test_early_late_damaged_bundle_raises(tmp_path, monkeypatch):
     # A folder that can be imported, and has nothing in it.
-    monkeypatch.setitem(
-        pretrained_claim_model.BUNDLES,
-        pretrained_claim_model.PRETRAINED,
-        ("damaged==0", "damaged_bundle", "model.gguf"),
-    )
+    monkeypatch.setitem(BUNDLES, pretrained_claim_model.PRETRAINED, ("damaged==0", "damaged_bundle", "model.gguf"))
     assert early_late_layers.load_pretrained() is None
     assert CLAIM.extra_key() == ""
     (tmp_path / "damaged_bundle").mkdir()
@@ -161,7 +158,7 @@ def test_early_late_tiny_experiment_gives_verdict(experiment, monkeypatch):
 
 
 def test_early_late_given_model_or_raises(experiment):
-    model = experiment.train_or_load(deep_experiment(experiment).make_config(0)).load_model()
+    model = experiment.train_or_load(make_deep_experiment(experiment).make_config(0)).load_model()
     statistics = measure_model(model, experiment.held_out_corpus())
     assert len(statistics.by_condition(GAP)) == 4
     assert judge(statistics).word in VERDICTS

@@ -8,7 +8,7 @@ from headwise.experiments.claim_tests.embedding_slices import (
     SLICED,
     WIDER,
     input_overlap,
-    own_slice_fraction,
+    own_slice_weight_ratio,
 )
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.model import Transformer
@@ -51,9 +51,9 @@ def test_input_slices_one_head_raises():
 
 def test_input_overlap_sliced_zero_random_one():
     assert input_overlap(make_model(head_input="slice")) == pytest.approx(0, abs=1e-6)
-    assert own_slice_fraction(make_model(head_input="slice")) == pytest.approx(6)
+    assert own_slice_weight_ratio(make_model(head_input="slice")) == pytest.approx(6)
     assert input_overlap(make_model()) == pytest.approx(1, abs=0.1)
-    assert own_slice_fraction(make_model()) == pytest.approx(1, abs=0.1)
+    assert own_slice_weight_ratio(make_model()) == pytest.approx(1, abs=0.1)
 
 
 @torch.no_grad()

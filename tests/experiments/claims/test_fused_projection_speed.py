@@ -4,7 +4,7 @@ import torch
 from headwise.experiments.claim_tests.fused_projection_speed import (
     CLAIM,
     LoopedHeads,
-    loop_slowdown,
+    loop_slowdowns,
     measure,
     measure_model,
 )
@@ -39,7 +39,7 @@ def test_one_projection_open_interval_depends(small, large, reason):
     statistics = StatisticTable()
     for row in rows(small, large):
         statistics.add(*row)
-    assert CLAIM.decide(statistics)[1].detail.startswith(reason)
+    assert CLAIM.correct_and_judge(statistics)[1].detail.startswith(reason)
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
@@ -55,7 +55,7 @@ def test_looped_heads_equal_layer(kv_heads):
 
 
 def test_loop_slowdown_many_heads_is_slower():
-    ratios = loop_slowdown(AttentionSpec(width=64, heads=64), 8, rounds=5, min_seconds=0.002)
+    ratios = loop_slowdowns(AttentionSpec(width=64, heads=64), 8, rounds=5, min_seconds=0.002)
     assert ratios["projections forward"].mean > 3  # 192 calls against one
 
 

@@ -7,14 +7,14 @@ from headwise.experiments.claim import VERDICTS
 from headwise.experiments.claim_tests.identical_init import (
     equal_weight_fraction,
     judge,
-    layer_weight_distance,
+    mean_weight_distance,
     measure,
     relative_distance,
 )
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.training.language_loss import LanguageLoss
+from headwise.training.train_loss import LanguageLoss
 from tests.experiments.tiny import tiny_experiment
 
 SHARE = "share of others' distance"
@@ -60,7 +60,7 @@ def test_layers_apart_identical_heads_stay_equal():
     with torch.no_grad():
         for matrix in "QKVO":
             getattr(layer.heads[1], f"W_{matrix}").copy_(getattr(layer.heads[0], f"W_{matrix}"))
-    assert layer_weight_distance(model) == 0
+    assert mean_weight_distance(model) == 0
     assert equal_weight_fraction(model) == 1
     ids = torch.randint(11, (2, 9))
     LanguageLoss(model)(ids[:, :-1], ids[:, 1:]).backward()
@@ -68,8 +68,8 @@ def test_layers_apart_identical_heads_stay_equal():
         for weight in layer.parameters():
             assert weight.grad is not None
             weight -= weight.grad
-    assert layer_weight_distance(model, 0, 1) < 1e-12
-    assert layer_weight_distance(model, 0, 2) > 0.5
+    assert mean_weight_distance(model, 0, 1) < 1e-12
+    assert mean_weight_distance(model, 0, 2) > 0.5
 
 
 def test_identical_init_tiny_experiment_gives_statistics(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.experiments.claim_tests.kernels_agree import CLAIM, max_deviation, measure_model
+from headwise.experiments.claim_tests.kernels_agree import CLAIM, max_relative_error_by_backend, measure_model
 from headwise.heads import MultiHeadAttention
 from tests.attached.test_analysis import build
 from tests.contract.layers import MODELS
@@ -21,7 +21,7 @@ CASES = {
 
 def test_max_deviation_covers_all_backends():
     layer = MultiHeadAttention(width=12, heads=3)
-    deviations = max_deviation(layer, torch.randn(2, 7, 12))
+    deviations = max_relative_error_by_backend(layer, torch.randn(2, 7, 12))
     assert set(deviations) == {"batched", "fused", "blockwise"}
     assert max(deviations.values()) < 1e-5
     assert layer.backend == "auto"
@@ -32,7 +32,7 @@ def test_max_deviation_blockwise_uses_several_blocks(monkeypatch):
     inner = KERNEL.batched_rows
     monkeypatch.setattr(KERNEL, "batched_rows", lambda *args: calls.append(args[4:6]) or inner(*args))
     layer = MultiHeadAttention(width=16, heads=4)
-    max_deviation(layer, torch.randn(1, 32, 16))
+    max_relative_error_by_backend(layer, torch.randn(1, 32, 16))
     rows = {args[0] for args in calls}
     assert rows == {range(13), range(13, 26), range(26, 32)}
     assert len(calls) == 2 * 3 * 2  # of heads, of rows, forward and again for the gradient
@@ -42,7 +42,7 @@ def test_max_deviation_wrong_block_is_detected(monkeypatch):
     inner = KERNEL.batched_rows
     # all but the first block of rows
     monkeypatch.setattr(KERNEL, "batched_rows", lambda *args: inner(*args) * (1.01 if args[4].start else 1))
-    deviations = max_deviation(MultiHeadAttention(width=16, heads=4), torch.randn(1, 32, 16))
+    deviations = max_relative_error_by_backend(MultiHeadAttention(width=16, heads=4), torch.randn(1, 32, 16))
     assert deviations["blockwise"] > 1e-3
     assert deviations["batched"] < 1e-5
 

@@ -6,7 +6,7 @@ from headwise.errors import HeadwiseError
 from headwise.experiments.claim import VERDICTS
 from headwise.experiments.claim_tests.low_rank import (
     energy_in_first_half,
-    head_ranks,
+    head_score_ranks,
     judge,
     measure,
     measure_model,
@@ -44,20 +44,20 @@ def make_model(**attention):
 
 
 def test_head_ranks_scores_are_bilinear_of_rank_head_dim():
-    for head_rank in head_ranks(make_model(), TEXT):
+    for head_rank in head_score_ranks(make_model(), TEXT):
         assert (head_rank.head_dim, head_rank.rank, head_rank.tokens) == (8, 8, len(TEXT))
         assert head_rank.unexplained < 1e-5
 
 
 def test_head_ranks_rotary_keeps_rank_not_bilinear_form():
-    for head_rank in head_ranks(make_model(rotary=Rotary()), TEXT):
+    for head_rank in head_score_ranks(make_model(rotary=Rotary()), TEXT):
         assert head_rank.rank == 8
         assert head_rank.unexplained > 0.1
 
 
 def test_head_ranks_softcap_increases_rank():
     # tanh of every entry is no longer a product of thin matrices.
-    assert max(head_rank.rank for head_rank in head_ranks(make_model(softcap=0.05), TEXT)) > 8
+    assert max(head_rank.rank for head_rank in head_score_ranks(make_model(softcap=0.05), TEXT)) > 8
 
 
 def test_head_ranks_zeroed_directions_reduce_rank():
@@ -65,12 +65,12 @@ def test_head_ranks_zeroed_directions_reduce_rank():
     with torch.no_grad():
         for head in model.heads:
             head.W_K[:, 3:] = 0
-    assert {head_rank.rank for head_rank in head_ranks(model, TEXT)} == {3}
+    assert {head_rank.rank for head_rank in head_score_ranks(model, TEXT)} == {3}
 
 
 def test_head_ranks_short_text_raises():
     with pytest.raises(HeadwiseError, match="more tokens than head_dim, 8; there are 3"):
-        head_ranks(make_model(), "abc")
+        head_score_ranks(make_model(), "abc")
 
 
 def test_energy_and_numerical_rank_known_values():

@@ -11,9 +11,9 @@ from headwise.experiments.claim_tests.narrow_head_saturation import (
     UNSCALED,
     judge,
     measure,
-    model_saturation,
-    random_saturation,
-    score_saturation,
+    model_std_and_entropy,
+    random_std_and_entropy,
+    score_std_and_entropy,
 )
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.head_counts import head_counts, log2_slopes
@@ -58,19 +58,19 @@ def test_saturation_open_interval_depends(scaled, unscaled, reason):
 def test_of_random_spread_is_root_of_head_dim(d):
     # The spread over a row of n keys is, on average, 1 − 1/n of the variance; ROWS rows leave a few per cent of noise.
     fraction = math.sqrt(1 - 1 / KEYS)
-    assert random_saturation(d, scaled=False)[0] == pytest.approx(math.sqrt(d) * fraction, rel=0.12)
-    assert random_saturation(d, scaled=True)[0] == pytest.approx(fraction, rel=0.12)
+    assert random_std_and_entropy(d, scaled=False)[0] == pytest.approx(math.sqrt(d) * fraction, rel=0.12)
+    assert random_std_and_entropy(d, scaled=True)[0] == pytest.approx(fraction, rel=0.12)
 
 
 def test_saturation_entropy_of_normal_scores():
     # Softmax weights of N(0, s²) scores are log-normal: the entropy is ln n − s²/2 for many keys.
     scores = 0.5 * torch.randn(20, 20_000, generator=torch.Generator().manual_seed(0))
-    _, entropy = score_saturation(scores)
+    _, entropy = score_std_and_entropy(scores)
     assert entropy.mean().item() * math.log(20_000) == pytest.approx(math.log(20_000) - 0.125, abs=2e-3)
 
 
 def test_saturation_masked_keys_are_ignored():
-    sd, entropy = score_saturation(torch.tensor([[1.0, 3.0, -torch.inf], [2.0, -torch.inf, -torch.inf]]))
+    sd, entropy = score_std_and_entropy(torch.tensor([[1.0, 3.0, -torch.inf], [2.0, -torch.inf, -torch.inf]]))
     assert sd.tolist() == [1.0, 0.0]
     assert entropy[1].item() == 0
 
@@ -82,7 +82,7 @@ def test_of_model_equal_keys_is_not_saturated():
     with torch.no_grad():
         for head in model.heads:
             head.W_K.zero_()
-    result = model_saturation(model, "to be or not to be")
+    result = model_std_and_entropy(model, "to be or not to be")
     assert result["sd"] == result["raw sd"] == 0
     assert result["entropy"] == pytest.approx(1, abs=1e-5)
 

@@ -32,7 +32,7 @@ def test_one_head_blends_intervals_are_corrected():
         statistics.add("lost by one head", relation, [0.0, 0.01, -0.01, 0.02, 0.0, 0.0])
     for heads in (1, 4, 8):
         statistics.add("all look-ups right", heads, [float(heads > 1)] * 6)
-    corrected, verdict = CLAIM.decide(statistics)
+    corrected, verdict = CLAIM.correct_and_judge(statistics)
     assert corrected["lost by one head", "referent"].level == pytest.approx(1 - 0.05 / 7)
     assert corrected["lost by one head", "referent"].low == pytest.approx(0.0240, abs=1e-3)
     assert str(verdict).startswith("depends: on the seed: one head loses no relation for sure; open: referent")

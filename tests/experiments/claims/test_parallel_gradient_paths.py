@@ -5,7 +5,7 @@ from headwise.experiments.claim_tests.parallel_gradient_paths import CLAIM, CONV
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
-from headwise.experiments.gradient_paths import compare_branches, convolution_branches, head_branches
+from headwise.experiments.gradient_paths import convolution_branches, head_branches, measure_gradient_independence
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import make_tokenizer
@@ -50,7 +50,7 @@ def test_heads_of_uniform_attention_jacobian_equals_closed_form():
     model = make_model()
     layer = next(model.attention_layers())
     with torch.no_grad():
-        layer.qkv.weight("q").zero_()
+        layer.qkv.weight_by_head("q").zero_()
     x, out, parts = head_branches(model, layer, torch.randint(29, (1, 5))).run()
     for output, heads in (
         (out, list(layer.heads)),
@@ -71,12 +71,12 @@ def test_compare_missing_part_leaves_residual():
         return x, out, parts[:-1]
 
     incomplete = type(complete)(without_the_last, complete.weights, complete.branch_weights, complete.channel_dim)
-    assert compare_branches(complete)["left over"] < 1e-12
-    assert compare_branches(incomplete)["left over"] > 0.1
+    assert measure_gradient_independence(complete)["left over"] < 1e-12
+    assert measure_gradient_independence(incomplete)["left over"] > 0.1
 
 
 def test_compare_shared_keys_couple_heads():
-    result = compare_branches(
+    result = measure_gradient_independence(
         head_branches(model := make_model(kv_heads=1), next(model.attention_layers()), torch.randint(29, (1, 5)))
     )
     assert result["left over"] < 1e-12
@@ -84,7 +84,7 @@ def test_compare_shared_keys_couple_heads():
 
 
 def test_compare_convolution_reads_own_channels():
-    result = compare_branches(convolution_branches(12, 3, 5))
+    result = measure_gradient_independence(convolution_branches(12, 3, 5))
     assert result["channels read"] == pytest.approx(1 / 3)
     assert result["moved by others"] == 0
     assert result["moved through a loss"] > 0.01
@@ -95,14 +95,14 @@ def test_compare_biases_belong_to_heads():
     layer = next(model.attention_layers())
     for weight in layer.parameters():
         torch.nn.init.normal_(weight)
-    result = compare_branches(head_branches(model, layer, torch.randint(29, (1, 5))))
+    result = measure_gradient_independence(head_branches(model, layer, torch.randint(29, (1, 5))))
     assert result["moved by others"] < 1e-12
 
 
 def test_compare_leaves_model_unchanged():
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    compare_branches(head_branches(model, next(model.attention_layers()), torch.randint(29, (1, 5))))
+    measure_gradient_independence(head_branches(model, next(model.attention_layers()), torch.randint(29, (1, 5))))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -7,8 +7,8 @@ from headwise.experiments.claim_tests.parameter_count import (
     VARIANTS,
     count_parameters,
     judge,
+    max_min_parameter_ratio,
     measure_model,
-    parameter_spread,
 )
 from headwise.heads import MultiHeadAttention
 from headwise.model import Transformer
@@ -27,7 +27,7 @@ def test_parameter_count_equals_four_square_matrices():
 
 def test_parameter_spread_shared_keys_equals_closed_form():
     # With one key head, keys and values shrink with head_dim: 2·48² + 2·48·d parameters.
-    ratio = parameter_spread(AttentionSpec(width=48, heads=48, kv_heads=1), (2, 48))
+    ratio = max_min_parameter_ratio(AttentionSpec(width=48, heads=48, kv_heads=1), (2, 48))
     assert ratio == (2 * 48**2 + 2 * 48 * 24) / (2 * 48**2 + 2 * 48)
 
 

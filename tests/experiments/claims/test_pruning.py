@@ -18,7 +18,7 @@ from headwise.experiments.claim_tests.pruning import (
     keep_fractions,
     max_prunable_fraction,
     measure_model,
-    pruning_loss_increase,
+    pruning_loss_increase_by_ranking,
 )
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.model import Transformer
@@ -67,7 +67,7 @@ def test_loss_increase_only_active_head_matters(experiment):
         for head in model.heads:
             head.W_O.zero_()
         model.heads["0.1"].W_O.normal_(std=3)
-    increases = pruning_loss_increase(model, documents, documents, fractions=(0.5, 0.1))["ablation"]
+    increases = pruning_loss_increase_by_ranking(model, documents, documents, fractions=(0.5, 0.1))["ablation"]
     head_importance = importance(model, documents, heads="0.1", means=mean_activations(model, documents))
     # If it does harm, it is the first to go, and the others change nothing; if it helps, it stays, and nothing changes.
     assert abs(head_importance.mean[0]) > 1e-4
@@ -123,4 +123,4 @@ def test_pruning_claim_one_seed_below_quarter_depends():
 def test_loss_increase_model_without_output_raises(experiment):
     spec = experiment.train_or_load(experiment.make_config(0)).load_model().spec
     with pytest.raises(HeadwiseError, match="without an output"):
-        pruning_loss_increase(Transformer(replace(spec, output="none")), experiment.held_out_corpus(), None)
+        pruning_loss_increase_by_ranking(Transformer(replace(spec, output="none")), experiment.held_out_corpus(), None)

@@ -16,12 +16,12 @@ from headwise.experiments.claim_tests.quantization import (
     QuantizationCosts,
     additivity,
     cost_spread,
-    key_value_ratio,
+    head_pair_interaction,
+    key_value_log2_ratio,
     measure_model,
-    pair_coupling,
-    quantization_costs,
     query_heads_by_kv,
     sampled_kv_heads,
+    weight_and_cache_quantization_costs,
 )
 from headwise.experiments.engine.statistic import Statistic
 from tests.distillation.tiny import make_model
@@ -68,8 +68,8 @@ def make_costs(n: int = 40, noise: float = 0.0) -> QuantizationCosts:
 def test_quantization_statistics_equal_closed_forms() -> None:
     costs, weights = make_costs(), np.ones(40)
     assert cost_spread(costs, weights) == pytest.approx(np.std([1, 2, 3, 4], ddof=1) / 2.5)
-    assert pair_coupling(costs, weights) == pytest.approx(0.25)
-    assert key_value_ratio(costs, weights) == pytest.approx(np.log2(3))
+    assert head_pair_interaction(costs, weights) == pytest.approx(0.25)
+    assert key_value_log2_ratio(costs, weights) == pytest.approx(np.log2(3))
     assert additivity(costs, weights) == pytest.approx(2)
     statistic = costs.bootstrap_statistic(cost_spread)
     assert statistic.low == pytest.approx(statistic.high)  # texts all say the same
@@ -95,8 +95,8 @@ def test_coupling_excludes_noise() -> None:
     costs = replace(make_costs(n), counts=np.ones(n))
     sum_of_singles = costs.singles[costs.pair_heads[:, 0]] + costs.singles[costs.pair_heads[:, 1]]
     noisy = replace(costs, pairs=sum_of_singles + rng.normal(0, 5, size=sum_of_singles.shape))
-    assert pair_coupling(noisy, np.ones(n)) < 0.05
-    assert noisy.bootstrap_statistic(pair_coupling).is_interval_below(quantization.MIN_COUPLING)
+    assert head_pair_interaction(noisy, np.ones(n)) < 0.05
+    assert noisy.bootstrap_statistic(head_pair_interaction).is_interval_below(quantization.MIN_COUPLING)
 
 
 def test_drawn_keys_samples_kv_groups_together() -> None:
@@ -112,14 +112,14 @@ def test_drawn_keys_samples_kv_groups_together() -> None:
 def test_quantization_claim_tiny_experiment_gives_statistics(tmp_path) -> None:
     experiment = tiny_experiment(tmp_path, (0, 1))
     statistics = CLAIM.measure(experiment)
-    costs = quantization_costs(
+    costs = weight_and_cache_quantization_costs(
         experiment.train_or_load(experiment.make_config(1)).load_model(), experiment.held_out_corpus(1)
     )
     for name, statistic in quantization.COST_STATISTICS.items():
         assert statistics[name, SYNTHETIC_MODELS].values[1] == pytest.approx(
             statistic(costs, np.ones(len(costs.counts))), nan_ok=True
         )
-    assert CLAIM.decide(statistics)[1].word in CLAIM.possible_verdicts
+    assert CLAIM.correct_and_judge(statistics)[1].word in CLAIM.possible_verdicts
 
 
 def test_quantization_claim_given_model_gives_statistics() -> None:

@@ -3,7 +3,13 @@ import pytest
 import headwise as hw
 from headwise.analysis.roles.profile import profile
 from headwise.experiments.claim import VERDICTS
-from headwise.experiments.claim_tests.specialization import judge, measure, measure_model, relation_gain, role_fraction
+from headwise.experiments.claim_tests.specialization import (
+    judge,
+    measure,
+    measure_model,
+    relation_gains_and_significance,
+    role_fraction,
+)
 from headwise.experiments.engine.statistic import StatisticTable
 from tests.analysis import constructed_heads
 from tests.attached.test_analysis import build, documents
@@ -50,7 +56,7 @@ def test_role_share_untrained_model(tmp_path):
         experiment.train_or_load(experiment.make_config(0)).load_model(), experiment.held_out_corpus(), causal=False
     )
     assert role_fraction(head_profile) == sum(head.role != "unclear" for head in head_profile) / 8
-    assert not any(counts for _, counts in relation_gain(head_profile, min_arcs=1).values())
+    assert not any(counts for _, counts in relation_gains_and_significance(head_profile, min_arcs=1).values())
 
 
 def test_specialization_constructed_heads_have_roles():
@@ -61,7 +67,7 @@ def test_specialization_constructed_heads_have_roles():
         == sum(role != "unclear" for role, _ in constructed_heads.DECODER.values()) / 12
         == 7 / 12
     )
-    gain, counts = relation_gain(head_profile)["bracket"]
+    gain, counts = relation_gains_and_significance(head_profile)["bracket"]
     assert gain > 0.8
     assert counts
     assert judge(measure_model(constructed_heads.decoder(), constructed_heads.documents())).word == "holds"

@@ -1,0 +1,379 @@
+"""Collect: one streaming pass over a corpus, in which the metrics sum the attention of every head."""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.batch_context import FeatureLayout
+from headwise.analysis.metrics.default_metrics import default_metrics
+from headwise.analysis.metrics.example_sampler import ExampleRecorder, ExampleSampler
+from headwise.analysis.metrics.induction import InductionMetric, make_repeated_sequences
+from headwise.analysis.metrics.metric import Metric, MetricSpec, MetricSpecMixin
+from headwise.analysis.metrics.metric_runner import MetricRunner
+from headwise.analysis.metrics.relation_metric import RelationMetric
+from headwise.analysis.metrics.role_examples import ExampleStore, repeated_token_examples
+from headwise.analysis.metrics.task_metric import TaskMetric, run_task, token_names
+from headwise.analysis.metrics.token_classes import token_class_flags
+from headwise.analysis.metrics.top_contexts import TopContexts
+from headwise.analysis.metrics.variability import LENGTH, TEXTS, VariabilityMetric, measure_variability
+from headwise.analysis.recording.batching import (
+    TextSample,
+    TokenBatch,
+    make_batches,
+    reachable_hook_points,
+    tokenizer_of,
+)
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis.roles.causal_trials import MAX_TEXTS as MAX_ANSWER_TEXTS
+from headwise.analysis.roles.causal_trials import DocumentSample
+from headwise.analysis.roles.profile_result import OWN_RELATIONS, ProfileSums
+from headwise.distributed.model_shard import ShardedTransformer, check_same_across_processes
+from headwise.distributed.process_group import ProcessGroup
+from headwise.errors import HeadwiseError
+from headwise.model import ModelProtocol
+from headwise.progress import Progress
+from headwise.text.corpus import Corpus
+from headwise.text.token_alignment import Alignment
+
+TEXTS_DIFFER_MESSAGE = "the processes do not read the same texts; give every machine the same files."
+# Many short sequences of repeated tokens: a sequence is a unit of the statistics, and 10,000 tests need more than a dozen.
+NUM_REPEATED_SEQUENCES, REPEATED_LENGTH = 64, 16
+
+SampleListener = Callable[[TextSample], None]
+
+
+def ignore_progress(stage: str, done: int, total: int | None) -> None:
+    """Report progress to nobody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectOptions:
+    """Options of a pass over a corpus.
+
+    Attributes:
+        relations: Documents with gold arcs. None: those of the corpus, or the default ones. False: no relations.
+        control: Name of the control that is profiled. `shuffled` shuffles the tokens of each text.
+        max_length: Maximum number of tokens per unit of plain text.
+        batch_tokens: Number of tokens per batch.
+        row_stride: One block of 64 rows in `row_stride` is measured.
+        detail: `full` visits every cell. `light` measures only what the fused kernel gives.
+        keep_texts: Keep the texts that the causal test needs.
+        seed: Seed of repeated tokens, shuffling and tasks.
+        progress: Progress callback.
+    """
+
+    relations: Any = None
+    control: str | None = None
+    max_length: int | None = None
+    batch_tokens: int = 2048
+    row_stride: int = 1
+    detail: str = "full"
+    keep_texts: bool = False
+    seed: int = 0
+    progress: Progress = ignore_progress
+
+    def __post_init__(self) -> None:
+        if self.detail not in ("full", "light") or self.row_stride < 1:
+            raise HeadwiseError(
+                f"detail is 'full' or 'light' and row_stride at least 1, got {self.detail!r} and {self.row_stride}."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class MetricSelection:
+    """Metrics of a profile: those of the corpus, repeated tokens, and tasks with texts or prompts of their own."""
+
+    corpus_metrics: tuple[Metric, ...]
+    induction: InductionMetric
+    tasks: tuple[TaskMetric, ...]
+    metric_specs: dict[str, MetricSpec]
+
+
+def select_metrics(
+    model: ModelProtocol, metrics: Sequence[Metric | TaskMetric] = (), detail: str = "full", seed: int = 0
+) -> MetricSelection:
+    """Return the default metrics and the given ones."""
+    defaults = default_metrics(token_class_flags(tokenizer_of(model), model.spec.vocab))
+    tasks = [metric for metric in metrics if isinstance(metric, TaskMetric)]
+    given_metrics = [metric for metric in metrics if not isinstance(metric, TaskMetric)]
+    corpus_metrics = [
+        metric for metric in (*defaults, *given_metrics) if detail == "full" or not metric.needs_full_detail
+    ]
+    induction = InductionMetric(make_repeated_sequences(model, NUM_REPEATED_SEQUENCES, REPEATED_LENGTH, seed))
+    metric_specs = metric_specs_by_name([*corpus_metrics, *tasks, induction, VariabilityMetric()])
+    return MetricSelection(tuple(corpus_metrics), induction, tuple(tasks), metric_specs)
+
+
+def metric_specs_by_name(metrics: Iterable[MetricSpecMixin]) -> dict[str, MetricSpec]:
+    """Return all numbers by name. Two of one name raise HeadwiseError: they would be summed as one."""
+    metric_specs = [metric_spec for metric in metrics for metric_spec in metric.metric_specs]
+    counts = Counter(metric_spec.name for metric_spec in metric_specs)
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
+    if duplicates:
+        raise HeadwiseError(f"there is a metric {duplicates[0]!r} already; give yours another name.")
+    return {metric_spec.name: metric_spec for metric_spec in metric_specs}
+
+
+def collect(
+    model: ModelProtocol,
+    corpus: Any,
+    selection: MetricSelection,
+    options: CollectOptions,
+    process_group: ProcessGroup,
+) -> tuple[ProfileSums, "ProfileSampleCollector"]:
+    """Read a corpus once and sum every metric at every hook point.
+
+    Args:
+        model: Model in eval mode, without gradients.
+        corpus: Texts, as `hw.profile` takes them.
+        selection: Metrics to sum.
+        options: Options of the pass.
+        process_group: Processes that share the texts. Each reads some, and all get the sums of all.
+
+    Returns:
+        The sums, and the texts that the causal test needs.
+    """
+    texts = TokenizedCorpus.of(model, corpus, options.max_length)
+    process_group.check_equal(texts.corpus.fingerprint, TEXTS_DIFFER_MESSAGE)
+    if isinstance(model, ShardedTransformer):  # the processes read all texts together
+        check_same_across_processes(model.collectives, texts.corpus.fingerprint, "text")
+    hook_points = reachable_hook_points(model)
+    addresses = tuple(address for hook_point in hook_points for address in hook_point.head_addresses)
+    accumulator, top_contexts = Accumulator(len(addresses)), TopContexts(len(addresses))
+    sampler = _make_sampler(model, selection, len(addresses))
+    relation_corpus = _relation_corpus(model, texts, options)
+    relation_metric = _relation_metric(model, relation_corpus, accumulator, sampler, options)
+    samples = ProfileSampleCollector(keep_for_causal_test=options.keep_texts)
+    text_metrics: list[Metric] = [*selection.corpus_metrics]
+    text_listeners: list[SampleListener] = [sampler.draw_token_examples, samples.add_text]
+    document_listeners: list[SampleListener] = []
+    if relation_metric is not None:
+        document_listeners = [relation_metric.draw_examples, samples.add_document]
+        if relation_corpus is texts:
+            text_metrics.append(relation_metric)
+            text_listeners += document_listeners
+    read_batches = partial(_read_batches, model.device, options, process_group)
+    runner = MetricRunner(accumulator, text_metrics, options.row_stride, options.detail, [sampler, top_contexts])
+    is_shuffled = options.control == "shuffled"
+    text_samples = (_shuffle_tokens(sample, options.seed) for sample in texts) if is_shuffled else texts
+    runner.run(model, read_batches(text_samples, text_listeners, texts.count_if_small(), "texts"))
+    if relation_metric is not None and relation_corpus is not None and relation_corpus is not texts:
+        documents = (sample for sample in relation_corpus if sample.document is not None)
+        batches = read_batches(documents, document_listeners, None, "documents with relations")
+        MetricRunner(accumulator, [relation_metric]).run(model, batches)
+    examples = sampler.build_example_store()
+    if process_group.size > 1:
+        process_group.check_equal(texts.fingerprint, TEXTS_DIFFER_MESSAGE)  # tokenizers may differ too
+        _merge_processes(process_group, accumulator, relation_metric, top_contexts, examples)
+    recorder = ExampleRecorder(examples)
+    run_task(model, selection.induction, accumulator, options.seed, observers=[recorder], progress=options.progress)
+    measure_variability(model, samples.long_samples, accumulator)
+    task_metadata, examples = run_tasks(model, selection.tasks, accumulator, examples, options.seed, options.progress)
+    metadata = {
+        "texts": texts.num_samples, "tokens": texts.num_tokens,
+        "layers": [str(hook_point.address) for hook_point in hook_points],
+        "model": _describe_model(model), "control": options.control, "seed": options.seed, "detail": options.detail,
+        "row_stride": options.row_stride, "corpus": describe_corpus(texts.corpus),
+        "relations_corpus": "" if relation_corpus is None else describe_corpus(relation_corpus.corpus),
+        "documents": samples.num_documents,
+        "relations": OWN_RELATIONS if relation_metric and relation_corpus is texts else samples.documents_digest(),
+        **task_metadata,
+    }  # fmt: skip
+    relation_specs = () if relation_metric is None else relation_metric.metric_specs
+    metric_specs = {**selection.metric_specs, **{metric_spec.name: metric_spec for metric_spec in relation_specs}}
+    sums = ProfileSums(
+        addresses, accumulator, relation_metric, top_contexts.contexts(), examples, metadata, metric_specs
+    )
+    return sums, samples
+
+
+def _make_sampler(model: ModelProtocol, selection: MetricSelection, heads: int) -> ExampleSampler:
+    """Return the sampler of a pass, with the positions that are shown of repeated tokens."""
+    repeats = selection.induction.repeats
+    names = [token_names(tokenizer_of(model), ids) for ids in repeats.repeated.tolist()]
+    repeat_examples = repeated_token_examples(names, repeats.start, repeats.length)
+    layout = FeatureLayout.of(selection.corpus_metrics)
+    return ExampleSampler(heads, repeat_examples, layout, ahead=model.spec.kind != "decoder")
+
+
+def _relation_corpus(model: ModelProtocol, texts: TokenizedCorpus, options: CollectOptions) -> TokenizedCorpus | None:
+    """Return the documents of the relations: the texts themselves if they have relations, other documents, or None."""
+    relations = options.relations
+    if relations is False or (isinstance(relations, list) and not relations):
+        return None
+    if relations is None and options.control != "shuffled" and next(texts.relation_documents(), None) is not None:
+        return texts
+    return TokenizedCorpus.of(model, relations, options.max_length)
+
+
+def _relation_metric(
+    model: ModelProtocol,
+    corpus: TokenizedCorpus | None,
+    accumulator: Accumulator,
+    sampler: ExampleSampler,
+    options: CollectOptions,
+) -> RelationMetric | None:
+    """Return the metric of all relations in a corpus. Shuffled texts have none: arcs mean nothing if the words moved."""
+    if corpus is None or options.control == "shuffled" or next(corpus.relation_documents(), None) is None:
+        return None
+    is_causal = model.spec.kind != "encoder"
+    return RelationMetric.of(accumulator, corpus.relation_documents(), is_causal, sampler)
+
+
+def _read_batches(
+    device: torch.device,
+    options: CollectOptions,
+    process_group: ProcessGroup,
+    samples: Iterable[TextSample],
+    listeners: Sequence[SampleListener],
+    num_samples: int | None,
+    stage: str,
+) -> Iterator[TokenBatch]:
+    """Yield this process's share of the texts in batches. The listeners see the texts of all processes."""
+    num_seen, done = 0, 0
+    total = None if num_samples is None else len(range(process_group.rank, num_samples, process_group.size))
+
+    def own_samples() -> Iterator[TextSample]:
+        nonlocal num_seen
+        for sample in samples:
+            for listener in listeners:
+                listener(sample)
+            if num_seen % process_group.size == process_group.rank:
+                yield sample
+            num_seen += 1
+
+    for batch in make_batches(own_samples(), options.batch_tokens, device=device):
+        options.progress(stage, done, total)
+        yield batch
+        done += len(batch.samples)
+    if 0 < num_seen < process_group.size:  # each process needs a text, to register the metrics
+        raise HeadwiseError(
+            f"{num_seen} {stage} cannot be shared out over {process_group.size} processes; start fewer."
+        )
+    options.progress(stage, done, done)
+
+
+def _merge_processes(
+    process_group: ProcessGroup,
+    accumulator: Accumulator,
+    relation_metric: RelationMetric | None,
+    top_contexts: TopContexts,
+    examples: ExampleStore,
+) -> None:
+    """Add up the sums of all processes, in place, and gather their examples."""
+    relation_arrays = {} if relation_metric is None else relation_metric.arc_count_arrays()
+    for arrays in (accumulator.sums, accumulator.counts, relation_arrays):
+        for name in sorted(arrays):
+            process_group.all_reduce_array_inplace(arrays[name])
+    top_contexts.gather_from_processes(process_group)
+    examples.gather_from_processes(process_group)
+
+
+def run_tasks(
+    model: ModelProtocol,
+    tasks: Iterable[TaskMetric],
+    accumulator: Accumulator,
+    examples: ExampleStore,
+    seed: int,
+    progress: Progress,
+) -> tuple[dict[str, Any], ExampleStore]:
+    """Run the tasks. Return their part of the metadata, and the examples with those of the tasks."""
+    skipped, choices = {}, {}
+    for task in tasks:
+        result = task.run(model, accumulator, seed, progress)
+        if result.skip_reason:
+            skipped[task.score_spec.name] = result.skip_reason
+        choices |= {name: list(positions) for name, positions in result.chosen_offsets.items()}
+        examples = examples if result.examples is None else examples.merge(result.examples)
+    return {"skipped": skipped, "chosen_offsets": choices}, examples
+
+
+class ProfileSampleCollector:
+    """Texts that are needed again after the pass: a few of them, and counts."""
+
+    def __init__(self, *, keep_for_causal_test: bool) -> None:
+        self.keep_for_causal_test = keep_for_causal_test
+        self.long_samples: list[TextSample] = []  # the first that are long enough to be compared place by place
+        self.first_samples: list[TextSample] = []  # in which the causal test looks for answers
+        self.relation_documents = DocumentSample()
+        self.num_documents, self._digest = 0, hashlib.sha256()
+
+    def add_text(self, sample: TextSample) -> None:
+        """One text."""
+        if len(self.long_samples) < TEXTS and len(sample.ids) >= LENGTH:
+            self.long_samples.append(sample)
+        if self.keep_for_causal_test and len(self.first_samples) < MAX_ANSWER_TEXTS:
+            self.first_samples.append(sample)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further texts would change nothing."""
+        return len(self.long_samples) == TEXTS and (
+            not self.keep_for_causal_test or len(self.first_samples) == MAX_ANSWER_TEXTS
+        )
+
+    def add_document(self, sample: TextSample) -> None:
+        """One text that relations are asked about."""
+        self._digest.update(f"{', ' if self.num_documents else '['}{sample.ids!r}".encode())
+        self.num_documents += 1
+        if self.keep_for_causal_test:
+            self.relation_documents.add_if_needed(sample)
+
+    def documents_digest(self) -> str:
+        """Digest of the documents: two profiles that read the same documents have the same."""
+        hasher = self._digest.copy()
+        hasher.update(b"]" if self.num_documents else b"[]")
+        return hasher.hexdigest()[:16]
+
+
+def _describe_model(model: ModelProtocol) -> str:
+    """Describe a model, pruned or not: heads of one address are the same head if the descriptions are equal."""
+    spec = model.spec
+    layers = f"{spec.encoder_layers} + {spec.layers}" if spec.encoder_layers else str(spec.layers)
+    return (
+        f"{spec.kind} of {layers} layers with {spec.attention.heads} heads, width {spec.width}, {spec.vocab:,} tokens"
+    )
+
+
+def describe_corpus(corpus: Corpus) -> str:
+    """Describe a corpus, as it is shown with the roles that were found on it.
+
+    >>> describe_corpus(Corpus.probe_set()), describe_corpus(Corpus.of(["A text."]))
+    ('the probe set', 'the texts given')
+    """
+    if corpus.name.endswith(".tsv"):
+        return "names in GAP"  # the only files of this kind
+    match = re.fullmatch(r"a list of \d+ (\w+)", corpus.name)  # how many there are is told elsewhere
+    return f"the {match[1]} given" if match else ", ".join(Path(part).name for part in corpus.name.split(", "))
+
+
+def _shuffle_tokens(sample: TextSample, seed: int) -> TextSample:
+    """Shuffle the tokens of a text, except the first and the last, which may be special tokens."""
+    n = len(sample.ids)
+    inner = np.random.default_rng([seed, *sample.ids]).permutation(max(0, n - 2)) + 1  # wherever in a corpus it stands
+    order = [0, *inner.tolist(), n - 1][:n]
+    return replace(
+        sample,
+        ids=tuple(sample.ids[i] for i in order),
+        document=None,
+        _align=partial(_reorder_alignment, sample, order),
+    )
+
+
+def _reorder_alignment(sample: TextSample, order: list[int]) -> Alignment:
+    """The tokens of a unit in another order, as a text of its own."""
+    alignment = sample.alignment
+    token_texts = [alignment.text[slice(*alignment.spans[i])].strip() or alignment.tokens[i] for i in order]
+    ends = np.cumsum([len(token_text) + 1 for token_text in token_texts])
+    spans = [(int(end) - 1 - len(token_text), int(end) - 1) for end, token_text in zip(ends, token_texts, strict=True)]
+    ids, tokens = [sample.ids[i] for i in order], [alignment.tokens[i] for i in order]
+    return Alignment.of(" ".join(token_texts), ids, tokens, spans)

@@ -1,0 +1,31 @@
+"""KV caches: one for all KV heads of a layer, or one per head, and the caches of a model."""
+
+from headwise.cache.layer_cache import (
+    NO_CACHE,
+    CacheResult,
+    CacheState,
+    CrossAttentionCache,
+    DynamicCache,
+    LayerCache,
+    NoCache,
+    SharedKVCache,
+    SlidingWindowCache,
+    StaticCache,
+)
+from headwise.cache.model_cache import ModelCache
+from headwise.cache.per_head_cache import PerHeadCache
+
+__all__ = [
+    "NO_CACHE",
+    "CacheResult",
+    "CacheState",
+    "CrossAttentionCache",
+    "DynamicCache",
+    "LayerCache",
+    "ModelCache",
+    "NoCache",
+    "PerHeadCache",
+    "SharedKVCache",
+    "SlidingWindowCache",
+    "StaticCache",
+]

@@ -1,0 +1,197 @@
+"""Costs of heads: bits of their weights, bytes of their caches, and the loss with fewer of either."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from headwise.analysis.ablation.head_outputs import eval_corpus
+from headwise.analysis.ablation.sensitivity import QuantizationCost, Sensitivity, sensitivity
+from headwise.analysis.head_facts import kv_siblings
+from headwise.analysis.metrics.long_offsets import OUTSIDE_WINDOW, STREAMING_POLICY
+from headwise.analysis.roles.profile_result import HeadProfile
+from headwise.analysis.roles.prompt_roles import STREAMING_THRESHOLD
+from headwise.compression.streaming_cost import StreamingEvaluator, StreamingTestResult
+from headwise.compression.streaming_selection import STREAM_RANKERS, streaming
+from headwise.distributed.parallel_cost import cache_bytes, kv_head_cache_bytes
+from headwise.errors import HeadwiseError
+from headwise.model import ModelProtocol, Transformer
+from headwise.progress import Progress
+from headwise.spec import Address, ModelSpec, Plan
+from headwise.spec.cache_policy import KEEP_ALL
+
+CACHE_TOKENS = 4096  # tokens that bytes of caches are told for
+
+
+ABLATION_TEXTS = 32  # texts that one head is measured on
+BITS, PARTS = (4,), ("qk", "vo", "keys", "values")
+
+
+@dataclass(frozen=True)
+class CompressionCostSummary:
+    """Costs of one head: the loss with its weights or cache quantized, the bytes of its cache, the loss with it streaming."""
+
+    costs: tuple[QuantizationCost, ...] = ()
+    unit: str = ""
+    texts: int = 0
+    cache_bytes: int = 0  # bytes of its key head at CACHE_TOKENS tokens; 0: it keeps none
+    kv_head: str = ""
+    streaming_cost: StreamingTestResult | None = None  # None: not measured
+    errors: tuple[str, ...] = ()  # why nothing could be measured
+
+
+def measure_compression_cost(
+    model: ModelProtocol, head_profile: HeadProfile, corpus: Any = None, progress: Progress | None = None
+) -> CompressionCostSummary:
+    """Measure one head at few bits and with a streaming cache; what cannot be measured is named in `errors`."""
+    address = head_profile.address
+    parts = PARTS if address in heads_with_cache(model.spec) else PARTS[:2]
+    nbytes, kv_head = cache_bytes_and_kv_head(model.spec, address)
+    # Without the attention condition streaming is not recommended, so its loss is not measured either.
+    is_local = head_profile.metrics.get(OUTSIDE_WINDOW.name, math.nan) < STREAMING_THRESHOLD
+    try:
+        # an encoder-decoder would need pairs, which a profile has not read: that is refused
+        tokenized = eval_corpus(model, corpus, None).first(ABLATION_TEXTS)
+        costs = sensitivity(model, tokenized, heads=str(address), bits=BITS, parts=parts, progress=progress)
+        streaming_test = streaming_cost(model, kv_head, corpus) if nbytes and is_local else None
+    except HeadwiseError as error:
+        return CompressionCostSummary(errors=(str(error),))
+    return CompressionCostSummary(tuple(costs), costs.metric, len(costs.counts), nbytes, kv_head, streaming_test)
+
+
+def collect_costs(
+    spec: ModelSpec, addresses: Iterable[Address], sensitivity: Sensitivity | None = None
+) -> dict[str, CompressionCostSummary]:
+    """Collect costs of heads by address: bytes of their caches, and what a sensitivity found."""
+    text_info = {} if sensitivity is None else {"unit": sensitivity.metric, "texts": len(sensitivity.counts)}
+    costs: dict[str, list[QuantizationCost]] = {}
+    for cost in sensitivity or ():
+        for head in cost.heads.split():
+            costs.setdefault(head, []).append(cost)
+    summaries = {}
+    for address in addresses:
+        nbytes, kv_head = cache_bytes_and_kv_head(spec, address)
+        summaries[str(address)] = CompressionCostSummary(
+            tuple(costs.get(str(address), ())), cache_bytes=nbytes, kv_head=kv_head, **text_info
+        )
+    return summaries
+
+
+def heads_with_cache(spec: ModelSpec) -> tuple[Address, ...]:
+    """Heads whose keys and values are kept while a model writes."""
+    return tuple(address for address in spec.head_addresses if cache_bytes_and_kv_head(spec, address)[0])
+
+
+def cache_bytes_and_kv_head(spec: ModelSpec, head: Address) -> tuple[int, str]:
+    """Bytes that the key head of a head keeps at CACHE_TOKENS tokens, and its address; 0 where nothing is kept."""
+    layer = spec.attention_at(head.layer_address)
+    kv_head = head.layer_address.head_address(layer.kv_head_ids[layer.kv_of_head[layer.head_ids.index(head.head)]])
+    return (
+        (kv_head_cache_bytes(layer, KEEP_ALL, CACHE_TOKENS), str(kv_head))
+        if kv_head in spec.cached_kv_head_addresses
+        else (0, str(kv_head))
+    )
+
+
+def streaming_cost(model: ModelProtocol, kv_head: str, corpus: Any = None) -> StreamingTestResult | None:
+    """Measure the loss with this KV head streaming; None if the model has no cache per head."""
+    if model.spec.kind != "decoder" or model.output is None or model.spec.cache:
+        return None
+    try:
+        model.check_native("only headwise's own models have a cache per head")
+    except HeadwiseError:
+        return None
+    native = cast(Transformer, model)
+    evaluation = StreamingEvaluator.of(native, STREAMING_POLICY, corpus)
+    with streaming(native, (Address.parse(kv_head),), STREAMING_POLICY):
+        return evaluation.test(native)
+
+
+def head_cost_data(
+    addresses: Iterable[Address],
+    spec: ModelSpec | None,
+    sensitivity: Sensitivity | None = None,
+    plan: Plan | None = None,
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+    """For each head its cost, and what a plan does altogether; without a spec of the model there is no cost.
+
+    The plan is one for this model; without one it is told what the model's own spec says of bits and caches.
+    """
+    if spec is None:
+        if sensitivity is not None or plan is not None:
+            raise HeadwiseError(
+                "costs are of a model's heads; give the model, too: make_report_data(profile, model, …)."
+            )
+        return {}, None
+    heads = [str(address) for address in addresses]
+    if plan is not None and plan.spec != spec:
+        raise HeadwiseError("the plan was made for another model than the one that is shown; make one for it.")
+    spec_after = spec if plan is None else plan.changed_spec
+    costs = _sensitivity_rows(sensitivity, heads)
+    scores = dict(zip(map(str, spec.cached_kv_head_addresses), () if plan is None else plan.cache_scores, strict=False))
+    data = {
+        head: _head_cost_data(Address.parse(head), spec, spec_after, scores) | {"costs": costs.get(head, [])}
+        for head in heads
+    }
+    if plan is None and not (spec.cache or spec.weight_rules or costs):
+        return data, None
+    return data, {
+        "has_plan": plan is not None,
+        "description": [] if plan is None else str(plan).splitlines(),
+        "weights": [spec.weight_bytes(), spec_after.weight_bytes()],
+        "cache": [cache_bytes(spec, CACHE_TOKENS), cache_bytes(spec_after, CACHE_TOKENS)],
+        "full_cache": cache_bytes(spec.with_cache({}), CACHE_TOKENS) if spec.cached_kv_head_addresses else 0,
+        "tokens": CACHE_TOKENS,
+        "score_description": ""
+        if plan is None or plan.cache_ranking not in STREAM_RANKERS
+        else STREAM_RANKERS[plan.cache_ranking].score_description,
+        "metric": "" if sensitivity is None else sensitivity.metric,
+        "texts": 0 if sensitivity is None else len(sensitivity.counts),
+        "basis": "" if sensitivity is None else sensitivity.metadata["basis"],
+    }
+
+
+def _head_cost_data(
+    head: Address, spec: ModelSpec, spec_after: ModelSpec, scores: Mapping[str, float]
+) -> dict[str, Any]:
+    """What is done to one head, and what its cache holds."""
+    layer = spec.attention_at(head.layer_address)
+    kv_index = layer.kv_of_head[layer.head_ids.index(head.head)]
+    kv_head = head.layer_address.head_address(layer.kv_head_ids[kv_index])
+    data: dict[str, Any] = {"pruned": head not in spec_after.head_addresses, "bits": None, "cache": None}
+    data["kv_siblings"] = list(kv_siblings(spec, head))
+    layer_after = spec_after.attention_at(head.layer_address)
+    if not data["pruned"]:
+        weight_bits = layer_after.weight_bits
+        data["bits"] = (
+            {"qk": 32, "vo": 32}
+            if weight_bits is None
+            else {"qk": weight_bits.q[head.head], "vo": weight_bits.o[head.head]}
+        )
+    if kv_head in spec.cached_kv_head_addresses:
+        is_present = kv_head in spec_after.cached_kv_head_addresses
+        policy = layer_after.cache_policies[layer_after.kv_head_ids.index(kv_head.head)] if is_present else None
+        data["cache"] = {
+            "kv_head": str(kv_head),
+            "policy": "nothing: no head reads it" if policy is None else str(policy),
+            "reduced": policy != KEEP_ALL,
+            "streaming": policy is not None and policy.is_streaming,
+            "bits": None if policy is None else policy.bits,
+            "bytes": 0 if policy is None else kv_head_cache_bytes(layer_after, policy, CACHE_TOKENS),
+            "full_bytes": kv_head_cache_bytes(layer, KEEP_ALL, CACHE_TOKENS),
+            "score": scores.get(str(kv_head)),
+        }
+    return data
+
+
+def _sensitivity_rows(sensitivity: Sensitivity | None, heads: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+    """What few bits cost each head; who shares keys shares the costs."""
+    rows_by_head: dict[str, list[dict[str, Any]]] = {}
+    for cost in sensitivity or ():
+        row = {name: getattr(cost, name) for name in ("part", "bits", "loss_increase", "low", "high", "kl_divergence")}
+        for head in cost.heads.split():
+            rows_by_head.setdefault(head, []).append(row)
+    unknown = set(rows_by_head) - set(heads)
+    if unknown:
+        raise HeadwiseError(f"sensitivities are of another model: it has no head {min(unknown)}; measure this one's.")
+    return rows_by_head

@@ -1,0 +1,277 @@
+"""A model split over processes: each holds complete heads of every layer, a part of each MLP and of the vocabulary.
+
+The part of a process is a smaller model with its own spec (`local_spec`). Outputs of attention layers and MLPs are summed
+over all processes, logits are gathered, and the loss is computed without gathering them. Norms, positions and output biases
+are replicated. So every process computes the same residual stream, bit by bit, and a caller uses the part as the full model.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from headwise.cache import ModelCache, PerHeadCache
+from headwise.distributed.head_partition import HeadPartition
+from headwise.distributed.model_partition import RankPartition, partition_model
+from headwise.distributed.process_group import ProcessGroupOps
+from headwise.distributed.shard_axes import (
+    check_not_quantized,
+    named_slices_for_rank,
+    rename_unquantized,
+    shard_axis_of,
+)
+from headwise.errors import HeadwiseError
+from headwise.heads.head import HeadPattern
+from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.model import check_model
+from headwise.model.layers import MLP
+from headwise.model.loss import sum_over_chunks
+from headwise.model.transformer import Transformer
+from headwise.spec import LayerAddress, ModelSpec
+from headwise.spec.cache_policy import CachePolicies
+
+HEADS_AXIS = "heads"  # the axis of a mesh along which heads are split
+
+
+def shard(model: Transformer, mesh: DeviceMesh) -> "ShardedTransformer":
+    """Return the part of a model that this process holds: complete heads, a part of each MLP and of the vocabulary.
+
+    Every process of the mesh calls it with the same model, and then calls what it gets as it would the whole. A mesh of
+    several axes needs one that is named "heads". The model itself stays as it is; let go of it, and its memory is free.
+
+    >>> import os, torch.distributed as dist
+    >>> from headwise.spec import preset
+    >>> store = dist.HashStore()
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("heads",))
+    >>> part = shard(Transformer(preset("nano")), mesh)
+    >>> part(torch.tensor([[72, 105, 33]])).shape
+    torch.Size([1, 3, 256])
+    >>> dist.destroy_process_group()
+    """
+    check_model(model)
+    if model.is_sharded:
+        raise HeadwiseError("this is a part of a model already; shard the whole one.")
+    model.check_native("be spread over processes")
+    partitions, collectives = partitions_and_collectives(mesh, model.spec)
+    return shard_of(model, partitions, collectives)
+
+
+def partitions_and_collectives(mesh: DeviceMesh, spec: ModelSpec) -> tuple[tuple[RankPartition, ...], ProcessGroupOps]:
+    """Who holds what of a model on a mesh; all processes must mean the same model."""
+    collectives = head_collectives(mesh)
+    partitions = partition_model(spec, collectives.size)
+    check_same_across_processes(collectives, spec.to_json(), "model")
+    return partitions, collectives
+
+
+def head_collectives(mesh: DeviceMesh) -> ProcessGroupOps:
+    """The processes of a mesh that share heads."""
+    if not isinstance(mesh, DeviceMesh):
+        raise HeadwiseError(
+            f'a mesh is made by torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("heads",)); got {mesh!r}.'
+        )
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1:
+        return ProcessGroupOps(mesh.get_group())
+    if HEADS_AXIS not in names:
+        raise HeadwiseError(
+            f"the mesh has the axes {', '.join(names) or 'without names'}; name the one for heads 'heads'."
+        )
+    return ProcessGroupOps(mesh.get_group(HEADS_AXIS))
+
+
+def check_same_across_processes(collectives: ProcessGroupOps, value: str, name: str) -> None:
+    """Refuse to go on where processes mean different things: what follows would never end."""
+    digest = int.from_bytes(hashlib.sha256(value.encode()).digest()[:7], "big")
+    signed_digest: Tensor = torch.tensor([digest, -digest])
+    if collectives.size > 1 and int(collectives.all_reduce_max(signed_digest).sum()):
+        raise HeadwiseError(f"the processes have different {name}s; give all of them the same.")
+
+
+class ShardedTransformer(Transformer):
+    """The part of a model that one process holds, used as the full model. All processes make the same calls.
+
+    `spec` is the spec of the full model, `local_spec` that of the part. `hook_points()` shows the heads of this process, and
+    `heads` holds all of them.
+    """
+
+    is_sharded = True
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        partitions: Sequence[RankPartition],
+        collectives: ProcessGroupOps,
+        *,
+        backend: str = "auto",
+        storage: str = "qkv",
+        device: torch.device | str | None = None,
+    ) -> None:
+        if len(partitions) != collectives.size:
+            raise HeadwiseError(f"{len(partitions)} shares are for as many processes; there are {collectives.size}.")
+        local_spec = partitions[collectives.rank].local_spec(spec)
+        super().__init__(local_spec, backend=backend, storage=storage, device=device)
+        self.spec, self.local_spec, self.partitions, self.collectives = spec, local_spec, tuple(partitions), collectives
+        for layer in self.attention_layers():
+            address = layer.hook_point.address
+            layer.set_partition(
+                HeadPartition(
+                    collectives,
+                    spec.attention_at(address),
+                    [partition.heads_by_layer[str(address)] for partition in partitions],
+                )
+            )
+        for module in self.modules():
+            if isinstance(module, MLP):
+                module.collectives = collectives
+        vocab_shard = VocabShard(collectives, [partition.vocab_range for partition in partitions])
+        self.embed.vocab_shard = vocab_shard
+        if self.output is not None:
+            self.output.vocab_shard = vocab_shard
+
+    @property
+    def partition(self) -> RankPartition:
+        """The part of this process."""
+        return self.partitions[self.collectives.rank]
+
+    def _make_cache(self, spec: ModelSpec, kind: str, size: int | None) -> ModelCache:
+        """For the key heads that are here; what is asked is about all."""
+        local_spec = self.partition.local_spec(spec)
+        model_cache = ModelCache(local_spec, kind, size)
+        for layer_address in model_cache.layers:
+            full_layer, local_layer = spec.attention_at(layer_address), local_spec.attention_at(layer_address)
+            if full_layer.cache and layer_address.stack != "cross":  # also where none of those heads is here
+                model_cache.layers[layer_address] = PerHeadCache(
+                    local_layer,
+                    local_layer.cache_policies,
+                    size if kind == "static" else None,
+                    all_policies=full_layer.cache_policies,
+                )
+        return model_cache
+
+    def untrained(self, seed: int = 0) -> "ShardedTransformer":
+        """A model of the same spec, drawn anew and cut into the same shares."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            full_model = Transformer(self.spec)
+        shard = shard_of(full_model, self.partitions, self.collectives).to(self.device)
+        shard.tokenizer = self.tokenizer
+        return shard
+
+    def prune(
+        self,
+        heads: HeadPattern,
+        folded_biases: Mapping[LayerAddress, Tensor] | None = None,
+        cache: CachePolicies | None = None,
+    ) -> Self:
+        """Not of a part: heads are cut from a whole model, which is then shared out."""
+        raise HeadwiseError("this process holds a part of the model; cut heads from the whole, then use hw.shard.")
+
+    def export(self, folder: str | Path, family: str | None = None) -> Path:
+        """Not of a part."""
+        raise HeadwiseError("this process holds a part of the model; save it, load the whole one and export that.")
+
+    def residual_stream(self) -> Any:
+        """Not of a part: who follows a logit through the model reads all of the vocabulary."""
+        raise HeadwiseError("this process holds a part of the vocabulary; follow logits in the whole model.")
+
+    def gathered_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the whole model by name, one after the other, put together from all processes."""
+        check_not_quantized(self.spec, "put together")
+        for name, piece in self.state_dict().items():
+            axis = shard_axis_of(name, self.spec, self.partitions)
+            yield name, piece if axis is None else axis.gather(piece, self.collectives)
+
+
+class VocabShard:
+    """The rows of the vocabulary that this process holds."""
+
+    def __init__(self, collectives: ProcessGroupOps, ranges: Sequence[tuple[int, int]]) -> None:
+        self.collectives, self.sizes = collectives, [stop - start for start, stop in ranges]
+        self.start, self.stop = ranges[collectives.rank]
+        self.vocab = sum(self.sizes)
+
+    def embed(self, tokens: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+        """Look up token ids: (…) → (…, D). `tokens` is the table of the local rows."""
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
+            raise IndexError("there is no such token")
+        is_local, local_ids = self._localize_ids(ids)
+        return self.collectives.sum(tokens(local_ids).masked_fill(~is_local[..., None], 0))
+
+    def logits(self, output: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Compute the logits of all rows: (B, T, D) → (B, T, V). `output` computes those of the local rows."""
+        return self.collectives.gather(output(self.collectives.copy_to_group(x)), -1, self.sizes)
+
+    def cross_entropy(
+        self, output: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, total: int | None
+    ) -> Tensor:
+        """Return the mean cross-entropy of (N, D) and targets (N,), or the sum divided by `total`.
+
+        `output` computes the logits of the local rows. Each process sums exp(logit − largest logit of all rows) over its
+        rows. The processes exchange these sums and the logit of the target, never the logits.
+        """
+
+        def nll(states: Tensor, chunk_targets: Tensor) -> Tensor:
+            logits = output(self.collectives.copy_to_group(states))  # (n, v)
+            logits = at_least_float32(logits)
+            max_logits = self.collectives.all_reduce_max(logits.amax(1))  # (n,)
+            is_local, local_ids = self._localize_ids(chunk_targets)
+            target_logits = logits.gather(1, local_ids[:, None])[:, 0].masked_fill(~is_local, 0)
+            exp_sums, target_logits = self.collectives.sum(
+                torch.stack(((logits - max_logits[:, None]).exp().sum(1), target_logits))
+            )
+            return (exp_sums.log() + max_logits - target_logits).sum()
+
+        return sum_over_chunks(nll, max(self.sizes), hidden, targets, total)
+
+    def _localize_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which ids are local rows, and their positions there; 0 for the others."""
+        is_local = (ids >= self.start) & (ids < self.stop)
+        return is_local, torch.where(is_local, ids - self.start, 0)
+
+
+def shard_of(
+    model: Transformer, partitions: Sequence[RankPartition], collectives: ProcessGroupOps
+) -> ShardedTransformer:
+    """Copy the part of a model that this process holds; the model stays unchanged."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        state |= named_slices_for_rank(name, tensor, model.spec, partitions, collectives.rank)
+    storage = next((layer.qkv.storage for layer in model.attention_layers()), "qkv")
+    shard = build_shard(model.spec, partitions, collectives, state, storage, copy=True)
+    shard.to(model.embed.reference_tensor.dtype)
+    for new, old in zip(shard.attention_layers(), model.attention_layers(), strict=True):
+        new.backend = old.backend
+    shard.tokenizer, shard.family, shard.plans = model.tokenizer, model.family, model.plans
+    shard.checkpointing, shard.matmul_tuner = model.checkpointing, copy.copy(model.matmul_tuner)
+    return shard.train(model.training)
+
+
+def build_shard(
+    spec: ModelSpec,
+    partitions: Sequence[RankPartition],
+    collectives: ProcessGroupOps,
+    state: dict[str, Tensor],
+    storage: str,
+    *,
+    copy: bool = False,
+) -> ShardedTransformer:
+    """A shard with these tensors, by their names in a state dict; `copy`: sharing no memory with them."""
+    shard = ShardedTransformer(spec, partitions, collectives, storage=storage, device="meta")
+    state = rename_unquantized(state, shard.local_spec)
+    empty = {name: like for name, like in shard.state_dict().items() if not like.numel() and name not in state}
+    state |= {name: torch.empty(like.shape, dtype=like.dtype) for name, like in empty.items()}  # no packed head is here
+    if spec.tied:
+        state.pop("output.vocabulary.weight", None)
+    if copy:
+        state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    if spec.tied and shard.output is not None and "embed.tokens.weight" in state:
+        state["output.vocabulary.weight"] = state["embed.tokens.weight"]
+    shard.load_state_dict(state, assign=True)
+    return shard

@@ -1,0 +1,218 @@
+"""Memory and traffic of each process under each parallel strategy, computed from the spec. No torch.
+
+An all-reduce of n bytes over p processes is counted as a ring: each process sends 2 (p − 1) / p · n bytes. An all-gather and
+a reduce-scatter cost half of that (https://arxiv.org/abs/1802.05799).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headwise.distributed.model_partition import partition_model
+from headwise.errors import HeadwiseError
+from headwise.spec.attention import AttentionSpec
+from headwise.spec.cache_policy import CachePolicy, kv_row_bytes
+from headwise.spec.model import ModelSpec
+
+FLOAT32_BYTES = 4  # bytes of a number while training: weights, gradients and AdamW's two moments
+STATES_PER_PARAMETER = 4  # as many such numbers for each parameter
+LOSS_VALUES_PER_TOKEN = 3  # numbers that processes exchange for each token, where the vocabulary is shared out
+
+
+@dataclass(frozen=True)
+class ParallelCost:
+    """One way to lay a model out over processes; bytes of the process that has most. `error` says why it cannot be."""
+
+    name: str
+    processes: int
+    mesh_shape: str  # how many share texts, and how many share heads
+    weight_bytes: int = 0
+    cache_bytes: int = 0  # keys and values of the texts that it reads
+    training_bytes: int = 0  # weights, gradients and the optimiser's two moments, in float32
+    # whole weights that it holds for a while in training: of the largest block, and of what is in none
+    gathered_bytes: int = 0
+    forward_traffic: int = 0  # bytes it sends while a batch is read, up to the last states
+    step_traffic: int = 0  # and in a step of training, in float32
+    error: str = ""
+
+
+def layout(
+    spec: ModelSpec,
+    processes: int,
+    context: int | None = None,
+    *,
+    batch: int = 1,
+    element_bytes: int = 2,
+    head_processes: int = 2,
+) -> tuple[ParallelCost, ...]:
+    """Memory and traffic of each process under each layout: `heads` (whole heads each), `fsdp` (a part of every weight, put
+    together block by block), `ddp` (the whole model each), and `fsdp+heads` (a grid of both, `head_processes` wide).
+
+    Texts have `context` tokens (None: the model's own), `batch` of them are read at once by whoever reads the same texts, and
+    a number has `element_bytes`, but training is counted in float32. A source is as long as its target.
+
+    >>> from headwise.spec.presets import preset
+    >>> for cost in layout(preset("llama2-70b"), 8, 32768):
+    ...     print(cost.name, cost.mesh_shape, *(n >> 30 for n in (cost.weight_bytes, cost.cache_bytes, cost.forward_traffic)))
+    heads 1 × 8 16 1 140
+    fsdp 8 × 1 16 10 112
+    ddp 8 × 1 128 10 0
+    fsdp+heads 4 × 2 16 5 128
+    """
+    context = spec.context if context is None else context
+    arguments = {"processes": processes, "context": context, "batch": batch, "element_bytes": element_bytes}
+    for name, value in {**arguments, "head_processes": head_processes}.items():
+        if type(value) is not int or value < 1:
+            raise HeadwiseError(f"{name} is a whole number of at least 1, got {value!r}.")
+
+    def grid() -> ParallelCost:
+        if processes % head_processes or head_processes in (1, processes):
+            raise HeadwiseError(
+                f"{processes} processes are no grid of {head_processes} that share heads; use heads or fsdp alone."
+            )
+        return _parallel_cost(
+            "fsdp+heads", spec, processes // head_processes, head_processes, context, batch, element_bytes
+        )
+
+    def cost_of(name: str, data_processes: int, heads: int) -> Callable[[], ParallelCost]:
+        return lambda: _parallel_cost(name, spec, data_processes, heads, context, batch, element_bytes)
+
+    strategies = {
+        "heads": cost_of("heads", 1, processes),
+        "fsdp": cost_of("fsdp", processes, 1),
+        "ddp": cost_of("ddp", processes, 1),
+    }
+    return tuple(_cost_or_error(name, processes, count) for name, count in {**strategies, "fsdp+heads": grid}.items())
+
+
+def forward_flops_per_token(spec: ModelSpec, context: int | None = None) -> int:
+    """Multiplications and additions for one token of a text, in the middle of it: two for each weight that is multiplied,
+    and attention over half of the text (all of it in an encoder).
+
+    >>> from headwise.spec.presets import preset
+    >>> round(forward_flops_per_token(preset("llama2-70b"), 4096) / 1e9)
+    143
+    """
+    tables = spec.vocab * spec.width * (1 if spec.tied or spec.output == "none" else 2)
+    tables += spec.context * spec.width * (spec.positions == "learned")
+    visible_tokens = (spec.context if context is None else context) // (1 if spec.kind == "encoder" else 2)
+    attention_macs = 0
+    for layer_address in spec.layer_addresses:
+        layer = spec.attention_at(layer_address)
+        keys = visible_tokens if layer.window is None else min(visible_tokens, layer.window)
+        attention_macs += len(layer.head_ids) * (layer.head_dim + layer.value_dim) * keys
+    return 2 * (spec.num_parameters - tables + spec.vocab * spec.width * (spec.output != "none") + attention_macs)
+
+
+def cache_bytes(spec: ModelSpec, length: int, element_bytes: int = 4) -> int:
+    """Return the bytes of the cache of a text: the tokens of each KV head, at its bits. Cross-attention is not counted.
+
+    >>> from headwise.spec import preset
+    >>> cache_bytes(preset("smollm2-135m"), 1000), cache_bytes(preset("smollm2-135m").with_cache({"*": 8}), 1000)
+    (46080000, 12960000)
+    """
+    cached_layers = [
+        layer_address
+        for layer_address in spec.layer_addresses
+        if layer_address.stack in ("", "dec") and spec.kind != "encoder"
+    ]
+    layers = [spec.attention_at(layer_address) for layer_address in cached_layers]
+    return sum(
+        kv_head_cache_bytes(layer, policy, length, element_bytes) for layer in layers for policy in layer.cache_policies
+    )
+
+
+def kv_head_cache_bytes(layer: AttentionSpec, policy: CachePolicy, length: int, element_bytes: int = 4) -> int:
+    """Return the bytes that one KV head caches of a text: the tokens of its policy, and at most its window."""
+    sizes, tokens = (layer.head_dim, layer.value_dim), policy.cached_tokens(length)
+    if layer.window is not None and policy.cached_tokens(layer.window) == layer.window:
+        tokens = min(length, layer.window - (not layer.cache))  # a cache by head has room for the newest token too
+    return tokens * sum(kv_row_bytes(size, policy.bits, element_bytes) for size in sizes)
+
+
+def _cost_or_error(name: str, processes: int, compute_cost: Callable[[], ParallelCost]) -> ParallelCost:
+    try:
+        return compute_cost()
+    except HeadwiseError as error:
+        return ParallelCost(name, processes, "", error=str(error))
+
+
+def _parallel_cost(
+    name: str, spec: ModelSpec, data_processes: int, head_processes: int, context: int, batch: int, element_bytes: int
+) -> ParallelCost:
+    """The largest of what a process has."""
+    local_specs = [partition.local_spec(spec) for partition in partition_model(spec, head_processes)]
+    largest_spec, weights = (
+        max(local_specs, key=lambda local_spec: local_spec.num_parameters),
+        max(local_spec.weight_bytes(element_bytes) for local_spec in local_specs),
+    )
+    weight_shards = data_processes if name.startswith("fsdp") else 1
+    training_weights, blocks = (
+        FLOAT32_BYTES * largest_spec.num_parameters,
+        [FLOAT32_BYTES * size for size in _block_parameters(largest_spec)],
+    )
+    # in no block: put together at the start of a step, and kept until its end
+    unblocked_weights = training_weights - sum(blocks)
+    forward_values, backward_values = _reduced_values(spec, local_specs, context * batch)
+    if name == "ddp":
+        forward, step = 0, _all_reduce_bytes(training_weights, data_processes)
+    else:
+        forward = (
+            _all_reduce_bytes(element_bytes * forward_values, head_processes)
+            + _all_reduce_bytes(weights, weight_shards) // 2
+        )
+        step = (
+            _all_reduce_bytes(FLOAT32_BYTES * (forward_values + backward_values), head_processes)
+            + _all_reduce_bytes(3 * training_weights - unblocked_weights, weight_shards) // 2
+        )
+    return ParallelCost(
+        name, data_processes * head_processes, f"{data_processes} × {head_processes}", -(-weights // weight_shards),
+        batch * max(_text_cache_bytes(local_spec, context, element_bytes) for local_spec in local_specs),
+        STATES_PER_PARAMETER * -(-training_weights // weight_shards),
+        unblocked_weights + max(blocks, default=0) if weight_shards > 1 else 0, forward, step,
+    )  # fmt: skip
+
+
+def _all_reduce_bytes(nbytes: int, processes: int) -> int:
+    return 2 * (processes - 1) * nbytes // processes
+
+
+def _reduced_values(spec: ModelSpec, local_specs: list[ModelSpec], tokens: int) -> tuple[int, int]:
+    """Numbers that are summed over those who share heads: while texts are read, and on the way back."""
+    residual_values, stack_count = tokens * spec.width, 1 + (spec.kind == "encoder-decoder")
+    residual_writes = len(spec.layer_addresses) + spec.layers + spec.encoder_layers  # by attention and MLPs
+    # what was read of the source comes back as well
+    cross_layers = sum(layer_address.stack == "cross" for layer_address in spec.layer_addresses)
+    has_logits = spec.output != "none"
+    backward_values = (
+        residual_values * (residual_writes + cross_layers + has_logits) + LOSS_VALUES_PER_TOKEN * tokens * has_logits
+    )
+    for layer_address in spec.layer_addresses:
+        full_spec, held_kv_heads = (
+            spec.attention_at(layer_address),
+            sum(len(local_spec.attention_at(layer_address).kv_head_ids) for local_spec in local_specs),
+        )
+        if held_kv_heads > len(full_spec.kv_head_ids):  # keys that several hold learn alike
+            inputs = full_spec.kv_width // (full_spec.heads if full_spec.head_input == "slice" else 1) + full_spec.bias
+            backward_values += len(full_spec.kv_head_ids) * (full_spec.head_dim + full_spec.value_dim) * inputs
+    return residual_values * (residual_writes + stack_count), backward_values
+
+
+def _block_parameters(spec: ModelSpec) -> list[int]:
+    """Parameters of each block."""
+    norm = spec.width * (2 if spec.norm == "layer" else 1)
+    up, down = spec.mlp_width * (spec.width + spec.mlp_bias), spec.width * (spec.mlp_width + spec.mlp_bias)
+    mlp = up * (2 if spec.activation == "swiglu" else 1) + down + norm * (spec.norm_placement != "parallel")
+    sizes: dict[tuple[bool, int], int] = {}
+    for layer_address in spec.layer_addresses:
+        key = (layer_address.stack == "enc", layer_address.layer)
+        sizes[key] = sizes.get(key, mlp) + spec.attention_at(layer_address).num_parameters + norm
+    return list(sizes.values())
+
+
+def _text_cache_bytes(spec: ModelSpec, context: int, element_bytes: int) -> int:
+    """Keys and values of one text, and of its source."""
+    cross_layers = [
+        spec.attention_at(layer_address) for layer_address in spec.layer_addresses if layer_address.stack == "cross"
+    ]
+    kv_channels = sum(len(layer.kv_head_ids) * (layer.head_dim + layer.value_dim) for layer in cross_layers)
+    return cache_bytes(spec, context, element_bytes) + kv_channels * context * element_bytes

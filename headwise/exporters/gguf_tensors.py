@@ -1,0 +1,386 @@
+"""Tensors of a model in a GGUF file: names, layout and data types for the architectures of llama.cpp.
+
+Llama: a pruned model is written as `deci`, which has a number of heads per layer. Groups must be even there (a layer's heads
+are shared out equally over its KV heads), so smaller ones are padded with heads whose W_O is zero: they write nothing. A
+layer without heads has no attention, and what it wrote on average goes into the bias of the MLP before it: both are added
+to the same stream. The first layer keeps one head of zeros, because the file tells the size of heads by it.
+
+GPT-2 and BERT: all layers have the same number of heads, so pruned heads are zeros there, in the full shape.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.errors import HeadwiseError, suggest_names
+from headwise.heads import MultiHeadAttention
+from headwise.kernels import sinusoidal
+from headwise.model import Transformer
+from headwise.spec import ModelSpec
+from headwise.weights.export import full_shape_state
+
+GGUF_TYPES = ("f32", "f16", "q8_0", "q4_0")
+QUANT_BLOCK = 32  # weights of a row that share a scale
+POOLING = ("mean", "cls", "none")
+State = dict[str, Tensor]
+
+
+class GgufFile:
+    """One file that is being written: sizes go in through `writer`, tensors through `add`."""
+
+    def __init__(self, path: Path, architecture: str, dtype: str) -> None:
+        try:
+            import gguf
+        except ImportError:
+            raise HeadwiseError("GGUF files are written by the gguf package; pip install 'headwise[deploy]'.") from None
+        self.package: Any = gguf
+        self.writer: Any = gguf.GGUFWriter(path, architecture)
+        self.dtype, self.unquantized_tensors = dtype, 0
+
+    def add_tensor(self, name: str, tensor: Tensor, keep_float32: bool = False, is_vocab_table: bool = False) -> None:
+        """Add a tensor: norms and biases `keep_float32`, an `is_vocab_table` is never coarser than 8 bits."""
+        data = np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+        dtype = "f32" if keep_float32 else "q8_0" if is_vocab_table and self.dtype == "q4_0" else self.dtype
+        if dtype.startswith("q") and data.shape[-1] % QUANT_BLOCK:
+            self.unquantized_tensors += 1
+            dtype = "f16"
+        if dtype == "f32":
+            self.writer.add_tensor(name, data)
+        elif dtype == "f16":
+            self.writer.add_tensor(name, data.astype(np.float16))
+        else:
+            quant_type = self.package.GGMLQuantizationType[dtype.upper()]
+            self.writer.add_tensor(name, self.package.quants.quantize(data, quant_type), raw_dtype=quant_type)
+
+    def close(self) -> None:
+        """Write the file; one that cannot be written is closed all the same."""
+        try:
+            self.writer.write_header_to_file()
+            self.writer.write_kv_data_to_file()
+            self.writer.write_tensors_to_file()
+            self.writer.close()
+        except BaseException:
+            for file in self.writer.fout or ():
+                with suppress(OSError):  # what is left to be written cannot be, either
+                    file.close()
+            raise
+
+
+@dataclass(frozen=True)
+class PaddedLayer:
+    """One layer: its weights, rows of q and k as they were, and how many heads are nothing but zeros."""
+
+    heads: int
+    kv_heads: int
+    q: Tensor | None  # (heads · d, D)
+    k: Tensor | None
+    v: Tensor | None
+    o: Tensor | None  # (D, heads · e)
+    biases: dict[str, Tensor]  # of q, k, v and o
+    zero_heads: int
+
+
+def padded_layers_and_biases(model: Transformer) -> tuple[list[PaddedLayer], dict[int, Tensor]]:
+    """All layers, and by layer what has to be added behind its MLP: the constant of the emptied layer after it."""
+    padded, constant_biases = [], {}
+    for index, layer in enumerate(model.attention_layers()):
+        bias = layer.b_O
+        if layer.spec.head_ids:
+            padded.append(_pad_layer(layer))
+        elif index == 0:
+            padded.append(_zero_head_layer(layer, bias))
+        else:
+            padded.append(PaddedLayer(0, 0, None, None, None, None, {}, 0))
+            if bias is not None:
+                constant_biases[index - 1] = bias.detach()
+    return padded, constant_biases
+
+
+def _pad_layer(layer: MultiHeadAttention) -> PaddedLayer:
+    spec, qkv = layer.spec, layer.qkv
+    groups: list[list[int]] = [[] for _ in spec.kv_head_ids]
+    for index, group in enumerate(spec.kv_of_head):
+        groups[group].append(index)
+    group_size = max(map(len, groups))
+    indices = [
+        index for members in groups for index in (*members, *[-1] * (group_size - len(members)))
+    ]  # −1: nothing but zeros
+    q, o = (
+        qkv.weight_by_head("q").detach(),
+        layer.output_projection.head_output_weights.detach(),
+    )  # (H, d, D), (H, e, D)
+    biases = {}
+    if spec.bias:
+        biases = {
+            projection: bias.detach().flatten()
+            for projection in "kv"
+            if (bias := qkv.bias_by_head(projection)) is not None
+        }
+        q_bias = qkv.bias_by_head("q")
+        assert q_bias is not None
+        biases["q"] = _gather_heads(q_bias.detach(), indices).flatten()
+    if layer.b_O is not None:
+        biases["o"] = layer.b_O.detach()
+    return PaddedLayer(
+        len(indices),
+        len(groups),
+        _gather_heads(q, indices).flatten(0, 1),
+        qkv.weight_by_head("k").detach().flatten(0, 1),
+        qkv.weight_by_head("v").detach().flatten(0, 1),
+        _gather_heads(o, indices).flatten(0, 1).mT,
+        biases,
+        indices.count(-1),
+    )
+
+
+def _zero_head_layer(layer: MultiHeadAttention, out_bias: Tensor | None) -> PaddedLayer:
+    spec = layer.spec
+    rows, width = torch.zeros(spec.head_dim, spec.width), spec.width
+    biases = {} if out_bias is None else {"o": out_bias.detach()}
+    if spec.bias:
+        biases |= {projection: torch.zeros(spec.head_dim) for projection in "qkv"}
+    return PaddedLayer(1, 1, rows, rows, rows, torch.zeros(width, spec.value_dim), biases, 1)
+
+
+def _gather_heads(x: Tensor, indices: list[int]) -> Tensor:
+    """Heads in another order, zeros where there is none: (H, …) → (len(indices), …)"""
+    padded = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
+    return padded[[index if index >= 0 else len(x) for index in indices]]
+
+
+def llama_architecture_name(model: Transformer) -> str:
+    """`llama`, or `deci` where heads are gone or means folded in."""
+    is_pruned = bool(model.spec.kept_heads) or any(layer.b_O is not None for layer in model.attention_layers())
+    return "deci" if is_pruned else "llama"
+
+
+def write_llama(model: Transformer, store: GgufFile, name: str) -> list[str]:
+    """Sizes and tensors; what was done about the rest."""
+    spec = model.spec
+    layers, constant_biases = padded_layers_and_biases(model)
+    _write_llama_sizes(store, spec, name, layers)
+    store.add_tensor("token_embd.weight", model.embed.tokens.weight, is_vocab_table=True)
+    blocks: list[Any] = list(model.blocks)
+    for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
+        gguf_prefix = f"blk.{i}."
+        if layer.heads:
+            store.add_tensor(f"{gguf_prefix}attn_norm.weight", block.norm_attention.weight, keep_float32=True)
+            _write_heads(store, spec, gguf_prefix, layer)
+        store.add_tensor(f"{gguf_prefix}ffn_norm.weight", block.norm_mlp.weight, keep_float32=True)
+        biases: dict[str, Tensor] = {"down": constant_biases[i]} if i in constant_biases else {}
+        for part in ("gate", "up", "down"):
+            linear = getattr(block.mlp, part)
+            store.add_tensor(f"{gguf_prefix}ffn_{part}.weight", linear.weight)
+            if linear.bias is not None:
+                biases[part] = linear.bias + biases[part] if part in biases else linear.bias
+        for part, bias in biases.items():
+            store.add_tensor(f"{gguf_prefix}ffn_{part}.bias", bias, keep_float32=True)
+    norm: Any = model.norm
+    store.add_tensor("output_norm.weight", norm.weight, keep_float32=True)
+    if not spec.tied:
+        assert model.output is not None
+        store.add_tensor("output.weight", model.output.vocabulary.weight, is_vocab_table=True)
+    if (factors := _rope_factors(spec)) is not None:
+        store.add_tensor("rope_freqs.weight", factors, keep_float32=True)
+    zero_heads, headless_layers = (
+        sum(layer.zero_heads for layer in layers),
+        [i for i, layer in enumerate(layers) if not layer.heads],
+    )
+    notes = [f"{zero_heads} heads of zeros make groups even"] if zero_heads else []
+    notes += [f"layers {', '.join(map(str, headless_layers))} have no attention"] if headless_layers else []
+    notes += (
+        [f"what {len(constant_biases)} emptied layers wrote is in the bias of the MLP before"]
+        if constant_biases
+        else []
+    )
+    return notes
+
+
+def _write_heads(store: GgufFile, spec: ModelSpec, gguf_prefix: str, layer: PaddedLayer) -> None:
+    assert layer.q is not None
+    assert layer.k is not None
+    assert layer.v is not None
+    assert layer.o is not None
+    factor = query_scale(spec)
+    store.add_tensor(f"{gguf_prefix}attn_q.weight", _permute_rotary(layer.q * factor, spec))
+    store.add_tensor(f"{gguf_prefix}attn_k.weight", _permute_rotary(layer.k, spec))
+    store.add_tensor(f"{gguf_prefix}attn_v.weight", layer.v)
+    store.add_tensor(f"{gguf_prefix}attn_output.weight", layer.o)
+    for projection, bias in layer.biases.items():
+        rows = _permute_rotary(bias * factor if projection == "q" else bias, spec) if projection in "qk" else bias
+        store.add_tensor(
+            f"{gguf_prefix}attn_{'output' if projection == 'o' else projection}.bias", rows, keep_float32=True
+        )
+
+
+def query_scale(spec: ModelSpec) -> float:
+    """llama.cpp divides scores by √d; another scale is a factor of q."""
+    attention = spec.attention
+    return 1.0 if attention.scale is None else attention.scale * attention.head_dim**0.5
+
+
+def _write_llama_sizes(store: GgufFile, spec: ModelSpec, name: str, layers: list[PaddedLayer]) -> None:
+    attention, writer = spec.attention, store.writer
+    rotary = attention.rotary
+    assert rotary is not None
+    by_layer = name == "deci"
+    writer.add_block_count(spec.layers)
+    writer.add_context_length(spec.context)
+    writer.add_embedding_length(spec.width)
+    writer.add_feed_forward_length([spec.mlp_width] * spec.layers if by_layer else spec.mlp_width)
+    writer.add_head_count([layer.heads for layer in layers] if by_layer else attention.heads)
+    writer.add_head_count_kv([layer.kv_heads for layer in layers] if by_layer else attention.kv_heads)
+    writer.add_key_length(attention.head_dim)
+    writer.add_value_length(attention.value_dim)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_rope_dimension_count(attention.head_dim)
+    writer.add_rope_freq_base(rotary.theta)
+    writer.add_vocab_size(spec.vocab)
+    if rotary.scaling is not None and rotary.scaling.kind == "linear":
+        writer.add_rope_scaling_type(store.package.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rotary.scaling.factor)
+
+
+def _permute_rotary(rows: Tensor, spec: ModelSpec) -> Tensor:
+    """Rows of q or k in the order in which llama.cpp turns them: channels that turn together stand together."""
+    rotary = spec.attention.rotary
+    assert rotary is not None
+    if rotary.layout == "interleaved":
+        return rows
+    return rows.unflatten(0, (-1, 2, spec.attention.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _rope_factors(spec: ModelSpec) -> Tensor | None:
+    """Llama 3's stretching, a factor for each frequency."""
+    rotary = spec.attention.rotary
+    assert rotary is not None
+    scaling = rotary.scaling
+    if scaling is None or scaling.kind != "llama3":
+        return None
+    pairs = torch.arange(spec.attention.head_dim // 2, dtype=torch.double)
+    rotations = scaling.original_context * rotary.theta ** (-pairs / len(pairs)) / (2 * torch.pi)
+    blend = ((rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return 1 / ((1 - blend) / scaling.factor + blend)
+
+
+def write_gpt2(model: Transformer, store: GgufFile) -> list[str]:
+    """Sizes and tensors; what was done about the rest."""
+    spec, state = model.spec, full_shape_state(model)
+    _write_sizes(store, spec)
+    store.add_tensor("token_embd.weight", state["embed.tokens.weight"], is_vocab_table=True)
+    store.add_tensor("position_embd.weight", _position_table(spec, state), keep_float32=True)
+    for i in range(spec.layers):
+        prefix, gguf_prefix = f"blocks.{i}.", f"blk.{i}."
+        _write_norm(store, f"{gguf_prefix}attn_norm", state, f"{prefix}norm_attention")
+        qkv = [_projection_rows(spec, state, f"{prefix}attention.", projection) for projection in "qkv"]
+        store.add_tensor(f"{gguf_prefix}attn_qkv.weight", torch.cat([weight for weight, _ in qkv]))
+        store.add_tensor(f"{gguf_prefix}attn_qkv.bias", torch.cat([bias for _, bias in qkv]), keep_float32=True)
+        _write_output_and_mlp(store, spec, state, i)
+        _write_norm(store, f"{gguf_prefix}ffn_norm", state, f"{prefix}norm_mlp")
+    _write_norm(store, "output_norm", state, "norm")
+    if not spec.tied:
+        store.add_tensor("output.weight", state["output.vocabulary.weight"], is_vocab_table=True)
+    return _prune_notes(spec)
+
+
+def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
+    """The same for an encoder; `pooling` is how a server makes one vector of a text."""
+    if pooling not in POOLING:
+        raise HeadwiseError(
+            f"a text becomes one vector by {', '.join(POOLING)}, got {pooling!r}; {suggest_names(pooling, POOLING)}"
+        )
+    spec, state = model.spec, full_shape_state(model)
+    _write_sizes(store, spec)
+    store.writer.add_causal_attention(False)
+    store.writer.add_pooling_type(store.package.PoolingType[pooling.upper()])
+    store.add_tensor("token_embd.weight", state["embed.tokens.weight"], is_vocab_table=True)
+    token_types = state["embed.types.weight"] if spec.token_types else torch.zeros(1, spec.width)
+    store.writer.add_token_type_count(len(token_types))
+    store.add_tensor("token_types.weight", token_types, keep_float32=True)
+    store.add_tensor("position_embd.weight", _position_table(spec, state), keep_float32=True)
+    _write_norm(store, "token_embd_norm", state, "embed.norm")
+    for i in range(spec.layers):
+        prefix, gguf_prefix = f"blocks.{i}.", f"blk.{i}."
+        for projection in "qkv":
+            weight, bias = _projection_rows(spec, state, f"{prefix}attention.", projection)
+            store.add_tensor(f"{gguf_prefix}attn_{projection}.weight", weight)
+            store.add_tensor(f"{gguf_prefix}attn_{projection}.bias", bias, keep_float32=True)
+        _write_output_and_mlp(store, spec, state, i)
+        _write_norm(store, f"{gguf_prefix}attn_output_norm", state, f"{prefix}norm_attention")
+        _write_norm(store, f"{gguf_prefix}layer_output_norm", state, f"{prefix}norm_mlp")
+    notes = [f"a text becomes one vector by {pooling}"] if pooling != "none" else []
+    notes += ["the pooler is left out: llama.cpp has none"] if spec.pooler else []
+    notes += ["more than one token type: llama.cpp takes the first for all tokens"] if spec.token_types > 1 else []
+    return [
+        *_prune_notes(spec),
+        *notes,
+        "llama.cpp bends by tanh, not erf, and in 16 bits: states differ in the third digit",
+    ]
+
+
+def _write_sizes(store: GgufFile, spec: ModelSpec) -> None:
+    attention, writer = spec.attention, store.writer
+    writer.add_block_count(spec.layers)
+    writer.add_context_length(spec.context)
+    writer.add_embedding_length(spec.width)
+    writer.add_feed_forward_length(spec.mlp_width)
+    writer.add_head_count(attention.heads)
+    writer.add_head_count_kv(attention.kv_heads)
+    writer.add_layer_norm_eps(spec.norm_eps)
+    writer.add_vocab_size(spec.vocab)
+
+
+def _write_output_and_mlp(store: GgufFile, spec: ModelSpec, state: State, i: int) -> None:
+    """What heads write, and the MLP."""
+    prefix, gguf_prefix = f"blocks.{i}.", f"blk.{i}."
+    store.add_tensor(
+        f"{gguf_prefix}attn_output.weight", state[f"{prefix}attention.output_projection.weight"].flatten(1)
+    )
+    zero_bias = torch.zeros(spec.width)
+    store.add_tensor(
+        f"{gguf_prefix}attn_output.bias",
+        state.get(f"{prefix}attention.output_projection.bias", zero_bias),
+        keep_float32=True,
+    )
+    for part, size in (("up", spec.mlp_width), ("down", spec.width)):
+        store.add_tensor(f"{gguf_prefix}ffn_{part}.weight", state[f"{prefix}mlp.{part}.weight"])
+        store.add_tensor(
+            f"{gguf_prefix}ffn_{part}.bias", state.get(f"{prefix}mlp.{part}.bias", torch.zeros(size)), keep_float32=True
+        )
+
+
+def _projection_rows(spec: ModelSpec, state: State, prefix: str, projection: str) -> tuple[Tensor, Tensor]:
+    """Rows of q, k or v and their bias, zeros where there is none."""
+    weight = state[f"{prefix}qkv.{projection}.weight"].flatten(0, 1)  # (heads · d, D)
+    bias = state.get(f"{prefix}qkv.{projection}.bias")
+    rows = weight.new_zeros(len(weight)) if bias is None else bias.flatten()
+    factor = query_scale(spec) if projection == "q" else 1.0
+    return weight * factor, rows * factor
+
+
+def _position_table(spec: ModelSpec, state: State) -> Tensor:
+    """A row for every position, whatever they are made of."""
+    if spec.positions == "learned":
+        return state["embed.positions.weight"]
+    if spec.positions == "sinusoidal":
+        return sinusoidal(torch.arange(spec.context)[None], spec.width)[0]
+    return torch.zeros(spec.context, spec.width)
+
+
+def _write_norm(store: GgufFile, gguf_name: str, state: State, name: str) -> None:
+    store.add_tensor(f"{gguf_name}.weight", state[f"{name}.weight"], keep_float32=True)
+    store.add_tensor(f"{gguf_name}.bias", state[f"{name}.bias"], keep_float32=True)
+
+
+def _prune_notes(spec: ModelSpec) -> list[str]:
+    pruned_count = spec.attention.heads * spec.layers - len(spec.head_addresses)
+    return (
+        [f"{pruned_count} cut heads are zeros: the numbers are those of the cut model, the size is not"]
+        if pruned_count
+        else []
+    )

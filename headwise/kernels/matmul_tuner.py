@@ -1,0 +1,223 @@
+"""x Wᵀ + b. In a decode step, which has few rows, by the product that is fastest on this machine.
+
+A step reads every weight once, so memory bandwidth should limit it. Which product of torch comes near that limit differs by
+machine, up to twofold. So the `MatmulTuner` of a model times the products in the first step of each shape, for some
+milliseconds per shape, and keeps its choice.
+
+HEADWISE_MATMUL=torch (or another name below) in the environment fixes the choice of models that are created afterwards, and
+nothing is timed. torch's own product is always used outside decode steps, with gradients, in traced code, on other devices,
+for weights that are split over processes and for dtypes other than float32.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError, suggest_names
+
+KERNEL_ENV_VAR = "HEADWISE_MATMUL"
+AUTOTUNED = "measured"
+MAX_DECODE_ROWS = 16
+WEIGHTS_PER_TIMING = 6  # weights of a shape that are read to time a product
+LARGE_WEIGHT = 2**22  # entries of a weight that is read twice, not three times
+MAX_TIME_RATIO = 0.95  # who is chosen takes less than this share of what torch's usual product takes
+SPLIT_COUNTS = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31)  # into how many a weight is cut, whichever divides its rows
+
+MatmulKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class MatmulShape(NamedTuple):
+    """The sizes for which a product is chosen."""
+
+    rows: int  # of x
+    outputs: int
+    inputs: int
+    weight_layout: str  # how the weight does: "rows", "columns" or "otherwise"
+    threads: int
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(…, in), (out, in), (out,) → (…, out)"""
+    tuner = _active_tuner.get()
+    if tuner is not None and not torch.is_grad_enabled() and _is_tunable(x, weight):
+        return tuner.kernel_for(x, weight)(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+class Linear(nn.Linear):
+    """nn.Linear with the tuned product in decode steps. Weights begin empty; `heads.initialize` or a file fills them."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: see above."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, in) → (…, out)"""
+        return linear(input, self.weight, self.bias)
+
+
+# The products.
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _split_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Some rows of the weight at a time, as a batch of products: these are made by another routine than one product is."""
+    rows = x.reshape(-1, x.shape[-1])  # (R, in)
+    splits = next(count for count in SPLIT_COUNTS if weight.shape[0] % count == 0)
+    pieces = weight.unflatten(0, (splits, -1))  # (parts, out/parts, in)
+    out = torch.bmm(pieces, rows.t().expand(splits, -1, -1))  # (parts, out/parts, R)
+    out = out.flatten(0, 1).t() if len(rows) > 1 else out.view(1, -1)  # (R, out)
+    out = out if bias is None else out + bias
+    return out.reshape(*x.shape[:-1], -1)
+
+
+MATMUL_KERNELS: dict[str, MatmulKernel] = {"torch": F.linear, "onednn": _onednn, "parts": _split_matmul}
+
+
+def is_matmul_supported(name: str, outputs: int, weight_layout: str) -> bool:
+    """Whether a product is there at all, and for such a weight."""
+    if name == "onednn":  # private to torch
+        return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if name == "parts":
+        return weight_layout == "rows" and any(outputs % count == 0 for count in SPLIT_COUNTS)
+    return True
+
+
+# The choice.
+
+
+class MatmulTuner:
+    """The product that decode steps of one model use for each weight shape.
+
+    The first step of a shape times all products on weights of that shape. The choice then stays, so that the same call always
+    gives the same bits. A copy of the tuner, or of its model, takes the choices along.
+
+    Attributes:
+        kernel: Name of the product to use, or "measured" to time them; by default $HEADWISE_MATMUL, or "measured".
+        choices: Name of the chosen product, by shape.
+        prepacked: Prepacked products of quantized weights, made by their modules in the first step; never copied.
+    """
+
+    def __init__(self, kernel: str | None = None, choices: Mapping[MatmulShape, str] | None = None) -> None:
+        self.kernel = os.environ.get(KERNEL_ENV_VAR, AUTOTUNED) if kernel is None else kernel
+        if self.kernel != AUTOTUNED and self.kernel not in MATMUL_KERNELS:
+            names = suggest_names(self.kernel, [AUTOTUNED, *MATMUL_KERNELS])
+            raise HeadwiseError(f"{KERNEL_ENV_VAR} is {self.kernel!r}; {names}")
+        self.choices = dict(choices or {})
+        self.prepacked: WeakKeyDictionary[nn.Module, dict[int, tuple[object, Any]]] = WeakKeyDictionary()
+        self._tuned_settings: set[tuple[int, int]] = set()  # rows and threads for which the weights were timed
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type["MatmulTuner"], tuple[str, dict[MatmulShape, str]]]:
+        return MatmulTuner, (self.kernel, self.choices)
+
+    @contextmanager
+    def decode_step(self, model: nn.Module, rows: int) -> Iterator[None]:
+        """Use the fastest products for a model's weights and this number of rows; new shapes are timed first."""
+        # tracing must not depend on sizes
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not 0 < rows <= MAX_DECODE_ROWS:
+            yield
+            return
+        setting = (rows, torch.get_num_threads())
+        if setting not in self._tuned_settings:
+            # embedding tables are looked up, not multiplied
+            modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
+            self.tune(
+                (weight for module in modules for weight in module.parameters(recurse=False) if weight.ndim == 2), rows
+            )
+            self._tuned_settings.add(setting)
+        token = _active_tuner.set(self)
+        try:
+            yield
+        finally:
+            _active_tuner.reset(token)
+
+    def tune(self, weights: Iterable[Tensor], rows: int) -> None:
+        """Choose the product of each weight shape that has none yet."""
+        by_shape: dict[MatmulShape, list[Tensor]] = {}
+        for weight in weights:
+            if _is_plain_weight(weight):
+                by_shape.setdefault(_matmul_shape(rows, weight), []).append(weight)
+        with self._lock, torch.no_grad():
+            for shape, same_shape in by_shape.items():
+                if shape not in self.choices:
+                    self.choices[shape] = self._choose(shape, same_shape)
+
+    def kernel_for(self, x: Tensor, weight: Tensor) -> MatmulKernel:
+        """Return the product chosen for a weight and the rows of x."""
+        rows = x.numel() // max(1, x.shape[-1])
+        if not 0 < rows <= MAX_DECODE_ROWS:
+            return F.linear
+        # a shape that was not timed before the step stays with torch
+        return MATMUL_KERNELS[self.choices.setdefault(_matmul_shape(rows, weight), "torch")]
+
+    def _choose(self, shape: MatmulShape, weights: list[Tensor]) -> str:
+        if self.kernel == AUTOTUNED:
+            return _fastest_kernel(shape, weights)
+        return self.kernel if is_matmul_supported(self.kernel, shape.outputs, shape.weight_layout) else "torch"
+
+
+# The tuner of the decode step that runs in this context. Modules read it here because `forward` passes tensors only.
+_active_tuner: ContextVar[MatmulTuner | None] = ContextVar("active matmul tuner", default=None)
+
+
+def prepacking_tuner(x: Tensor) -> MatmulTuner | None:
+    """Return the tuner of this decode step if quantized weights may be multiplied by x in prepacked form, else None."""
+    tuner = _active_tuner.get()
+    if tuner is None or tuner.kernel == "torch" or torch.is_grad_enabled():
+        return None
+    is_decode = 0 < x.numel() // max(1, x.shape[-1]) <= MAX_DECODE_ROWS
+    return tuner if is_decode and type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu" else None
+
+
+def _is_tunable(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and _is_plain_weight(weight)
+
+
+def _is_plain_weight(weight: Tensor) -> bool:
+    """Not a tensor that is spread over processes, of another kind or elsewhere; and something to multiply by."""
+    is_cpu_float32 = (
+        type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.float32 and weight.device.type == "cpu"
+    )
+    return is_cpu_float32 and weight.numel() > 0
+
+
+def _matmul_shape(rows: int, weight: Tensor) -> MatmulShape:
+    outputs, inputs = weight.shape
+    stride_out, stride_in = weight.stride()
+    weight_layout = (
+        "rows"
+        if (stride_out, stride_in) == (inputs, 1)
+        else "columns"
+        if (stride_out, stride_in) == (1, outputs)
+        else "otherwise"
+    )
+    return MatmulShape(rows, outputs, inputs, weight_layout, torch.get_num_threads())
+
+
+def _fastest_kernel(shape: MatmulShape, weights: list[Tensor]) -> str:
+    """Each product reads some of the weights, others in the first round than in the second; its best round counts."""
+    names = [name for name in MATMUL_KERNELS if is_matmul_supported(name, shape.outputs, shape.weight_layout)]
+    x, best = torch.ones(shape.rows, shape.inputs), dict.fromkeys(names, float("inf"))
+    clock = time.thread_time if shape.threads == 1 else time.perf_counter  # others may be busy on this machine too
+    for round_index in range(3 if weights[0].numel() < LARGE_WEIGHT else 2):
+        for offset, name in enumerate(names):
+            start = (round_index + offset) * WEIGHTS_PER_TIMING % len(weights)
+            timed_weights = (weights[start:] + weights[:start])[:WEIGHTS_PER_TIMING]
+            start_time = clock()
+            for weight in timed_weights:
+                MATMUL_KERNELS[name](x, weight, None)
+            best[name] = min(best[name], (clock() - start_time) / len(timed_weights))
+    fastest = min(names, key=lambda name: best[name])
+    return fastest if best[fastest] < MAX_TIME_RATIO * best["torch"] else "torch"
