@@ -76,6 +76,7 @@ lint: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright
+	$(PY) tools/check_prose.py
 
 # Peers live in an environment of their own, so that what they need never touches ours.
 $(VENV)-bench/installed: pyproject.toml constraints.txt Makefile

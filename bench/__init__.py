@@ -1,1 +1,1 @@
-"""Side-by-side measurements. Each file says how to run it."""
+"""Benchmarks. The docstring of each module shows how to run it."""

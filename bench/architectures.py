@@ -1,10 +1,10 @@
-"""Attach to every architecture of transformers, tiny, and check every number that comes of it.
+"""Attach to a tiny model of every architecture of transformers and check all results.
 
-python -m bench.architectures                 all that are not in the file of results yet, then the table in docs/attach.md
-python -m bench.architectures --only bert t5  these alone, told in full
-python -m bench.architectures --table         the table from the results there are
+python -m bench.architectures                 run all architectures without a result, then update the table of the docs
+python -m bench.architectures --only bert t5  run these architectures and print their full results
+python -m bench.architectures --table         update the table from existing results
 
-Each piece of some architectures runs in a process of its own: what takes too long there is not built, and told so.
+Groups of architectures run in separate processes. An architecture that exceeds the time limit counts as not built.
 """
 
 import argparse
@@ -19,16 +19,16 @@ from typing import Any
 
 VERDICTS = ("right", "looking only", "refused", "wrong", "crash", "not built")
 RESULTS = Path(".lab/architectures.jsonl")
-DOCS_PAGE = Path(__file__).parent.parent / "docs" / "attach.md"
+DOCS_PAGE = Path(__file__).parent.parent / "docs" / "attached.md"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
-TIMEOUT_SECONDS = 400  # for one architecture
-ARCHITECTURES_PER_PROCESS = 24  # architectures of one process
-# Which class stands for an architecture: with an output over words where there is one.
+TIMEOUT_SECONDS = 400  # per architecture
+ARCHITECTURES_PER_PROCESS = 24
+# Preferred model classes of an architecture: those with a vocabulary output first.
 PREFERRED = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
 
 
 def architectures() -> dict[str, str]:
-    """Every architecture that has a model class, and that class, by its name."""
+    """Return the name of the model class of each architecture."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore
 
@@ -45,7 +45,7 @@ def architectures() -> dict[str, str]:
 
 
 def run_architecture(name: str, on_built: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """One architecture, in this process; `on_built` is called when it is built and nothing of ours was run yet."""
+    """Run one architecture in this process. `on_built` is called after the model is built and before it is attached."""
     import torch
     import transformers
 
@@ -68,7 +68,7 @@ def _serve(connection: Any) -> None:
 
 
 def run_all(names: list[str], file: Path) -> None:
-    """Every architecture that the file lacks; each result is written when it is there."""
+    """Run the architectures without a result in the file, and write each result as soon as it is available."""
     file.parent.mkdir(parents=True, exist_ok=True)
     done_names = {row["name"] for row in read_results(file)}
     remaining = [name for name in names if name not in done_names]
@@ -86,7 +86,7 @@ def run_all(names: list[str], file: Path) -> None:
             result = {"name": name, "model": class_names[name], "verdict": "not built", "reason": "", "findings": {}}
             try:
                 while (reply := connection.recv() if connection.poll(TIMEOUT_SECONDS) else None) == "built":
-                    result["verdict"] = "crash"  # unless it ends well
+                    result["verdict"] = "crash"  # until the process reports a result
                 result = reply or result | {"verdict": "not built", "reason": f"takes longer than {TIMEOUT_SECONDS} s"}
                 failed = reply is None
             except EOFError:
@@ -103,19 +103,19 @@ def run_all(names: list[str], file: Path) -> None:
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:
-    """One line for each architecture; the last one counts."""
+    """Read the last result of each architecture."""
     lines = file.read_text().splitlines() if file.is_file() else []
     return list({result["name"]: result for result in map(json.loads, lines)}.values())
 
 
 def count_verdicts(results: list[dict[str, Any]]) -> dict[str, int]:
-    """How many of each verdict."""
+    """Count the verdicts."""
     counter = Counter(result["verdict"] for result in results)
     return {verdict: counter[verdict] for verdict in VERDICTS}
 
 
 def markdown_table(results: list[dict[str, Any]]) -> str:
-    """What came of all of them, in words of Markdown."""
+    """Return the results as Markdown."""
     import transformers
 
     rows = [
@@ -146,18 +146,18 @@ def markdown_table(results: list[dict[str, Any]]) -> str:
 
 
 def refusal_category(message: str) -> str:
-    """The kind of a refusal."""
+    """Return the reason category of an unsupported architecture."""
     kinds = {
-        "not on transformers' attention interface": "its attention is not on the interface",
-        "none of them can be attached": "it has several towers, and none can be attached by itself",
+        "does not use transformers' attention interface": "its attention is not on the interface",
+        "None of them can be attached": "it has several towers, and none can be attached by itself",
         "towers": "it has several towers: one of them can be attached",
-        "not reached by the call": "it is not on SDPA, and was not reached by the call that was tried",
-        "how many heads": "it does not say how many heads it has",
-        "learned sinks": "learned sinks",
-        "caps its scores": "capped scores",
-        "both are attention": "several attentions in one block",
+        "the test call did not run this layer": "it is not on SDPA, and was not reached by the call that was tried",
+        "the number of heads was not found": "it does not say how many heads it has",
+        "learned attention sinks": "learned sinks",
+        "soft-caps its attention scores": "capped scores",
+        "are both attention": "several attentions in one block",
         "is cross-attention": "cross-attention to what is outside of it",
-        "runs on the": "it does not run on SDPA",
+        "attaching requires SDPA": "it does not run on SDPA",
     }
     return next(
         (category for fragment, category in kinds.items() if fragment in message), message[:80].replace("|", "/")
@@ -165,7 +165,7 @@ def refusal_category(message: str) -> str:
 
 
 def write_table(results: list[dict[str, Any]]) -> None:
-    """Put the table into the page, between its marks."""
+    """Write the table to the docs page, between its markers."""
     page = DOCS_PAGE.read_text()
     before, rest = page.split(BEGIN)
     DOCS_PAGE.write_text(f"{before}{BEGIN}\n{markdown_table(results)}\n{END}{rest.split(END)[1]}")
@@ -175,7 +175,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--results", type=Path, default=RESULTS)
     options.add_argument("--only", nargs="+", default=[])
-    options.add_argument("--table", action="store_true", help="only write the table")
+    options.add_argument("--table", action="store_true", help="only update the table")
     args = options.parse_args()
     if args.only:
         for name in args.only:

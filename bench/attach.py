@@ -1,7 +1,7 @@
-"""A transformers model attached beside the same one untouched; and looking at all its heads beside `output_attentions`.
+"""Overhead of an attached transformers model, and of measuring all heads compared with `output_attentions`.
 
 python -m bench.attach              512 and 2048 tokens
-python -m bench.attach --rounds 10  quicker
+python -m bench.attach --rounds 10  faster
 """
 
 import argparse
@@ -18,7 +18,7 @@ from bench.look import HEADS, VOCAB, make_batch, make_flags
 from bench.measure import interleaved_timing, machine, process_peak_memory
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.default_metrics import default_metrics
-from headwise.analysis.metrics.hook_listeners import listen_at_hook_points
+from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.top_contexts import TopContexts
 from headwise.experiments.engine.peak_memory import peak_memory
@@ -30,7 +30,7 @@ BASE = "untouched"
 
 
 def make_model(T: int, backend: str = "sdpa") -> Any:
-    """GPT-2 small's trunk, random weights."""
+    """Return a model of the size of GPT-2 small without output layer, with random weights."""
     torch.manual_seed(0)
     model: Any = transformers.GPT2Model(
         transformers.GPT2Config(vocab_size=VOCAB, n_positions=T, bos_token_id=0, eos_token_id=0)
@@ -40,12 +40,12 @@ def make_model(T: int, backend: str = "sdpa") -> Any:
 
 
 def make_variant(variant: str, T: int) -> Callable[[], object]:
-    """One pass over a text of T tokens."""
+    """Return a forward pass over T tokens."""
     batch = make_batch(T)
     model = make_model(T, "eager" if variant == "eager maps" else "sdpa")
     attached = hw.attach(model) if variant in ("attached", "profile") else None
 
-    # one for the full corpus
+    # one runner for the full corpus
     runner = MetricRunner(Accumulator(HEADS), default_metrics(make_flags()), observers=[TopContexts(HEADS)])
 
     @torch.no_grad()
@@ -54,7 +54,7 @@ def make_variant(variant: str, T: int) -> Callable[[], object]:
             return model(batch.ids, use_cache=False, output_attentions=True)
         if variant != "profile" or attached is None:
             return model(batch.ids, use_cache=False)
-        runner.reset_batch()  # every text is new
+        runner.reset_batch()  # each text is a new batch
         with listen_at_hook_points(attached.hook_points(), runner.on_call, batch):
             return model(batch.ids, use_cache=False)
 
@@ -65,7 +65,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=31)
     options.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
-    options.add_argument("--memory", nargs=2, metavar=("WAY", "T"), help="print the megabytes a pass takes at its peak")
+    options.add_argument("--memory", nargs=2, metavar=("WAY", "T"), help="print the peak memory of a pass in MB")
     args = options.parse_args()
     if args.memory:
         variant, T = args.memory

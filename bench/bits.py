@@ -1,11 +1,12 @@
-"""What few bits cost: uniform bits, the basis, and a mix at 3.5 mean bits beside ten random ones.
+"""Cost of quantization: uniform bits, both bases, and an allocation of 3.5 mean bits compared with ten random ones.
 
-python -m bench.bits smollm2 --out F   decoder, next tokens of WikiText-2, weights of attention alone
-python -m bench.bits minilm --out F    encoder, 1 − cosine of what it says of a text
-python -m bench.bits little --out F    a little model of the synthetic language, trained here, never quantised before
-The rule, set before the first run: sensitivities at 3 bits, in the basis whose uniform 3 bits cost less on the paragraphs of
-the choice (validation); choices 4 and 3 bits, 3.5 on average, by drift; random mixes are seeds 0 to 9; all judged on other
-paragraphs (test). In F: sensitivity.jsonl, which is gone on with, and bits.json.
+python -m bench.bits smollm2 --out F   decoder, next-token loss on WikiText-2, attention weights only
+python -m bench.bits minilm --out F    encoder, 1 − cosine of its text embeddings
+python -m bench.bits little --out F    a small model of the synthetic language, trained here
+
+Protocol, fixed before the first run: sensitivities at 3 bits, in the basis with the lower cost of uniform 3 bits on the
+selection paragraphs (validation); 4 or 3 bits per part with a mean of 3.5, by KL divergence; random allocations with seeds 0
+to 9; evaluation on other paragraphs (test). F contains sensitivity.jsonl, which is resumed, and bits.json.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 import headwise as hw
 from bench.measure import machine
 from bench.prune import DATA, paragraphs
-from headwise.analysis.ablation.sensitivity import sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import sensitivity
 from headwise.compression.allocate_bits import allocate_bits, report_allocation
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.compression.quantize import quantize
@@ -32,14 +33,14 @@ BITS, CHOICES, MEAN_BITS, SEEDS = 3, (4, 3), 3.5, 10
 
 
 def train_synthetic_model() -> Any:
-    """A small model of the synthetic language, as `headwise train` makes it, but shorter."""
+    """Train a small model of the synthetic language with fewer steps than `headwise train`."""
     recipe = replace(DEFAULT_RECIPE, steps=600)
     texts, _ = default_corpora(recipe)
     return hw.train(hw.preset("synthetic"), texts, recipe, progress=False).model
 
 
 def synthetic_documents(seed: int, count: int) -> list[str]:
-    """Documents of held-out word pairs, each seed others."""
+    """Return documents with held-out word pairs for a seed."""
     documents = islice(hw.Corpus.synthetic("held-out", documents=count, seed=seed).items(), count)
     return [document if isinstance(document, str) else document.text for document in documents]  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -72,7 +73,7 @@ def measure_weight_bits(name: str, out: Path, num_selection: int, num_evaluation
                 flush=True,
             )
     basis = min(("given", "balanced"), key=lambda candidate: results["basis"][f"{candidate}, {BITS}"]["mean"])
-    print(f"so the basis is {basis}", flush=True)
+    print(f"selected basis: {basis}", flush=True)
     began = time.time()
     with show_progress() as progress:
         sensitivities = sensitivity(
@@ -88,7 +89,7 @@ def measure_weight_bits(name: str, out: Path, num_selection: int, num_evaluation
     results["report"] = report.to_dict() | {"basis": basis}
     for row in report.loss_rows():
         print(*row, flush=True)
-    print("outside the range of random mixes:", report.beats_random, flush=True)
+    print("outside the range of random allocations:", report.beats_random, flush=True)
     write_atomic(out / "bits.json", json.dumps(results, indent=1).encode())
 
 
@@ -96,12 +97,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=("smollm2", "minilm", "little"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--selection-texts", type=int, default=4, help="paragraphs that bits are chosen on")
-    parser.add_argument(
-        "--evaluation-texts", type=int, default=12, help="other paragraphs, that the choice is judged by"
-    )
-    parser.add_argument("--tokens", type=int, default=96, help="of a paragraph")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="random mixes")
+    parser.add_argument("--selection-texts", type=int, default=4, help="paragraphs on which bits are allocated")
+    parser.add_argument("--evaluation-texts", type=int, default=12, help="other paragraphs for the evaluation")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens per paragraph")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="number of random allocations")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     texts = options.selection_texts, options.evaluation_texts

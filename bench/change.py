@@ -1,7 +1,7 @@
-"""A model cut to half of its heads beside the full one: time and bytes, beside what operations and bytes foretell.
+"""Time and memory of a model with half of its heads pruned, compared with the prediction from FLOPs and bytes.
 
 python -m bench.change              128, 1024 and 4096 tokens, and generation
-python -m bench.change --rounds 3   quicker
+python -m bench.change --rounds 3   faster
 """
 
 import argparse
@@ -19,18 +19,18 @@ from headwise.ui.terminal_table import make_table
 
 LENGTHS = (128, 1024, 4096)
 VOCAB = 1000
-PROMPT_LENGTHS = {"GPT-2 small's trunk": 1024, "smollm2": 512}  # the tokens before those that are generated
+PROMPT_LENGTHS = {"GPT-2 small's trunk": 1024, "smollm2": 512}  # prompt tokens before generation
 NEW_TOKENS = 32
 
 
 def make_model(T: int, output: str = "none") -> hw.Transformer:
-    """GPT-2 small's trunk with random weights."""
+    """Return a model of the size of GPT-2 small without output layer, with random weights."""
     torch.manual_seed(0)
     return hw.Transformer(replace(hw.preset("gpt2"), vocab=VOCAB, context=T, output=output)).eval()
 
 
 def prune_half(model: hw.Transformer) -> hw.Transformer:
-    """Every other head of every layer goes; grouped heads go by whole groups where they can, so that keys go as well."""
+    """Prune every other head of every layer, by full KV groups if possible, so that keys are pruned too."""
     spec = model.spec.attention
     group = spec.heads // spec.kv_heads
     pruned = [head for head in model.spec.head_addresses if (head.head // group + head.layer) % 2]
@@ -38,7 +38,7 @@ def prune_half(model: hw.Transformer) -> hw.Transformer:
 
 
 def time_prefill(T: int, rounds: int) -> list[object]:
-    """One pass over T tokens."""
+    """Time a forward pass over T tokens."""
     full = make_model(T)
     half, ids = prune_half(full), torch.randint(VOCAB, (1, T))
     timing = time_half({"full": lambda: full(ids), "half": lambda: half(ids)}, rounds)
@@ -48,7 +48,7 @@ def time_prefill(T: int, rounds: int) -> list[object]:
 
 
 def time_generation(name: str, rounds: int) -> list[object]:
-    """New tokens behind a prompt; each reads all weights and the whole cache once, so bytes foretell the time."""
+    """Time generation after a prompt. Each token reads all weights and the full cache once, so bytes predict the time."""
     start = PROMPT_LENGTHS[name]
     full = hw.load("smollm2") if name == "smollm2" else make_model(start + NEW_TOKENS, "lm")
     assert isinstance(full, hw.Transformer)
@@ -59,7 +59,7 @@ def time_generation(name: str, rounds: int) -> list[object]:
         cache = model.cache("static", start)
         model(prompt, cache=cache)
         cache_bytes.append((cache.nbytes, start * size.cache_bytes_per_token))
-        # A tied table of tokens is read once, as the output; of positions one row is.
+        # A tied embedding is read once, as the output; of the positions only one row is read.
         weight_bytes = 4 * (
             size.parameters - model.spec.context * model.spec.width * (model.spec.positions == "learned")
         )
@@ -73,7 +73,7 @@ def time_generation(name: str, rounds: int) -> list[object]:
 
 
 def make_generation_step(model: hw.Transformer, prompt: torch.Tensor) -> Callable[[], object]:
-    """Tokens one by one behind a prompt that has been read: the same cache, gone back to after every run."""
+    """Generate token by token after a cached prompt, and truncate the cache to the prompt after each run."""
     cache = model.cache("static", prompt.shape[1] + NEW_TOKENS)
     model(prompt, cache=cache)
     length, states = cache.length, [layer_cache.snapshot() for layer_cache in cache.layers.values()]
@@ -94,7 +94,7 @@ def time_half(candidates: dict[str, Callable[[], object]], rounds: int) -> Timin
 
 
 def gain_cells(predicted: float, timing: Timing) -> list[object]:
-    """Speed foretold and measured, and which share of the foretold gain was measured."""
+    """Return the predicted and measured speed, and the measured fraction of the predicted gain."""
     fraction = (timing.speed - 1) / (predicted - 1)
     return [predicted, timing.speed, f"{timing.low:.2f} – {timing.high:.2f}", f"{100 * fraction:.0f} %"]
 
@@ -105,14 +105,16 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=9)
     rounds = arguments.parse_args().rounds
     console = Console(file=sys.stdout, width=130)
-    console.print(f"{machine()}, {rounds} rounds. Speeds are full / half.")
+    console.print(f"{machine()}, {rounds} rounds. Speeds are time of the full model / time of the pruned model.")
     shared = ["foretold", "speed", "quartiles", "of the gain"]
     rows = [time_prefill(T, rounds) for T in LENGTHS]
     title = "Reading: GPT-2 small's trunk, 144 heads and 72; foretold by operations, hidden pairs left out"
     console.print(make_table(title, ["tokens", "GFLOP, full", "half", *shared], rows))
     rows = [time_generation(name, rounds) for name in PROMPT_LENGTHS]
     columns = ["generating", "heads", "behind tokens", "cache, MB", "as foretold", *shared]
-    console.print(make_table(f"{NEW_TOKENS} tokens, one by one; foretold by the bytes a token reads", columns, rows))
+    console.print(
+        make_table(f"Generation of {NEW_TOKENS} tokens; predicted from the bytes read per token", columns, rows)
+    )
 
 
 if __name__ == "__main__":

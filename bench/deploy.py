@@ -1,14 +1,15 @@
-"""Cut models in stock llama.cpp: do they say what ours say, and how quick are they there and here?
+"""Pruned models in unmodified llama.cpp: agreement with Headwise, and speed in both engines.
 
-python -m bench.deploy                 SmolLM2 whole, 30 % cut, uneven, with emptied layers, folded, healed; 50 prompts each
-python -m bench.deploy --prompts 8     the same with fewer
-python -m bench.deploy --speed         how quick they are, and nothing else
-python -m bench.deploy --out FOLDER    keeps what was found, model by model, and goes on from there
+python -m bench.deploy                 SmolLM2 full, 30% pruned, uneven, with empty layers, folded, recovered; 50 prompts each
+python -m bench.deploy --prompts 8     fewer prompts
+python -m bench.deploy --speed         measure only the speed
+python -m bench.deploy --out FOLDER    store the results per model and resume from them
 
-Asked for, in float32: the five likeliest tokens of every step within 5e-3, and the same 32 tokens but where our two
-candidates lie within 1e-2. Speeds are tokens per second of processor time, one thread, one text; models take turns, and what
-is told is the ratio to the whole model in each round: its median and quartiles. It runs twice: that is the noise.
-Prompts and texts come from $HEADWISE_DATA/wikitext-2. Needs `pip install 'headwise[deploy]'`.
+Required, in float32: the log-probabilities of the five most likely tokens of every step agree within 5e-3, and the 32
+generated tokens are equal except where the two best candidates of Headwise differ by less than 1e-2. Speeds are tokens per
+second of CPU time, one thread, one text. Models alternate, and the result is the ratio to the full model per round (median
+and quartiles). The full model runs twice to show the noise.
+Prompts and texts come from $HEADWISE_DATA/wikitext-2. Requires `pip install 'headwise[deploy]'`.
 """
 
 import argparse
@@ -32,14 +33,14 @@ from headwise.exporters.llama_cpp import benchmark, generate
 from headwise.model import Transformer
 from headwise.ui.terminal_table import make_table
 
-NEW_TOKENS = 32  # written behind each prompt
-ROUNDS, SPEED_TOKENS = 9, 16  # of a race, and the tokens of each
+NEW_TOKENS = 32  # generated per prompt
+ROUNDS, SPEED_TOKENS = 9, 16  # rounds of the speed test, and tokens per round
 COLUMNS = ["model", "heads", "zeros", "MB", "top 5 within", "texts part (close)"]
 SPEEDS = ["model", "llama.cpp", "× whole", "ours", "× whole"]
 
 
 def model_builders(model: Transformer, steps: int) -> dict[str, Callable[[], Transformer]]:
-    """SmolLM2 in the shapes a person may bring."""
+    """Return functions that build the variants of SmolLM2."""
     texts = paragraphs("test.txt", 8, 64, model)
 
     def prune_third() -> Transformer:
@@ -48,7 +49,9 @@ def model_builders(model: Transformer, steps: int) -> dict[str, Callable[[], Tra
     def recovered() -> Transformer:
         small = prune_third()
         valid = next(path for path in (DATA / "valid.txt", DATA / "validation.txt") if path.is_file())
-        recover(small, valid.read_text(encoding="utf-8")[:200_000], steps=steps, batch=4, context=128, progress=False)
+        recover(
+            small, valid.read_text(encoding="utf-8")[:200_000], steps=steps, batch_size=4, context=128, progress=False
+        )
         return small
 
     return {
@@ -62,7 +65,7 @@ def model_builders(model: Transformer, steps: int) -> dict[str, Callable[[], Tra
 
 
 def native_speed(model: Transformer, prompt: list[int]) -> float:
-    """Tokens per second of processor time, one text, with a cache."""
+    """Return tokens per second of CPU time for one text with a cache."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         began = time.process_time()
@@ -71,20 +74,20 @@ def native_speed(model: Transformer, prompt: list[int]) -> float:
 
 
 def compare_engine(model: Transformer, prompts: list[list[int]], folder: Path) -> dict[str, Any]:
-    """What the engine says of one model beside what we say."""
+    """Compare the generated tokens of one model in llama.cpp and in Headwise."""
     path = folder / "one.gguf"
     exported = hw.export(model, path, to="gguf")
     comparison = compare_generated(model.eval(), prompts, generate(path, prompts, NEW_TOKENS))
     return {
         "heads": len(model.spec.head_addresses),
-        "zeros": next((int(note.split()[0]) for note in exported.notes if "of zeros" in note), 0),
+        "zeros": next((int(note.split()[0]) for note in exported.notes if "zero heads" in note), 0),
         "MB": path.stat().st_size / 2**20,
         **vars(comparison),
     }
 
 
 def compare_speeds(model: Transformer, folder: Path) -> list[tuple[str, ...]]:
-    """Whole and cut models, there and here."""
+    """Measure the speed of full and pruned models in both engines."""
     assert model.tokenizer is not None
     prompt = model.tokenizer.encode("The teacher gave the")
     models = {
@@ -106,7 +109,7 @@ def compare_speeds(model: Transformer, folder: Path) -> list[tuple[str, ...]]:
 
 
 def speed_cells(own: list[float], base: list[float]) -> tuple[str, str]:
-    """The median, and the ratio round by round."""
+    """Return the median, and the quartiles of the ratio per round."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(own, base, strict=True)], n=4)
     return f"{statistics.median(own):.1f}", f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
@@ -119,20 +122,20 @@ def row(name: str, result: dict[str, Any]) -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--recover-steps", type=int, default=10, help="steps")
-    parser.add_argument("--speed", action="store_true", help="how quick they are, and nothing else")
-    parser.add_argument("--out", type=Path, help="a folder for what was found")
+    parser.add_argument("--recover-steps", type=int, default=10, help="steps of recovery fine-tuning")
+    parser.add_argument("--speed", action="store_true", help="measure only the speed")
+    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = cast(Transformer, hw.load("smollm2"))
     if options.speed:
         with tempfile.TemporaryDirectory() as folder:
             speed_rows = compare_speeds(model, Path(folder))
-        Console(width=150).print(make_table("SmolLM2, float32, tokens per processor second", SPEEDS, speed_rows))
+        Console(width=150).print(make_table("SmolLM2, float32, tokens per second of CPU time", SPEEDS, speed_rows))
         return
     assert model.tokenizer is not None
     prompts = [model.tokenizer.encode(text)[:24] for text in paragraphs("test.txt", options.prompts, 32, model)]
-    print(f"{len(prompts)} prompts of 24 tokens, {NEW_TOKENS} written behind each; {machine()}")
+    print(f"{len(prompts)} prompts of 24 tokens, {NEW_TOKENS} generated tokens each; {machine()}")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, make in model_builders(model, options.recover_steps).items():

@@ -1,12 +1,12 @@
-"""Roles of SmolLM2 on three sets of texts: which of those found on one are found on another; and its heads for syntax.
+"""Replication of the roles of SmolLM2 on three sets of texts, and its heads for syntactic relations.
 
-    python -m bench.depth --data DATA --out depth     # parts are kept in depth/; started again it goes on
+    python -m bench.depth --data DATA --out depth     # parts are stored in depth/; run again to resume
 
-The probe set; the first 80,000 characters of WikiText-2's test text; UD English-EWT's test sentences, all or the first. A
-role is found where it stands above its baseline on held-out texts (selective or better). It holds on other texts if the same
-head has it there too, corrected there for all heads and roles again. By chance so many would hold as if the heads were drawn
-anew. Relations have other names in a treebank: see SAME. Repeated tokens are the same in all three, so induction and
-duplicate token are left out.
+The sets are the probe set, the first 80,000 characters of the test text of WikiText-2, and test sentences of UD English-EWT.
+A role is found if it is above its baseline on held-out texts. It replicates on another set if the same head has it there,
+with the correction for all heads and roles of that set. "By chance" is the expected number for heads drawn at random.
+Relations have other names in a treebank, see ROLE_NAMES. Induction and duplicate token are left out, because all three sets
+use the same repeated tokens.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from headwise.analysis.roles.roles import score
 from headwise.text.treebank import read_conllu
 from headwise.ui.terminal_table import make_table
 
-CHARACTERS, BATCH_SENTENCES = 80_000, 700  # of the text; sentences of the treebank at once
+CHARACTERS, BATCH_SENTENCES = 80_000, 700  # of the text, and treebank sentences per part
 EWT, WIKITEXT = "ud-english-ewt/en_ewt-ud-test.conllu", "wikitext-2/test.txt"
 ROLE_NAMES = {
     "nsubj": "subject-verb", "obj": "verb-object", "amod": "adjective-noun", "det": "determiner-noun",
@@ -34,12 +34,12 @@ EXCLUDED_ROLES = {"induction", "duplicate token"}
 
 
 def make_profiles(data: Path, out: Path, sentences: int | None) -> dict[str, Profile]:
-    """One for each set of texts, part by part; what is in `out` is not made again."""
+    """Return the profile of each set of texts. Parts stored in `out` are loaded."""
     text = (data / WIKITEXT).read_text("utf-8")[:CHARACTERS]
     trees = list(islice(read_conllu(data / EWT), sentences))
     parts: dict[str, list[dict[str, Any]]] = {
         "probe set": [{}],
-        "WikiText-2": [{"corpus": text, "relations": False, "longest": 256}],
+        "WikiText-2": [{"corpus": text, "relations": False, "max_length": 256}],
         "UD-EWT": [
             {"corpus": trees[start : start + BATCH_SENTENCES]} for start in range(0, len(trees), BATCH_SENTENCES)
         ],
@@ -56,7 +56,7 @@ def make_profiles(data: Path, out: Path, sentences: int | None) -> dict[str, Pro
 
 
 def heads_by_role(profile: Profile) -> dict[str, set[str]]:
-    """The heads that have each role, by the name it has in the probe set."""
+    """Return the heads of each role, under its name in the probe set."""
     by_role: dict[str, set[str]] = {}
     for role, heads in profile.heads_by_role().items():
         if role not in EXCLUDED_ROLES:
@@ -65,17 +65,17 @@ def heads_by_role(profile: Profile) -> dict[str, set[str]]:
 
 
 def testable_roles(profile: Profile) -> set[str]:
-    """The roles that could have been found."""
+    """Return the roles that were tested."""
     scores = score(profile.accumulator, profile.relation_metric)
     return {ROLE_NAMES.get(score.role.name, score.role.name) for score in scores} - EXCLUDED_ROLES
 
 
 def main() -> None:
-    """The profiles, and both tables."""
+    """Compute the profiles and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the folder with ud-english-ewt/ and wikitext-2/")
+    parser.add_argument("--data", type=Path, required=True, help="folder with ud-english-ewt/ and wikitext-2/")
     parser.add_argument("--out", type=Path, default=Path("depth"))
-    parser.add_argument("--sentences", type=int, help="so many of the treebank; all unless said")
+    parser.add_argument("--sentences", type=int, help="number of treebank sentences; default: all")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -86,7 +86,7 @@ def main() -> None:
         console.print(
             f"{name}: {about['texts']:,} texts, {about['tokens']:,} tokens, {source.family_size:,} tests; "
             f"{having} of {len(source)} "
-            "heads have a role, those of repeated tokens left out",
+            "heads have a role, without the roles of repeated tokens",
             highlight=False,
         )
     for source, other in permutations(profiles, 2):
@@ -99,9 +99,9 @@ def main() -> None:
         for role, heads in sorted(source_roles.items()):
             hold = heads & other_roles.get(role, set())
             chance = len(heads) * len(other_roles.get(role, ())) / len(profiles[other])
-            cells = [len(hold), f"{chance:.1f}"] if role in testable else ["not asked", ""]
+            cells = [len(hold), f"{chance:.1f}"] if role in testable else ["not tested", ""]
             rows.append([role, len(heads), *cells, " ".join(sorted(hold)), " ".join(sorted(heads - hold))])
-        columns = ["role", f"on {source}", f"hold on {other}", "by chance", "which", "which not"]
+        columns = ["role", f"heads on {source}", f"also on {other}", "by chance", "replicated heads", "other heads"]
         console.print(make_table(f"Found on {source}", columns, rows))
     rows = [
         [

@@ -1,18 +1,18 @@
-"""Healing half a cut model: from text, or from the whole model by logits, relations or maps; judged on text of another kind.
+"""Recovery of a half-pruned model by text, or by distillation of logits, relations or maps; evaluated on other text.
 
-python -m bench.distil --out F          SmolLM2, three seeds: 15 trainings of 50 steps in bfloat16, about an hour of one core
-python -m bench.distil --out F --seed 1 this seed alone: several can run side by side
-python -m bench.distil --quick --out F  a few steps of one seed, to see that it runs
-Reads $HEADWISE_DATA/wikitext-2, which heads are ranked on (by the gradient) and models are healed on, and
-$HEADWISE_DATA/tinyshakespeare, which they are judged on: healing also teaches its text (Minitron's teacher correction,
-https://arxiv.org/abs/2408.11796), so beside them stands the whole model, trained alike on the same text.
-Products are made in bfloat16 (autocast), logits and all that is judged in float32. In F: half.json, and a file for each model
-with its loss on every text; what is there is not done again.
+python -m bench.distil --out F          SmolLM2, three seeds: 15 trainings of 50 steps in bfloat16, about an hour on one core
+python -m bench.distil --out F --seed 1 this seed only; several seeds can run in parallel
+python -m bench.distil --quick --out F  a few steps of one seed, to check that it runs
 
-Which way is the default of healing is decided so (written before a healed model was judged): the loss on Shakespeare by each
-way minus that by text, paired by seed and text; its interval is over seeds and over texts (Student's for each, squares of
-half-widths added), and the three intervals hold together with 95 % (Bonferroni). A way beats text if its mean lies below −.01
-nats a token and its interval below 0. Of those that beat text the one with the least mean wins; if none does, it is text.
+Heads are ranked (by gradient) and models are trained on $HEADWISE_DATA/wikitext-2. Models are evaluated on
+$HEADWISE_DATA/tinyshakespeare. Recovery also adapts a model to its training text (teacher correction of Minitron,
+https://arxiv.org/abs/2408.11796), so the full model trained on the same text is a control. Training uses bfloat16 autocast,
+logits and evaluation float32. F contains half.json and one file per model with its loss on every text; both are reused.
+
+Rule for the default loss of recovery, fixed before any evaluation: the difference of the loss on Shakespeare between each
+method and text, paired by seed and text, with an interval over seeds and texts (Student's t for each, half-widths added in
+quadrature) and 95% joint coverage of the three intervals (Bonferroni). A method is better than text if its mean is below
+−0.01 nats per token and its interval is below 0. The best such method is the default; without one, text is.
 """
 
 import argparse
@@ -35,16 +35,16 @@ from headwise.ui.progress import show_progress
 from headwise.ui.terminal_table import make_table
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data"))
-DISTILL_TARGETS = ("logits", "qkv", "maps")  # what a cut model learns from the whole one
+DISTILL_TARGETS = ("logits", "qkv", "maps")  # distillation losses
 METHODS = ("text", *DISTILL_TARGETS)
-FULL_TRAINED = "whole, text"  # the whole model, trained alike
-TOKENS, BATCH = 128, 4  # 512 tokens a step
+FULL_TRAINED = "whole, text"  # the full model with the same training
+TOKENS, BATCH = 128, 4  # 512 tokens per step
 MIN_GAIN, LEVEL = 0.01, 1 - 0.05 / len(DISTILL_TARGETS)
 EVALUATION_CORPUS, CONTROL_CORPUS = "Shakespeare", "WikiText-2, held out"
 
 
 def shakespeare_texts(count: int, model: hw.Transformer) -> list[str]:
-    """Pieces of text of another kind."""
+    """Return evaluation texts of another domain."""
     paths = sorted(path for path in DATA.glob("*shakespeare*/*.txt")) or sorted(DATA.glob("*shakespeare*.txt"))
     text = paths[0].read_text(encoding="utf-8")
     size = len(text) // count
@@ -54,7 +54,7 @@ def shakespeare_texts(count: int, model: hw.Transformer) -> list[str]:
 
 
 class DistillBenchmark:
-    """The models, the texts they are judged on, and what was found."""
+    """Models, evaluation texts and stored losses."""
 
     def __init__(self, folder: Path, num_texts: int) -> None:
         self.folder = folder
@@ -79,11 +79,11 @@ class DistillBenchmark:
         self.trials = {name: PairedEvaluator.of(model, corpus) for name, corpus in texts.items()}
 
     def result_path(self, method: str, seed: int | None) -> Path:
-        """Where the losses of a model are kept."""
+        """Return the path of the losses of a model."""
         return self.folder / f"{method}{'' if seed is None else f', seed {seed}'}.json"
 
     def run(self, method: str, seed: int | None, steps: int) -> None:
-        """Heal one model and judge it, unless that was done."""
+        """Train and evaluate one model, unless its losses are stored."""
         if self.result_path(method, seed).is_file():
             return
         model = (
@@ -108,16 +108,16 @@ class DistillBenchmark:
         )
 
     def mean(self, corpus: str, losses: list[float]) -> float:
-        """Nats a token."""
+        """Return the loss per token in nats."""
         return float(np.sum(losses) / self.trials[corpus].counts.sum())
 
     def load_losses(self, corpus: str, method: str, seeds: range) -> list[np.ndarray]:
-        """The loss of every text, (texts,), for each seed that is there."""
+        """Return the loss of every text, (texts,), for each stored seed."""
         paths = [self.result_path(method, seed) for seed in seeds]
         return [np.array(json.loads(path.read_text())[corpus]) for path in paths if path.is_file()]
 
     def table(self, seeds: range) -> list[tuple[str, ...]]:
-        """A row for each model: its loss, and what it loses beside the one that was healed by text."""
+        """Return one row per model: its loss, and the difference from the model trained on text."""
         rows = []
         for method in ("whole", FULL_TRAINED, "cut", *METHODS):
             cells = []
@@ -149,9 +149,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seed", type=int, help="this one alone")
+    parser.add_argument("--seed", type=int, help="run only this seed")
     parser.add_argument(
-        "--evaluation-texts", type=int, default=32, help="texts of another kind; half as many of WikiText"
+        "--evaluation-texts", type=int, default=32, help="texts of Shakespeare; half as many of WikiText"
     )
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()

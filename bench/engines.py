@@ -1,7 +1,7 @@
-"""Other engines writing on with SmolLM2, one thread, batch 1, each in an environment of its own (bench.generate engines).
+"""Generation with SmolLM2 in other engines, one thread, batch 1, each in its own environment (bench.generate engines).
 
-llama.cpp (PyPI xllamacpp), CTranslate2 and onnxruntime-genai are installed from the Python package index into a folder, and
-given SmolLM2 as each of them wants it. Converters read our transformers folder with the torch and transformers that are here.
+llama.cpp (PyPI xllamacpp), CTranslate2 and onnxruntime-genai are installed from PyPI into a folder, and SmolLM2 is converted
+for each. The converters read the exported transformers folder with the installed torch and transformers.
 """
 
 import json
@@ -20,12 +20,12 @@ from headwise.model import Transformer
 
 @dataclass(frozen=True)
 class Engine:
-    """How one is installed, given the model, and asked. The last two run in its environment and know nothing of ours."""
+    """Installation, conversion and timing program of an engine. The last two run in its own environment."""
 
     package: tuple[str, ...]
-    dtypes: tuple[str, ...]  # of numbers
-    convert: tuple[str, ...]  # arguments of its Python: {folder}, {out} and {kind} are filled in; none: written by us
-    program: str  # a program that defines write(model, kind, prompt) -> a function that writes so many tokens
+    dtypes: tuple[str, ...]
+    convert: tuple[str, ...]  # arguments of Python, with {folder}, {out} and {kind}; empty: exported by Headwise
+    program: str  # defines write(model, kind, prompt), which returns a function that generates n tokens
 
 
 LLAMA_CPP = """
@@ -103,7 +103,7 @@ ENGINES = {
 
 
 def prepare_engines(folder: Path) -> dict[str, tuple[Path, Engine, str, Path]]:
-    """Environments and models, made where they are not there yet: by name the Python, the engine, its numbers, the model."""
+    """Create missing environments and models. Return the Python, engine, dtype and model by name."""
     folder.mkdir(parents=True, exist_ok=True)
     model, entries = None, {}
     for name, engine in ENGINES.items():
@@ -112,7 +112,7 @@ def prepare_engines(folder: Path) -> dict[str, tuple[Path, Engine, str, Path]]:
             venv.create(folder / name, clear=True, with_pip=True)
             subprocess.run([python, "-m", "pip", "install", "--quiet", *engine.package], check=True)
             site_packages = next((folder / name / "lib").glob("python*/site-packages"))
-            (site_packages / "zz-ours.pth").write_text("\n".join(site.getsitepackages()))  # torch, for its converter
+            (site_packages / "zz-ours.pth").write_text("\n".join(site.getsitepackages()))  # torch for the converter
             (folder / name / "installed").touch()
         for kind in engine.dtypes:
             path = folder / (f"smollm2-{kind}.gguf" if not engine.convert else f"{name}-{kind}")
@@ -137,7 +137,7 @@ def _convert(model: Transformer, engine: Engine, kind: str, python: Path, path: 
 
 
 def seconds_per_token(entry: tuple[Path, Engine, str, Path], prompt: list[int], tokens: int) -> float:
-    """Of processor time a token takes, the prompt taken off."""
+    """Return the seconds of CPU time per token, without the prompt."""
     python, engine, kind, path = entry
     call = [str(python), "-c", engine.program + RUN, str(path), kind, json.dumps(prompt), str(tokens)]
     done = subprocess.run(call, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -1,12 +1,13 @@
-"""Tokens per second of processor time while generating, one thread, batch 1, beside transformers' float32.
+"""Tokens per second of CPU time in generation, one thread, batch 1, compared with transformers in float32.
 
-python -m bench.generate                      256 tokens behind 64: SmolLM2, and GPT-2 small's size with random weights;
-                                              and a step of SmolLM2 with its products left out
-python -m bench.generate smollm2 --rounds 3   one of these: smollm2, gpt2 or overhead
-python -m bench.generate engines --folder D   SmolLM2 in llama.cpp, CTranslate2 and onnxruntime-genai too, which are installed
-                                              into D, an environment each (bench.engines)
-Everyone takes a turn each round; what is compared is the best round's processor time, which other work on the machine moves
-least. With --out F.json figures are kept, and what is there is not done again.
+python -m bench.generate                      256 tokens after 64: SmolLM2, and the size of GPT-2 small with random weights;
+                                              and a step of SmolLM2 without its matrix products
+python -m bench.generate smollm2 --rounds 3   one benchmark: smollm2, gpt2 or overhead
+python -m bench.generate engines --folder D   SmolLM2 also in llama.cpp, CTranslate2 and onnxruntime-genai, which are
+                                              installed into D, each in its own environment (bench.engines)
+
+All candidates run once per round. The best CPU time over the rounds is compared, because other work on the machine affects
+it least. With --out F.json results are stored and reused.
 """
 
 import argparse
@@ -36,7 +37,7 @@ PROMPT_IDS = list(range(100, 100 + PROMPT))
 
 
 def gpt2() -> tuple[hw.Transformer, Any]:
-    """GPT-2 small's size, random weights, the same in both models."""
+    """Return two models of the size of GPT-2 small with the same random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -45,7 +46,7 @@ def gpt2() -> tuple[hw.Transformer, Any]:
 
 
 def smollm2() -> tuple[hw.Transformer, Any]:
-    """SmolLM2-135M: ours, written for transformers and read by it."""
+    """Return SmolLM2-135M in Headwise, and exported to transformers."""
     from transformers import AutoModelForCausalLM
 
     native = hw.load("smollm2")
@@ -55,7 +56,7 @@ def smollm2() -> tuple[hw.Transformer, Any]:
             native.export(Path(folder) / "theirs"), dtype=torch.float32
         ).eval()
         for parameter in hf_model.parameters():
-            parameter.data = parameter.data.clone()  # the folder goes away
+            parameter.data = parameter.data.clone()  # the folder is deleted
     return native, hf_model
 
 
@@ -71,7 +72,7 @@ MODELS = {"smollm2": smollm2, "gpt2": gpt2}
 
 
 def bandwidth() -> float:
-    """Gigabytes a second of processor time that are read, best of many: the sum of a tensor far larger than any cache."""
+    """Return the memory read speed in GB per second of CPU time: the best sum of a tensor larger than any CPU cache."""
     big, best = torch.ones(2**26), float("inf")  # 256 MB
     for _ in range(12):
         start = time.process_time()
@@ -81,7 +82,7 @@ def bandwidth() -> float:
 
 
 def time_per_token(generate: Callable[[int], Any], tokens: int) -> float:
-    """Seconds of processor time a token behind the prompt takes, the prompt itself taken off."""
+    """Return the seconds of CPU time per generated token, without the prompt."""
     began = time.process_time()
     generate(1)
     first = time.process_time() - began
@@ -90,7 +91,7 @@ def time_per_token(generate: Callable[[int], Any], tokens: int) -> float:
 
 
 def compare(name: str, rounds: int, tokens: int, others: dict[str, Callable[[], float]]) -> dict[str, Any]:
-    """Each contestant's best seconds, and in each round how many times as quick as transformers."""
+    """Return the best seconds of each candidate, and its speed relative to transformers per round."""
     native, hf_model = MODELS[name]()
     prompt = torch.tensor([PROMPT_IDS])
 
@@ -105,7 +106,7 @@ def compare(name: str, rounds: int, tokens: int, others: dict[str, Callable[[], 
         generators[f"headwise {bits} bits"] = partial(hw.quantize(native, bits).generate, prompt)
     same = torch.equal(generators["headwise float32"](64), hf_generate(64))
     for generate in generators.values():
-        generate(2)  # products are chosen, forms made
+        generate(2)  # autotuning and packing of weights
     timers = {label: partial(time_per_token, generate, tokens) for label, generate in generators.items()} | others
     seconds: dict[str, list[float]] = {label: [] for label in timers}
     for round_index in range(rounds):
@@ -137,7 +138,7 @@ def compare(name: str, rounds: int, tokens: int, others: dict[str, Callable[[], 
 
 
 def overhead(rounds: int, steps: int = 32) -> float:
-    """Milliseconds of a step of SmolLM2 whose products give numbers that are there already; the best round."""
+    """Return the best milliseconds of a step of SmolLM2 with precomputed matrix products."""
     model, outputs = hw.load("smollm2"), {}
     assert isinstance(model, hw.Transformer)
 
@@ -168,8 +169,8 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--folder", type=Path, help="where other engines and their models lie, or are put")
-    parser.add_argument("--out", type=Path, help="keep figures in this JSON file, and do not make again what is there")
+    parser.add_argument("--folder", type=Path, help="folder of the other engines and their models")
+    parser.add_argument("--out", type=Path, help="JSON file in which results are stored and reused")
     args = parser.parse_args()
     if "engines" in args.what and args.folder is None:
         parser.error("engines are installed somewhere: give --folder")
@@ -192,7 +193,7 @@ def main() -> None:
             if args.out:
                 write_atomic(args.out, json.dumps(results, indent=1).encode())
         if benchmark == "overhead":
-            console.print(f"A step of SmolLM2 without its products: {results[benchmark]:.1f} ms; {machine()}.")
+            console.print(f"A step of SmolLM2 without matrix products: {results[benchmark]:.1f} ms; {machine()}.")
         else:
             print_results(console, benchmark, results[benchmark])
 
@@ -205,9 +206,9 @@ def print_results(console: Console, name: str, result: dict[str, Any]) -> None:
         rows.append([label, 1e3 * seconds, 1 / seconds, base / seconds, spread, 1 / seconds / result["bound"]])
     columns = ["who", "ms", "tokens/s", "times transformers", "least – most", "share of float32's bound"]
     title = f"{name}, {machine()}; weights {result['weights']:.2f} GB, bound {result['bound']:.1f} tokens/s"
-    console.print(f"{title}; float32 the same tokens as transformers: {'yes' if result['same'] else 'no'}")
-    console.print("products:", ", ".join(f"{shape}: {kernel}" for shape, kernel in result["chosen"].items()))
-    console.print(make_table(f"Processor time, one thread, {result['tokens']} tokens behind {PROMPT}", columns, rows))
+    console.print(f"{title}; float32 tokens equal to those of transformers: {'yes' if result['same'] else 'no'}")
+    console.print("matrix products:", ", ".join(f"{shape}: {kernel}" for shape, kernel in result["chosen"].items()))
+    console.print(make_table(f"CPU time, one thread, {result['tokens']} tokens after {PROMPT}", columns, rows))
 
 
 if __name__ == "__main__":

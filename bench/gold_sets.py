@@ -1,7 +1,7 @@
-"""Count what each role is measured on: the tables of docs/gold-sets.md.
+"""Count the data of each role, for the tables of docs/gold-sets.md.
 
 python -m bench.gold_sets                                   # the probe set, the synthetic language, roles without gold arcs
-python -m bench.gold_sets --write docs/gold-sets.md         # the same, into the page
+python -m bench.gold_sets --write docs/gold-sets.md         # update the tables of the page
 python -m bench.gold_sets en_ewt-ud-test.conllu             # the gold arcs of a treebank, of GAP's .tsv or of .jsonl
 """
 
@@ -28,9 +28,9 @@ from headwise.text.annotated_document import Document, Relation
 from headwise.text.corpus import Corpus
 from headwise.text.probe import probe_set
 
-MOST_FREQUENT = 4  # words listed for each end of the arcs
+MOST_FREQUENT = 4  # words listed per end of the arcs
 MARKER = "<!-- {} -->"
-# relation: the word at which arcs begin, and the word at which they end
+# relation: first word and second word of its arcs
 ENDS = {
     "subject-verb": ("head word of a subject", "its verb"),
     "verb-object": ("head word of an object", "its verb"),
@@ -68,12 +68,12 @@ class GoldSet:
 
     @property
     def second_later(self) -> int:
-        """Number of arcs whose second word stands after the first."""
+        """Number of arcs whose second word is after the first."""
         return self.arcs - self.second_earlier
 
     @property
     def role(self) -> str:
-        """The role that is measured on these arcs; a control has none."""
+        """Return the role measured on these arcs. Controls do not have a role."""
         return "control" if self.relation in CONTROL_RELATIONS else ROLE_OF_RELATION.get(self.relation, self.relation)
 
     def add(self, document: Document, arcs: Sequence[Relation]) -> None:
@@ -105,7 +105,7 @@ def count_gold_sets(documents: Iterable[Document]) -> dict[str, GoldSet]:
 
 
 def mark_ends(document: Document, arc: Relation) -> str:
-    """The words from one end of an arc to the other, with the first end in brackets and the second between stars."""
+    """Return the words of an arc, with the first end in brackets and the second between asterisks."""
     first, last = sorted((arc.source, arc.target))
     marks = {arc.source: "[{}]", arc.target: "*{}*"}
     words = [marks.get(place, "{}").format(document.words[place]) for place in range(first, last + 1)]
@@ -189,7 +189,7 @@ def tables() -> dict[str, list[str]]:
 
 
 def filled(page: str) -> str:
-    """The page with every table between its markers counted again."""
+    """Return the page with all tables between its markers updated."""
     for name, lines in tables().items():
         marker = MARKER.format(name)
         before, _, after = page.split(marker)
@@ -209,10 +209,10 @@ def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str
 
 
 def main() -> None:
-    """Print the tables, or write them into the page."""
+    """Print the tables, or write them to the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", help="documents with gold arcs; without it the sets that come with headwise")
-    parser.add_argument("--write", type=Path, help="the page whose tables are counted again")
+    parser.add_argument("file", nargs="?", help="documents with gold arcs; default: the sets included in Headwise")
+    parser.add_argument("--write", type=Path, help="page whose tables are updated")
     options = parser.parse_args()
     if options.write is not None:
         options.write.write_text(filled(options.write.read_text()))

@@ -1,10 +1,10 @@
-"""Does head dropout make a model lean less on any one head? Characters of Shakespeare, with and without, on a CPU.
+"""Effect of head dropout on the dependence on single heads, on characters of Shakespeare, on a CPU.
 
 python -m bench.head_dropout             three rates, three seeds, minutes; reads $HEADWISE_DATA/tinyshakespeare/input.txt
-python -m bench.head_dropout --seeds 1   quicker
+python -m bench.head_dropout --seeds 1   faster
 
-Every head of each model is taken away on validation text, one at a time, replaced by zero or by its mean; what counts is the
-head whose loss hurts most, and the hurt of a head on average.
+Each head of each model is ablated on validation text, by zero and by its mean. The results are the largest and the mean
+increase of the loss over all heads.
 """
 
 import argparse
@@ -23,11 +23,11 @@ SPEC = hw.ModelSpec(
     vocab=65, context=64, layers=4, attention=hw.AttentionSpec(width=128, heads=8, rotary=hw.Rotary()), positions="none"
 )
 RECIPE = hw.Recipe(batch_size=16, learning_rate=2e-3, warmup=50, evaluate_every=1000)
-TEXTS = 128  # of as many characters as a row in training, spread over the validation split
+TEXTS = 128  # as long as a training sequence, evenly spaced over the validation split
 
 
 def run(rate: float, seed: int, steps: int, text: Path) -> list[float]:
-    """One model: its loss on the validation split, then for zero and mean the worst head's damage and the mean one."""
+    """Train a model. Return its validation loss, and the largest and mean loss increase by zero and by mean ablation."""
     spec = replace(SPEC, attention=replace(SPEC.attention, head_dropout=rate))
     result = hw.train(spec, text, replace(RECIPE, seed=seed, steps=steps), tokenizer="character", progress=False)
     held_out = text.read_text(encoding="utf-8")[-int(RECIPE.holdout * text.stat().st_size) :]
@@ -41,7 +41,7 @@ def run(rate: float, seed: int, steps: int, text: Path) -> list[float]:
 
 
 def mean_and_range(values: list[float]) -> str:
-    """The mean over seeds, and the range."""
+    """Return the mean and the range over seeds."""
     return f"{sum(values) / len(values):.3f} ({min(values):.3f} – {max(values):.3f})"
 
 
@@ -52,14 +52,15 @@ def main() -> None:
     arguments = parser.parse_args()
     text = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "tinyshakespeare" / "input.txt"
     if not text.is_file():
-        raise SystemExit(f"{text} is not there; set HEADWISE_DATA to a folder that has tinyshakespeare/input.txt.")
+        raise SystemExit(f"{text}: file not found. Set HEADWISE_DATA to a folder with tinyshakespeare/input.txt.")
     rows = []
     for rate in RATES:
         runs = [run(rate, seed, arguments.steps, text) for seed in range(arguments.seeds)]
         rows.append([rate, *(mean_and_range(list(values)) for values in zip(*runs, strict=True))])
     columns = ["head dropout", "validation loss", "zero: worst head", "mean head", "mean: worst head", "mean head"]
     heads = len(SPEC.head_addresses)
-    title = f"Nats lost without one head of {heads}: mean and range of {arguments.seeds} seeds, {arguments.steps} steps"
+    title = f"Loss increase in nats without one of {heads} heads: mean and range of {arguments.seeds} seeds, "
+    title += f"{arguments.steps} steps"
     Console(width=140).print(make_table(f"{title}; {machine()}", columns, rows))
 
 

@@ -1,15 +1,14 @@
-"""A small ViT trained here on drawn shapes, and what its heads do: roles beside the same model before training.
+"""Roles of the heads of a small ViT trained on drawn shapes, compared with untrained models.
 
-python -m bench.images                    trains (about 7 minutes of one core), then measures; the folder is kept
-python -m bench.images --out DIR          where the model, the pictures and the report go (default .lab/images)
+python -m bench.images                    train (about 7 minutes on one core), then measure; the folder is reused
+python -m bench.images --out DIR          folder of the model, the images and the report (default .lab/images)
 
-The task needs looking: a picture has one large shape (circle, square, triangle or cross) and one small mark (a dot or a
-bar) anywhere in it, over a slope of grey; the answer is which shape and which mark, eight classes. Rules, set before
-the first run: seeds 0 for training and 1 for the pictures measured; roles, thresholds and correction are those of
-hw.profile; a head counts where its role stands at `selective` or higher on the half of the pictures it was not chosen
-on; what a head is worth is the loss on 512 held-out pictures without it, zero in its place, told beside the other heads
-of its layer. Random models, seeds 10 to 15, read the same pictures; the number of their heads with any role is told,
-and should be 0.
+An image has one large shape (circle, square, triangle or cross) and one small mark (a dot or a bar) at random positions over
+a gray gradient. The label is the pair of shape and mark, eight classes. Protocol, fixed before the first run: seed 0 for
+training and 1 for the measured images; roles, thresholds and correction of hw.profile; a head counts if its role has evidence
+on the held-out half of the images; importance is the increase of the loss on 512 held-out images by zero ablation, compared
+with the other heads of the layer. Random models with seeds 10 to 15 are profiled on the same images; the expected number of
+their heads with a role is 0.
 """
 
 import argparse
@@ -28,7 +27,7 @@ STEPS, BATCH, HELD_OUT, PROFILED = 4000, 64, 512, 128
 
 
 def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """One picture, (height, width) from 0 to 1, and its class."""
+    """Draw one image, (height, width) from 0 to 1. Return it with its class."""
     y, x = np.mgrid[0:SIZE, 0:SIZE].astype(float)
     angle = rng.uniform(0, 2 * np.pi)
     image = 0.25 + 0.15 * (np.cos(angle) * (x / SIZE - 0.5) + np.sin(angle) * (y / SIZE - 0.5))
@@ -49,15 +48,15 @@ def draw_image(rng: np.random.Generator) -> tuple[np.ndarray, int]:
 
 
 def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Pictures ready for the model, (N, 1, height, width) from -1 to 1, and their classes, (N,)."""
+    """Return images for the model, (N, 1, height, width) from -1 to 1, and their classes, (N,)."""
     rng = np.random.default_rng(seed)
     samples = [draw_image(rng) for _ in range(count)]
-    pixels = np.rint(np.stack([image for image, _ in samples]) * 255) / 255  # as a file would hold them
+    pixels = np.rint(np.stack([image for image, _ in samples]) * 255) / 255  # 8-bit values, as in a file
     return torch.tensor(pixels[:, None], dtype=torch.float32) * 2 - 1, torch.tensor([label for _, label in samples])
 
 
 def build(seed: int) -> Any:
-    """The model: 3 layers of 4 heads, 64 patches and a class token."""
+    """Return the model: 3 layers of 4 heads, 64 patches and a class token."""
     import transformers
 
     torch.manual_seed(seed)
@@ -69,7 +68,7 @@ def build(seed: int) -> Any:
 
 
 def train(model: Any, steps: int = STEPS) -> None:
-    """AdamW with a warm-up and a cosine, on pictures drawn anew."""
+    """Train with AdamW, warmup and cosine decay on newly drawn images."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.1)
     model.train()
@@ -88,14 +87,14 @@ def train(model: Any, steps: int = STEPS) -> None:
 
 @torch.no_grad()
 def evaluate(model: Any, pixels: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Loss and accuracy."""
+    """Return the loss and the accuracy."""
     parts = [model(pixel_values=batch).logits for batch in pixels.split(128)]
     logits = torch.cat(parts)
     return float(torch.nn.functional.cross_entropy(logits, labels)), float((logits.argmax(1) == labels).float().mean())
 
 
 def save(model: Any, out: Path, pixels: Tensor) -> None:
-    """The model's folder and some pictures as files."""
+    """Save the model and example images."""
     from headwise.io.images import ImagePreprocessor, to_png
 
     model.save_pretrained(out / "model")
@@ -107,7 +106,7 @@ def save(model: Any, out: Path, pixels: Tensor) -> None:
 
 
 def main() -> None:
-    """Train, or take the model that is there, and measure."""
+    """Train or load the model, and measure it."""
     import headwise as hw
 
     parser = argparse.ArgumentParser()
@@ -120,16 +119,16 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
         model, start = build(0), time.process_time()
         train(model)
-        print(f"trained in {time.process_time() - start:.0f} s of one core")
+        print(f"trained in {time.process_time() - start:.0f} s of CPU time")
         save(model, out, profile_pixels)
     attached = hw.load(out / "model")
     untyped: Any = attached
     full_loss, right = evaluate(untyped.model, eval_pixels, labels)
-    print(f"held out: loss {full_loss:.3f}, right {right:.3f} of {HELD_OUT}")
+    print(f"held-out loss {full_loss:.3f}, accuracy {right:.3f} on {HELD_OUT} images")
     start = time.process_time()
     profile = hw.profile(attached, out / "pictures")
     took = time.process_time() - start
-    print(f"profile: {len(profile)} heads, {PROFILED} pictures, {took:.1f} s of one core, {profile.family_size} tests")
+    print(f"profile: {len(profile)} heads, {PROFILED} images, {took:.1f} s of CPU time, {profile.family_size} tests")
     ablated = {}
     for head in profile.addresses:
         with attached.heads[str(head)].silenced():
@@ -158,7 +157,7 @@ def main() -> None:
         with hw.attach(build(seed).eval()) as random:
             random_profile = hw.profile(random, profile_pixels)
             false_positives.append(sum(bool(head.roles) for head in random_profile))
-    print(f"random models, heads with a role of {len(profile)} each: {false_positives}")
+    print(f"random models, number of heads with a role (of {len(profile)}): {false_positives}")
     profile.save(out / "heads.npz")
     profile.report(out / "heads.html", attached, name="shapes", sentences=sorted((out / "pictures").glob("*.png"))[:6])
     (out / "told.json").write_text(

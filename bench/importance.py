@@ -1,7 +1,7 @@
-"""Ablating every head: the sweep beside a forward pass of the whole model for each head. Same numbers, less time.
+"""Time of the ablation sweep compared with one full forward pass per head, with equal results.
 
 python -m bench.importance              both metrics, 15 rounds
-python -m bench.importance --rounds 5   quicker
+python -m bench.importance --rounds 5   faster
 """
 
 import argparse
@@ -27,7 +27,7 @@ NAIVE = "a forward pass per head"
 
 
 def make_targets(ids: Tensor, metric: str) -> TargetBatch:
-    """The next token everywhere, or the last one alone."""
+    """Return the next-token targets, or only the last one."""
     targets = ids[:, 1:].clone()
     if metric == "last":
         targets[:, :-1] = IGNORE_INDEX
@@ -35,7 +35,7 @@ def make_targets(ids: Tensor, metric: str) -> TargetBatch:
 
 
 def fast_sweep(model: hw.Transformer, batch: TargetBatch) -> Callable[[], Tensor]:
-    """What each text loses by each head, (heads, B)."""
+    """Return the loss increase of each text without each head, (heads, B)."""
     return lambda: ablation_sweep(
         model,
         batch,
@@ -45,7 +45,7 @@ def fast_sweep(model: hw.Transformer, batch: TargetBatch) -> Callable[[], Tensor
 
 
 def naive_sweep(model: hw.Transformer, batch: TargetBatch) -> Callable[[], Tensor]:
-    """The same as one would write it: silence a head, run the model, read off the loss at the rows asked about."""
+    """Compute the sweep naively: silence each head, run the full model and take the loss at the targets."""
     assert batch.targets is not None
     output, targets = model.output, batch.targets[:, -1:] if batch.target_positions is not None else batch.targets
     assert output is not None
@@ -96,7 +96,7 @@ def main() -> None:
         )
     console = Console(file=sys.stdout, width=110)
     heads = len(SPEC.head_addresses)
-    console.print(f"{machine()}. Below 1 in 'share': quicker than {NAIVE}.")
+    console.print(f"{machine()}. share below 1: faster than {NAIVE}.")
     title = f"all {heads} heads, batch {B}, {T} tokens, width {SPEC.width}, vocabulary {SPEC.vocab} ({rounds} rounds)"
     columns = ["metric", "naive ms", "sweep ms", "share", "quartiles", "share of FLOPs", "apart, nats"]
     console.print(make_table(title, columns, rows))

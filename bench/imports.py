@@ -1,4 +1,4 @@
-"""How long `import headwise` and `headwise --help` take, beside an empty Python and beside importing torch.
+"""Startup time of `import headwise` and `headwise --help`, compared with Python alone and with importing torch.
 
 python -m bench.imports
 """

@@ -1,7 +1,7 @@
-"""Our attention layer beside others: time of forward and of forward plus backward, and peak memory as n grows.
+"""Time and peak memory of the attention layer compared with other libraries, forward and backward.
 
-python -m bench.layer              everything, 31 rounds a size
-python -m bench.layer --rounds 7   quicker
+python -m bench.layer              all sizes, 31 rounds per size
+python -m bench.layer --rounds 7   faster
 """
 
 import argparse
@@ -26,7 +26,7 @@ BASE = "headwise"
 
 
 class HandWritten(nn.Module):
-    """The dozen lines everybody writes around SDPA: the bound on what a layer can reach."""
+    """A minimal layer around SDPA: the lower bound of the time."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class HandWritten(nn.Module):
         return self.out(z.transpose(1, 2).flatten(2))
 
 
-BuiltLayer = tuple[nn.Module, Callable[[Tensor], Tensor]]  # a module, and how it is called
+BuiltLayer = tuple[nn.Module, Callable[[Tensor], Tensor]]  # a module and a function that calls it
 
 
 def headwise_layer(width: int, heads: int, T: int, backend: str = "auto") -> BuiltLayer:
@@ -126,7 +126,7 @@ def time_layers(rounds: int, console: Console) -> None:
             for module, _ in layers.values():
                 module.train(mode != "forward")
             if T >= 8192:
-                candidates.pop("the same, with weights")  # 3 GB of maps: its memory is told below
+                candidates.pop("the same, with weights")  # 3 GB of maps
             timings = interleaved_timing(candidates, BASE, num_rounds)
             rows = [
                 [name, 1e3 * t.best, 1e3 * t.median, 1 / t.speed, f"{1 / t.high:.2f} – {1 / t.low:.2f}"]
@@ -138,7 +138,7 @@ def time_layers(rounds: int, console: Console) -> None:
 
 
 def memory(console: Console) -> None:
-    """Peak memory of one forward plus backward at width 768, 12 heads, batch 1; each in a process of its own."""
+    """Print the peak memory of forward plus backward at width 768, 12 heads, batch 1, in separate processes."""
     names = [*KERNEL_BUILDERS, *list(BUILDERS)[1:]]
     rows = [
         [name, *(process_peak_memory("bench.layer", "--memory-of", name, str(T)) for T in LENGTHS)] for name in names
@@ -151,7 +151,7 @@ def memory_of(name: str, T: int) -> float:
     torch.manual_seed(0)
     build = (BUILDERS | KERNEL_BUILDERS)[name]
     module, call = build(768, 12, 64)
-    backward(module, call, torch.randn(1, 64, 768))()  # whatever torch sets up once
+    backward(module, call, torch.randn(1, 64, 768))()  # one-time setup of torch
     x, (module, call) = torch.randn(1, T, 768), build(768, 12, T)
     return peak_memory(backward(module, call, x))
 
@@ -165,7 +165,7 @@ def main() -> None:
         print(memory_of(args.memory_of[0], int(args.memory_of[1])))
         return
     console = Console(file=sys.stdout, width=110)
-    console.print(f"{machine()}. Above 1 in 'times ours': slower than ours.")
+    console.print(f"{machine()}. 'times ours' above 1: slower than Headwise.")
     time_layers(args.rounds, console)
     memory(console)
 

@@ -1,9 +1,9 @@
-"""Loading a model beside transformers' from_pretrained: time to load, time to the first forward, peak memory.
+"""Time to load a model, time to the first forward pass and peak memory, compared with from_pretrained of transformers.
 
     python -m bench.load
 
-Every measurement has a process of its own, in which a tiny model of the same family was loaded first, so that imports do
-not count; the two sides take turns. Files are GPT-2 small's size and SmolLM2's, random weights, and the MiniLM bundle.
+Every measurement runs in a separate process, after loading a tiny model of the same family, so that imports do not count.
+Both libraries alternate. Files have the sizes of GPT-2 small and SmolLM2 with random weights, and the MiniLM bundle.
 """
 
 import argparse
@@ -48,7 +48,7 @@ LOADERS = {"headwise": hw.load, "headwise, unchecked": partial(hw.load, check=Fa
 
 
 def measure_load(loader: str, folder: str, tiny: str) -> dict[str, float]:
-    """In a process of its own."""
+    """Measure one load. Runs in a separate process."""
     load = LOADERS[loader]
     ids = torch.arange(16)[None]
     with torch.no_grad():
@@ -75,7 +75,7 @@ def main() -> None:
         print(json.dumps(measure_load(*args.measure)))
         return
     console = Console(file=sys.stdout, width=110)
-    console.print(f"{machine()}, {args.rounds} rounds; ratios above 1: headwise is quicker, or takes less.")
+    console.print(f"{machine()}, {args.rounds} rounds; ratios above 1: headwise is faster or uses less memory.")
     with tempfile.TemporaryDirectory() as scratch:
         folders = {kind: str(Path(scratch) / f"tiny-{kind}") for kind in TINY}
         for kind, config in TINY.items():
@@ -94,7 +94,7 @@ def main() -> None:
 def _compare(folder: str, tiny: str, rounds: int) -> tuple[list[str], list[list]]:
     measurements: dict[str, dict[str, list[float]]] = {loader: {} for loader in LOADERS}
     for turn in range(rounds):
-        for loader in sorted(LOADERS, reverse=bool(turn % 2)):  # they take turns in beginning
+        for loader in sorted(LOADERS, reverse=bool(turn % 2)):  # alternate the order
             command = [sys.executable, "-m", "bench.load", "--measure", loader, folder, tiny]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             for quantity, value in json.loads(done.stdout.splitlines()[-1]).items():

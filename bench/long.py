@@ -1,11 +1,11 @@
-"""Very long texts: a whole profile of SmolLM2 over one text, beside the plain pass. Each run is a process of its own.
+"""Time and memory of a profile of SmolLM2 over one very long text, compared with a plain forward pass.
 
 python -m bench.long                    8,192, 16,384 and 32,768 tokens: hours on one core
 python -m bench.long --lengths 8192 --rounds 3
-python -m bench.long --layers 2 --modes plain every   two of its thirty layers: every layer costs the same
+python -m bench.long --layers 2 --modes plain every   two of thirty layers; every layer has the same cost
 
-Time is processor time of one thread, so that it means something on a machine that does other things too. Lines are printed as
-they come; the ratio is to the plain pass of the same length and round.
+Each run is a separate process. Times are CPU times of one thread, which other work on the machine affects little. Results
+are printed as they arrive. Ratios are relative to the plain pass of the same length and round.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PROFILE_OPTIONS: dict[str, dict[str, Any]] = {"every": {"every": 16}, "full": {}
 
 
 def prepare(model: hw.Transformer, mode: str, tokens: int) -> Callable[[], object]:
-    """One text of so many tokens, and what is done with it."""
+    """Return a function that processes one text of `tokens` tokens in the given mode."""
     text = TEXT.read_text(encoding="utf-8")[: 6 * tokens]
     corpus = TokenizedCorpus.of(model, text, tokens).first(1)
     assert corpus.num_tokens == tokens, f"{TEXT} is too short"
@@ -52,7 +52,7 @@ def prepare(model: hw.Transformer, mode: str, tokens: int) -> Callable[[], objec
 
 
 def first_layers(model: hw.Transformer, layers: int) -> hw.Transformer:
-    """The same model with its first layers alone."""
+    """Return the model with only its first layers."""
     small = hw.Transformer(replace(model.spec, layers=layers)).eval()
     small.load_state_dict({name: value for name, value in model.state_dict().items() if name in small.state_dict()})
     small.tokenizer = model.tokenizer
@@ -60,7 +60,7 @@ def first_layers(model: hw.Transformer, layers: int) -> hw.Transformer:
 
 
 def run_single(mode: str, tokens: int, layers: int) -> None:
-    """In a process of its own: seconds, of a short text and of this one, and megabytes above what it held between them."""
+    """Print the seconds of a short and of this text, and the additional peak memory in MB. Runs in a separate process."""
     torch.set_num_threads(1)
     model = hw.load("smollm2")
     assert isinstance(model, hw.Transformer)

@@ -1,9 +1,9 @@
-"""Looking at every head beside not looking: time and memory of a full pass over one text.
+"""Time and memory of measuring every head, compared with a forward pass without measurement.
 
-python -m bench.look              512, 2048 and 4096 tokens
-python -m bench.look --rounds 3   quicker
-python -m bench.look --headwise-only       without dense maps and TransformerLens, which take nearly all of the time
-python -m bench.look --cpu-time       processor time of one thread, for a machine with other work
+python -m bench.look                       512, 2048 and 4096 tokens
+python -m bench.look --rounds 3            faster
+python -m bench.look --headwise-only       without dense maps and TransformerLens, which take most of the time
+python -m bench.look --cpu-time            CPU time of one thread, for a machine with other work
 """
 
 import argparse
@@ -37,7 +37,7 @@ BASE = "fused forward"
 
 
 def make_model(T: int) -> hw.Transformer:
-    """GPT-2 small's trunk, no vocabulary projection."""
+    """Return a model of the size of GPT-2 small without output layer."""
     torch.manual_seed(0)
     return hw.Transformer(replace(hw.preset("gpt2"), vocab=VOCAB, context=T, output="none")).eval()
 
@@ -45,7 +45,7 @@ def make_model(T: int) -> hw.Transformer:
 def make_batch(T: int) -> TokenBatch:
     ids = torch.randint(1, VOCAB, (1, T), generator=torch.Generator().manual_seed(1))
     ids[0, 0] = 0
-    sample = TextSample(0, 0, tuple(ids[0].tolist()), None, None)  # pyright: ignore[reportArgumentType]  # no text is shown here
+    sample = TextSample(0, 0, tuple(ids[0].tolist()), None, None)  # pyright: ignore[reportArgumentType]  # the text is not used
     return TokenBatch((sample,), ids, torch.ones_like(ids, dtype=torch.bool))
 
 
@@ -57,7 +57,7 @@ def run_with_listener(model: hw.Transformer, batch: TokenBatch, listener: Callab
 
 
 def make_flags() -> Tensor:
-    """Classes of tokens: a tenth of the vocabulary in each, and one special token, that texts begin with."""
+    """Return token classes with a tenth of the vocabulary each, and one special token at the start of texts."""
     flags = (torch.rand(VOCAB, len(CLASSES), generator=torch.Generator().manual_seed(2)) < 0.1).float()
     flags[:, CLASSES.index("special")] = torch.arange(VOCAB) == 0
     return flags
@@ -66,19 +66,19 @@ def make_flags() -> Tensor:
 def profile_pass(
     model: hw.Transformer, batch: TokenBatch, row_stride: int = 1, detail: str = "full"
 ) -> Callable[[], None]:
-    """Our pass: all surface measures and evidence, in row blocks; or what the fused kernel tells."""
+    """Return a pass with all surface metrics in row blocks, or with the metrics of the fused kernel."""
     metrics, observers = default_metrics(make_flags()), [TopContexts(HEADS)]
-    runner = MetricRunner(Accumulator(HEADS), metrics, row_stride, detail, observers)  # one for the full corpus
+    runner = MetricRunner(Accumulator(HEADS), metrics, row_stride, detail, observers)  # one runner for the full corpus
 
     def work() -> None:
-        runner.reset_batch()  # every text is new
+        runner.reset_batch()  # each text is a new batch
         run_with_listener(model, batch, lambda call, first: runner.on_call(call, batch, first))
 
     return work
 
 
 def dense_pass(model: hw.Transformer, batch: TokenBatch) -> Callable[[], None]:
-    """What one would write: every map whole, and the same kinds of measures on it."""
+    """Return a naive pass that computes the same metrics from full attention maps."""
     flags = make_flags()[batch.ids[0]]
 
     def listener(call: AttentionCall, first: int) -> None:
@@ -103,7 +103,7 @@ def dense_pass(model: hw.Transformer, batch: TokenBatch) -> Callable[[], None]:
 
 
 def transformer_lens_pass(batch: TokenBatch) -> Callable[[], object]:
-    """TransformerLens, the patterns of all layers kept, nothing measured on them; a model of the same size."""
+    """Return a pass of TransformerLens on a model of the same size that caches all patterns, without metrics."""
     from transformer_lens.model_bridge.sources.native import boot  # pyright: ignore[reportMissingImports]
 
     spec = hw.preset("gpt2")
@@ -130,7 +130,7 @@ def plain_pass(model: hw.Transformer, batch: TokenBatch) -> Callable[[], Tensor]
 
 
 def print_memory(mode: str, T: int) -> None:
-    """In a process of its own: the rise above the model and its first forward."""
+    """Print the peak memory above the model and its first forward pass. Runs in a separate process."""
     model, batch = make_model(T), make_batch(T)
     work = {"forward": plain_pass, "full": profile_pass, "dense": dense_pass}[mode](model, batch)
     plain_pass(model, make_batch(64))()
@@ -142,10 +142,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument(
-        "--long", type=int, default=32768, help="one long text, one block of rows in 16; 0: leave it out"
+        "--long", type=int, default=32768, help="tokens of one long text, measured with row stride 16; 0: skip"
     )
-    parser.add_argument("--headwise-only", action="store_true", help="leave the other ways to do it out")
-    parser.add_argument("--cpu-time", action="store_true", help="count the processor time of one thread")
+    parser.add_argument("--headwise-only", action="store_true", help="skip the other implementations")
+    parser.add_argument("--cpu-time", action="store_true", help="measure the CPU time of one thread")
     parser.add_argument("--memory", nargs=2)
     options = parser.parse_args()
     if options.memory:
@@ -156,7 +156,7 @@ def main() -> None:
         torch.set_num_threads(1)
         clock = time.process_time
     console = Console()
-    console.print(f"GPT-2 small's trunk, one text; {machine()}", highlight=False)
+    console.print(f"Model of the size of GPT-2 small without output layer, one text; {machine()}", highlight=False)
     rows = []
     for T in options.lengths:
         model, batch = make_model(T), make_batch(T)

@@ -1,4 +1,4 @@
-"""Fair timing on a noisy machine: contestants take turns, and what is reported is a ratio with its spread."""
+"""Timing on a noisy machine: candidates alternate, and results are ratios with quartiles."""
 
 import gc
 import statistics
@@ -13,12 +13,12 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one contestant, and how many times quicker or slower than the base it was, round by round."""
+    """Seconds of one candidate, and its speed relative to the base candidate per round."""
 
     best: float
     median: float
-    speed: float  # median over rounds of base time / own time: above 1 is quicker than the base
-    low: float  # quartiles of the same
+    speed: float  # median over rounds of base time / own time; above 1 is faster than the base
+    low: float  # quartiles of `speed`
     high: float
 
 
@@ -28,8 +28,10 @@ def interleaved_timing(
     rounds: int = 15,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Run everyone once a round, in a rotating order, and compare inside each round. `time.process_time` as the clock counts
-    what the processor did for us alone: for one thread on a busy machine."""
+    """Run all candidates once per round in rotating order and compare within each round.
+
+    Use `time.process_time` as the clock for single-threaded candidates on a busy machine.
+    """
     names = list(candidates)
     for name in names:
         candidates[name]()  # warm up
@@ -54,11 +56,11 @@ def interleaved_timing(
 
 
 def process_peak_memory(module: str, *arguments: str) -> float:
-    """Run `python -m module arguments` on its own and read the number it prints: megabytes at its peak."""
+    """Run `python -m module arguments` in a separate process and return the peak memory in MB that it prints."""
     done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=True)
     return float(done.stdout.strip().splitlines()[-1])
 
 
 def machine() -> str:
-    """What the figures were taken on."""
+    """Describe the CPU and the software versions."""
     return f"torch {torch.__version__}, {torch.get_num_threads()} threads, CPU"

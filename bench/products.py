@@ -1,10 +1,10 @@
-"""Torch's products of one row at SmolLM2's shapes, one thread: processor time for all of a step, and the error.
+"""Matrix-vector products of torch at the shapes of SmolLM2, one thread: CPU time per step, and error.
 
 python -m bench.products
 
-Some are deprecated or private; one that is missing or fails on this machine is told as such. Errors are those of outputs
-against the float32 product, on normal numbers: they hold what weights lose at these bits too (rounded by row, or in groups
-of 32 for int4), and what inputs lose where an operator rounds these.
+Some operators are deprecated or private; missing or failing ones are listed as such. Errors are relative to the float32
+product on normal random numbers. They include the quantization of the weights (per row, or in groups of 32 for int4) and of
+the inputs, if the operator quantizes them.
 """
 
 import sys
@@ -23,13 +23,13 @@ from headwise.kernels.matmul_tuner import MATMUL_KERNELS
 from headwise.kernels.prepacked_fp16 import PREPACKERS
 from headwise.ui.terminal_table import make_table
 
-SHAPES = {  # outputs, inputs, how many
+SHAPES = {  # outputs, inputs, number of matrices
     "q, k, v": (960, 576, 30), "o": (576, 576, 30), "gate, up": (3072, 576, 30), "down": (576, 1536, 30),
     "vocabulary": (49152, 576, 1),
 }  # fmt: skip
 ROUNDS, GROUP_SIZE = 5, 32
 
-Candidate = tuple[Callable[[Tensor], Any], Callable[[Tensor, Any], Tensor]]  # laid out, and multiplied
+Candidate = tuple[Callable[[Tensor], Any], Callable[[Tensor, Any], Tensor]]  # prepare the weights, multiply
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ CANDIDATES: dict[str, Candidate] = {
 
 
 def measure_candidate(candidate: Candidate, weights: list[Tensor], x: Tensor) -> tuple[float, float]:
-    """Milliseconds for all weights, the best turn, and the largest relative error."""
+    """Return the best milliseconds for all weights, and the largest relative error."""
     pack, multiply = candidate
     packed_weights = [pack(weight) for weight in weights]
     errors, best = [], float("inf")
@@ -124,7 +124,7 @@ def main() -> None:
     console = Console(file=sys.stdout, width=140)
     console.print(make_table(f"Milliseconds, {machine()}", ["product", "all", *SHAPES, "error"], rows))
     for name, problem in failed.items():
-        console.print(f"{name}: not here ({problem})")
+        console.print(f"{name}: not available ({problem})")
 
 
 if __name__ == "__main__":

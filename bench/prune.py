@@ -1,8 +1,8 @@
-"""How many heads a real model can lose: the curve of loss against heads kept, and a half cut healed.
+"""Pruning curve of a pretrained model, and recovery after pruning half of its heads.
 
-python -m bench.prune smollm2 --out F   decoder, next tokens of WikiText-2; the better part of an hour on one core
-python -m bench.prune minilm --out F    encoder, 1 − cosine of what it says of a text
-Both read $HEADWISE_DATA/wikitext-2. In F: rankings, curve.json, curve.svg; what is there already is not done again.
+python -m bench.prune smollm2 --out F   decoder, next-token loss on WikiText-2; almost an hour on one core
+python -m bench.prune minilm --out F    encoder, 1 − cosine of its text embeddings
+Both read $HEADWISE_DATA/wikitext-2. F contains the rankings, curve.json and curve.svg, which are reused.
 """
 
 import argparse
@@ -29,7 +29,7 @@ HALF = 0.5
 
 
 def paragraphs(part: str, count: int, tokens: int, model: ModelProtocol) -> list[str]:
-    """So many paragraphs, spread evenly over the articles, each cut to so many tokens."""
+    """Return evenly spaced paragraphs, truncated to a number of tokens."""
     lines = [line.strip() for line in (DATA / part).read_text(encoding="utf-8").splitlines() if len(line) > 5 * tokens]
     tokenizer = model.tokenizer
     assert tokenizer is not None
@@ -40,11 +40,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=("smollm2", "minilm"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--selection-texts", type=int, default=16, help="paragraphs that heads are ranked on")
-    parser.add_argument("--evaluation-texts", type=int, default=48, help="other paragraphs, that cuts are judged by")
-    parser.add_argument("--tokens", type=int, default=128, help="of a paragraph")
-    parser.add_argument("--seeds", type=int, default=3, help="random cuts at each share")
-    parser.add_argument("--recover-steps", type=int, default=100, help="steps; 0: none")
+    parser.add_argument("--selection-texts", type=int, default=16, help="paragraphs on which heads are ranked")
+    parser.add_argument("--evaluation-texts", type=int, default=48, help="other paragraphs for the evaluation")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per paragraph")
+    parser.add_argument("--seeds", type=int, default=3, help="random prunings per fraction")
+    parser.add_argument("--recover-steps", type=int, default=100, help="steps of recovery fine-tuning; 0: none")
     options = parser.parse_args()
     model = hw.load(options.model)
     part = (("validation" if (DATA / "validation.txt").is_file() else "valid") + ".txt", "test.txt")
@@ -88,7 +88,7 @@ def main() -> None:
             "progress": False,
         }
         recovery = partial(recover, corpus=text, **recipe)
-        print(f"Healed is trained {options.recover_steps} steps of {4 * options.tokens} tokens of the validation text.")
+        print(f"Recovery: {options.recover_steps} steps of {4 * options.tokens} tokens of the validation text.")
     with show_progress() as progress:
         pruning_report = report(
             model,

@@ -1,11 +1,11 @@
-"""The last rung on SmolLM2, with other seeds: which heads stay, of those that were causal by ablation alone.
+"""Causal tests of SmolLM2 with several seeds, and the heads that an earlier, weaker rule called causal.
 
-    python -m bench.rung --out rung.jsonl      # kept seed by seed; started again it goes on
-    python -m bench.rung --prompts --out prompts.jsonl   # roles on prompts of their own, and seeds of their own
+`python -m bench.rung --out causal.jsonl`              stored seed by seed; run again to resume
+`python -m bench.rung --prompts --out prompts.jsonl`   roles with prompts of their own, with other seeds
 
-Roles are found once, over the probe set. Then the rung is tried with each seed: it draws the texts and the lists. The eleven
-induction heads are those that an earlier rule called causal: with their mean over other texts in their place the second copy
-of random tokens lost more than by other heads of their layer, and nothing else was asked.
+Roles are found once on the probe set. The causal test is repeated with each seed, which draws its texts and lists. The eleven
+induction heads are those of an earlier rule: mean ablation increased the loss on the second copy of random tokens more than
+ablation of the other heads of the layer, without further controls.
 """
 
 import argparse
@@ -18,19 +18,19 @@ import torch
 import headwise as hw
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.causal_test import causal_test
-from headwise.analysis.roles.collect import ProfileSampleCollector
+from headwise.analysis.roles.collect import RetainedTextCollector
 from headwise.analysis.roles.profile_result import Profile
 from headwise.model import ModelProtocol, eval_mode
 
-SEEDS = (501, 502, 503, 504, 505)  # the first is the one that is told
+SEEDS = (501, 502, 503, 504, 505)  # the table shows the first
 PROMPT_SEEDS = (611, 612, 613, 614, 615)
 EARLIER_CAUSAL = ("17.3", "18.6", "18.7", "20.3", "20.6", "21.7", "22.4", "22.7", "23.7", "23.8", "24.2")
 
 
 def test_seed(
-    model: ModelProtocol, profile: Profile, samples: ProfileSampleCollector, seed: int, prompts: bool
+    model: ModelProtocol, profile: Profile, samples: RetainedTextCollector, seed: int, prompts: bool
 ) -> list[dict[str, object]]:
-    """What every head that was tried showed."""
+    """Return the causal test of every candidate head for one seed."""
     candidates = [
         [evidence for evidence in entries if bool(evidence.family_size) == prompts] for entries in profile.evidence
     ]
@@ -49,7 +49,7 @@ def test_seed(
 
 
 def main() -> None:
-    """Every seed that is not there yet, then a table."""
+    """Run the seeds without results, then print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("rung.jsonl"))
     parser.add_argument("--prompts", action="store_true")
@@ -62,7 +62,7 @@ def main() -> None:
         model = hw.load("smollm2")
         corpus = TokenizedCorpus.of(model, None)
         profile = hw.profile(model, corpus, causal=False, prompts=options.prompts)
-        samples = ProfileSampleCollector(keep_for_causal_test=True)
+        samples = RetainedTextCollector(keep_for_causal_test=True)
         for sample in corpus:
             samples.add_text(sample)
             samples.add_document(sample)
@@ -86,13 +86,13 @@ def main() -> None:
         tried = sum(row["causal_p"] is not None for row in seed_rows)
         if options.prompts:
             print(
-                f"seed {seed}: {tried} tried; causal: {' '.join(r['head'] for r in seed_rows if r['rung'] == 'causal')}"
+                f"seed {seed}: {tried} tested; causal: {' '.join(r['head'] for r in seed_rows if r['rung'] == 'causal')}"
             )
             continue
         causal_heads = [
             head for head in EARLIER_CAUSAL if any(r["head"] == head and r["rung"] == "causal" for r in seed_rows)
         ]
-        print(f"seed {seed}: {tried} tried; of the eleven {len(causal_heads)} stay: {' '.join(causal_heads)}")
+        print(f"seed {seed}: {tried} tested; {len(causal_heads)} of the eleven are causal: {' '.join(causal_heads)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Characters of Shakespeare, 2000 steps on a CPU: nanoGPT's own setting, and a recipe of ours at the same number of tokens.
+"""Training on characters of Shakespeare, 2000 steps on a CPU: the setting of nanoGPT and a recipe with as many tokens.
 
 python -m bench.shakespeare             three seeds each, minutes; reads $HEADWISE_DATA/tinyshakespeare/input.txt
-python -m bench.shakespeare --seeds 1   quicker
+python -m bench.shakespeare --seeds 1   faster
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""The rule by which any architecture of transformers is made tiny: known sizes of its configuration become small ones.
+"""Tiny configurations of any architecture of transformers, by reducing the known sizes of its configuration.
 
-Nothing here knows an architecture. A field is known by its name; what it says is replaced, in the configuration and in those
-inside it. What transformers cannot build or run then is told, with its own words, and counted as not built.
+No rule is specific to an architecture. Fields are recognized by name and replaced in the configuration and its nested
+configurations. A configuration that transformers cannot build or run counts as not built, with the error message.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from typing import Any
 
 LAYERS, HEADS, KV_HEADS, WIDTH, HEAD_DIM, VOCAB = 2, 4, 2, 32, 8, 99
 
-# Fields that become one small number where they hold a larger one.
+# Fields that are reduced to one small number if they are larger.
 LAYER_COUNT_FIELDS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 HEAD_COUNT_FIELDS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
@@ -63,10 +63,10 @@ SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (5, ("sliding_window", "local_attention")),
 )  # fmt: skip
 SMALL_SIZES = {name: size for size, names in SIZES for name in names}
-# Fields with an entry for every layer: as many as there are layers now, those first that are of a kind not seen before.
+# Fields with one entry per layer: reduced to the new number of layers, new kinds of layers first.
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "attn_type_list", "no_rope_layers", "indexer_types",
              "hybrid_override_pattern")  # fmt: skip
-# Numbers of layers: those that there are no more are left out.
+# Layer indices: those of removed layers are left out.
 LAYER_NUMBERS = ("cross_attention_layers", "mlp_only_layers", "global_attn_indexes", "fullatt_block_indexes",
                  "deepstack_visual_indexes", "attn_layer_indices", "global_attention_layers", "hybrid_layer_ids",
                  "full_attn_idxs", "intermediate_layers_indices")  # fmt: skip
@@ -76,7 +76,7 @@ DERIVED_FIELDS = (
     "stage_names",
     "mamba_headdim",
     "attention_head_dim",
-)  # from other sizes
+)  # derived from other sizes
 ROTARY = ("rope_parameters", "rope_scaling")
 WIDTHS = re.compile(
     r"size|dim|width|channels|d_model|embd|rank|inner|d_ff|d_kv|d_head|headdim|features|axial_pos_embds"
@@ -84,7 +84,7 @@ WIDTHS = re.compile(
 NOT_WIDTHS = re.compile(
     r"vocab|patch|image|kernel|window|group|batch|input|crop|grid|chunk|_id|in_channels|num_channels"
 )
-# What is filled in where nothing is told, and what must fit together.
+# Values for missing fields, and values that must be consistent.
 DEFAULT_VALUES: dict[str, Any] = {
     "num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB, "num_experts": 8, "num_experts_per_tok": 2,
     "top_k_experts": 2, "n_routed_experts": 8, "moe_intermediate_size": 64, "prediction_length": 4, "sliding_window": 5,
@@ -101,15 +101,15 @@ NOT_LAYER_COUNTS = tuple(name for name in SIZES[0][1] if "expert" in name or "to
 
 
 def tiny_configs(config_class: type[Any], model: type[Any]) -> Iterator[Any]:
-    """Configurations of this class with small sizes, for a model class: one rule after another, smallest first.
+    """Yield configurations with small sizes for a model class, smallest first.
 
-    All sizes small; besides, sizes that are not told filled in; widths divided by one number, so that products stay what they
-    were; few layers and few words only; as it is.
+    The rules in order: all sizes small; missing sizes filled in as well; all widths divided by one number, so that their
+    ratios remain; only few layers and a small vocabulary; unchanged.
     """
     own_class: Any = getattr(model, "config_class", None)
     config_class = (
         own_class if own_class in getattr(config_class, "sub_configs", {}).values() else config_class
-    )  # the model is of one part of it
+    )  # the model uses a nested configuration
     defaults = config_class().to_dict()
     module = sys.modules.get(model.__module__)
     source = "" if module is None else inspect.getsource(module)
@@ -124,7 +124,7 @@ def tiny_configs(config_class: type[Any], model: type[Any]) -> Iterator[Any]:
 
 
 def shrink_and_fill(fields: dict[str, Any]) -> dict[str, Any]:
-    """All sizes small, sizes that a configuration leaves open filled in, and experts in groups of two."""
+    """Reduce all sizes, fill in missing sizes, and use expert groups of two."""
     small = shrink(fields)
     for name, value in small.items():
         if isinstance(value, dict) and name not in (*ROTARY, "id2label", "label2id"):
@@ -135,7 +135,7 @@ def shrink_and_fill(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def divide_widths(fields: dict[str, Any]) -> dict[str, Any]:
-    """Few layers, and every width an eighth."""
+    """Reduce the layers, and divide every width by eight."""
     small = shrink_depth(fields)
     small |= {name: EXPERTS[name] for name, value in fields.items() if name in EXPERTS and type(value) is int}
     for name, value in small.items():
@@ -153,7 +153,7 @@ def _eighth(value: Any) -> Any:
 
 
 def shrink_depth(fields: dict[str, Any]) -> dict[str, Any]:
-    """Few layers and few words; widths as they are."""
+    """Reduce the layers and the vocabulary, but not the widths."""
     small = shrink(fields)
     result = dict(fields)
     for name, value in fields.items():
@@ -167,7 +167,7 @@ def shrink_depth(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split_rotary_sections(fields: dict[str, Any]) -> None:
-    """Where positions have three axes, channels are shared out among them, though the configuration may not say so."""
+    """Set the channel sections of three-axis positions, even if the configuration does not have them."""
     for name, value in fields.items():
         if isinstance(value, dict):
             if name == "rope_parameters" and "rope_theta" in value:
@@ -178,12 +178,12 @@ def _split_rotary_sections(fields: dict[str, Any]) -> None:
 
 
 def shrink(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration, and of those inside it, with small sizes."""
+    """Return the fields of a configuration and its nested configurations with small sizes."""
     kinds = next((fields[name] for name in PER_LAYER if isinstance(fields.get(name), list | tuple)), ())
     kept_layers = _representative_layers(kinds)
     field_counts = {len(kinds)} | {
         fields[name] for name in LAYER_COUNT_FIELDS if isinstance(fields.get(name), int)
-    }  # layers there were
+    }  # original numbers of layers
     kept_layers = kept_layers or list(range(LAYERS))
     small = {name: _shrink_field(name, value) for name, value in fields.items() if name not in DERIVED_FIELDS}
     small |= {name: len(kept_layers) for name in LAYER_COUNT_FIELDS if isinstance(fields.get(name), int)}
@@ -193,7 +193,7 @@ def shrink(fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(fields.get("per_layer_config"), dict):
         per_layer = fields["per_layer_config"]
         small["per_layer_config"] = {i: shrink(per_layer[n]) for i, n in enumerate(kept_layers) if n in per_layer}
-    for name in ("num_key_value_heads", "num_kv_heads"):  # keys that were not shared stay so
+    for name in ("num_key_value_heads", "num_kv_heads"):  # models without shared keys stay without
         heads = next(
             (fields[field_counts] for field_counts in HEAD_COUNT_FIELDS if isinstance(fields.get(field_counts), int)),
             None,
@@ -204,7 +204,7 @@ def shrink(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _representative_layers(kinds: Any) -> list[int]:
-    """Two layers, or one of every kind."""
+    """Return two layers, or one of each kind."""
     firsts = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values()) if kinds else []
     if len(firsts) == 1 and len(kinds) > 1:
         firsts.append(1)
@@ -233,7 +233,7 @@ def _shrink_field(name: str, value: Any) -> Any:
 
 
 def _shrink_rotary(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Positions as they were, but sections that share out channels share out fewer."""
+    """Return the position settings with smaller channel sections."""
     small = {name: _shrink_rotary(value) if isinstance(value, dict) else value for name, value in parameters.items()}
     if "mrope_section" in small:
         small["mrope_section"] = [2, 1, 1]

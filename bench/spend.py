@@ -1,28 +1,27 @@
-"""What caches by head bring and cost: half of SmolLM2's key heads streaming, the first 4 tokens and the last 128 (--last).
+"""Memory, speed and loss of KV caches per head: half of the KV heads of SmolLM2 stream (4 sink tokens, --window 128).
 
-python -m bench.spend cache --out F               everything below; the better part of two hours on one core
-python -m bench.spend cache --out F --only loss   past what is kept, whole and by each way to choose, at --lengths
-  also: bytes (of a cache, and what the process grew by), speed (of writing on), passkeys, prompt (peak memory of a long one)
-python -m bench.spend bits smollm2 --out F        what few bits cost (bench.bits, with its options)
-python -m bench.spend generate                    what is written a second, here and elsewhere (bench.generate)
-python -m bench.spend products                    torch's products of one row (bench.products)
-python -m bench.spend claim --full                claim 26: few bits and heads (headwise claims 26)
-Reads $HEADWISE_DATA/wikitext-2: heads are chosen on the validation text, judged by the test text. In F: plans and figures;
-what is there already is not done again.
+python -m bench.spend cache --out F               all parts below; almost two hours on one core
+python -m bench.spend cache --out F --only loss   loss after the window, for the full cache and each ranking, at --lengths
+  other parts: bytes (cache and process memory), speed (of generation), passkeys, prompt (peak memory of long prompts)
+python -m bench.spend bits smollm2 --out F        cost of quantization (bench.bits, with its options)
+python -m bench.spend generate                    generation speed, also of other engines (bench.generate)
+python -m bench.spend products                    matrix-vector products of torch (bench.products)
+python -m bench.spend claim --full                claim 26 on bits and heads (headwise claims 26)
+Reads $HEADWISE_DATA/wikitext-2: heads are selected on the validation text and evaluated on the test text. F contains plans
+and results, which are reused.
 
-The aim at 4096 tokens is 1.8 times fewer bytes for at most .03 nats. The rule by which it is tried, set before it was run:
---last 384, the largest multiple of 128 that leaves 1.8 (1 / (.5 + .5 · 388 / 4096) = 1.83); --by writes in --rounds 5, on
---choose 2 texts of the validation text of --choose-length 2048; judged by --judge 2 texts of the test text past token 388,
-beside --seeds 2 random plans, and by --cases 5 pass keys of 4096 tokens, counted where the whole model has them. The mean
-over the texts decides.
+Goal at 4096 tokens: a cache 1.8 times smaller with a loss increase of at most 0.03 nats. The mean over the texts decides.
+Each protocol was fixed before its run:
 
-So chosen, 1 of 5 pass keys was kept. A second rule, set before it was run: the same with --spare .25, so that the quarter of
-the key heads which finds most of what is repeated or to be copied never streams, and with other pass keys, --pass-seed 1.
-
-So chosen, the loss was .0302 more and 3 of 3 pass keys were kept. A third rule, set before it was run: the same with --last
-448, the largest multiple of 64 that leaves 1.8 (1 / (.5 + .5 · 452 / 4096) = 1.801); judged by texts nobody has looked at,
---judge 4 --between (one, three, five and seven eighths into the test text), past token 452, without random plans, and by
---cases 5 --pass-seed 2.
+1. --window 384, the largest multiple of 128 with a ratio of at least 1.8 (1 / (0.5 + 0.5 · 388 / 4096) = 1.83); --ranking
+   output in --rounds 5 on --selection-texts 2 of --selection-length 2048; evaluation on --evaluation-texts 2 after token 388,
+   with --seeds 2 random plans and --cases 5 passkeys of 4096 tokens, counted among those that the full cache retrieves.
+   Result: 1 of 5 passkeys retrieved.
+2. Protocol 1 with --protected-fraction 0.25 (the KV heads with the highest retrieval scores never stream) and --pass-seed 1.
+   Result: loss increase 0.0302, 3 of 3 passkeys retrieved.
+3. Protocol 2 with --window 448, the largest multiple of 64 with a ratio of at least 1.8 (1 / (0.5 + 0.5 · 452 / 4096) =
+   1.801); evaluation on unseen texts (--evaluation-texts 4 --other-texts) after token 452, without random plans, and with
+   --cases 5 --pass-seed 2.
 """
 
 import argparse
@@ -56,7 +55,7 @@ from headwise.ui.progress import show_progress
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
 SINK_TOKENS = 4
-CHUNK = 256  # tokens of a prompt at a time
+CHUNK = 256  # prompt tokens per chunk
 PARTS = ("loss", "bytes", "speed", "passkeys", "prompt")
 
 
@@ -67,13 +66,13 @@ def load_model() -> Transformer:
 
 
 def tokens_of(model: Transformer, part: str) -> torch.Tensor:
-    """All tokens of a part of the corpus: (N,)"""
+    """Return all tokens of a part of the corpus, (N,)."""
     assert model.tokenizer is not None
     return torch.tensor(model.tokenizer.encode((DATA / part).read_text(encoding="utf-8")))
 
 
 def texts(model: Transformer, part: str, length: int, count: int, between: bool = False) -> list[torch.Tensor]:
-    """So many texts, spread evenly: (1, length) each. `between`: those that begin half way from one to the next."""
+    """Return evenly spaced texts, (1, length) each. `between` shifts them by half of their spacing."""
     ids = tokens_of(model, part)
     return [ids[None, (2 * i + between) * (len(ids) - length) // (2 * count) :][:, :length] for i in range(count)]
 
@@ -91,7 +90,7 @@ def plan_file(options: argparse.Namespace, ranking: str, seed: int = 0) -> Path:
 
 
 def load_or_make_plan(model: Transformer, ranking: str, options: argparse.Namespace, seed: int = 0) -> hw.Plan:
-    """The plan, made once."""
+    """Load the plan, or create and save it."""
     saved = plan_file(options, ranking, seed)
     if not saved.is_file():
         assert model.tokenizer is not None
@@ -115,7 +114,7 @@ def load_or_make_plan(model: Transformer, ranking: str, options: argparse.Namesp
             )
             plan = hw.plan_streaming(model, request, progress=progress)
         plan.save(saved)
-        print(f"chosen by {ranking} in {time.perf_counter() - start:.0f} s")
+        print(f"ranked by {ranking} in {time.perf_counter() - start:.0f} s")
     return hw.Plan.load(saved)
 
 
@@ -125,9 +124,9 @@ def streaming_heads(plan: hw.Plan) -> tuple[Address, ...]:
 
 @torch.no_grad()
 def measure_loss(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
-    """Loss of the tokens past what streaming heads keep, text by text, and what each plan adds, with 95 % intervals.
+    """Measure the loss of the tokens after the window, per text, and the increase by each plan, with 95% intervals.
 
-    Each loss is kept as soon as it is known, so that a run which stops goes on.
+    Each loss is stored at once, so that a stopped run can be resumed.
     """
     losses, summary = {}, {}
     plans: dict[str, hw.Plan | None] = {
@@ -163,19 +162,19 @@ def _loss_of(model: Transformer, ids: torch.Tensor, plan: hw.Plan | None, start:
 
 
 def _mean_increase(values: list[float], full_values: list[float]) -> tuple[float, float, float]:
-    """The mean of what texts lose more, with Student's interval over them."""
+    """Return the mean loss increase with the interval of Student's t over texts."""
     statistic = Statistic.mean_of([value - full_value for value, full_value in zip(values, full_values, strict=True)])
     low, high = (float("nan") if end is None else end for end in (statistic.low, statistic.high))
     return statistic.mean, low, high
 
 
 def resident() -> int:
-    """Bytes of memory the process holds now."""
+    """Return the current memory of the process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def filled_cache(spec: ModelSpec, length: int) -> ModelCache:
-    """A cache that holds so many tokens, random ones: neither bytes nor seconds depend on what they say."""
+    """Return a cache filled with random tokens; bytes and seconds do not depend on their values."""
     model_cache = ModelCache(spec)
     for address, cache in model_cache.layers.items():
         layer = spec.attention_at(address)
@@ -188,10 +187,10 @@ def filled_cache(spec: ModelSpec, length: int) -> ModelCache:
 
 
 def print_cache_bytes(options: argparse.Namespace) -> None:
-    """In a process of its own: the bytes of a cache, and what the process grew by while it was filled."""
+    """Print the bytes of a cache and the growth of the process while it is filled. Runs in a separate process."""
     model = load_model()
     spec = model.spec if options.cache_memory_of == "plain" else hw.Plan.load(options.cache_memory_of).cache_spec()
-    ctypes.CDLL(None).malloc_trim(0)  # what loading has freed goes back, else the cache would be put there unnoticed
+    ctypes.CDLL(None).malloc_trim(0)  # return freed memory, which the cache would otherwise reuse
     before = resident()
     cache = filled_cache(spec, options.lengths[0])
     print(json.dumps({"cache": cache.nbytes, "process": resident() - before}))
@@ -228,7 +227,7 @@ def measure_bytes(model: Transformer, options: argparse.Namespace) -> dict[str, 
 
 @torch.no_grad()
 def measure_speed(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a token, both caches in turn; `cpu` counts what this process alone took."""
+    """Return the seconds per token of both caches, alternating. `cpu` measures CPU time."""
     results, plan = {}, load_or_make_plan(model, options.ranking[0], options)
     for length in options.lengths:
         caches = {"plain": filled_cache(model.spec, length), "half": filled_cache(plan.cache_spec(), length)}
@@ -239,7 +238,7 @@ def measure_speed(model: Transformer, options: argparse.Namespace) -> dict[str, 
             for name in sorted(caches, reverse=bool(turn % 2)):
                 began, counted = time.perf_counter(), time.process_time()
                 model(token, cache=caches[name])
-                if turn > 1:  # the first makes room
+                if turn > 1:  # the first turn allocates memory
                     wall[name].append(time.perf_counter() - began)
                     cpu[name].append(time.process_time() - counted)
         ratios = results[str(length)] = {"wall": speed_ratio(wall), "cpu": speed_ratio(cpu)}
@@ -249,7 +248,7 @@ def measure_speed(model: Transformer, options: argparse.Namespace) -> dict[str, 
 
 
 def speed_ratio(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Medians, and how many times quicker, turn by turn."""
+    """Return the medians and the quartiles of the speedup."""
     ratios = [plain / half for plain, half in zip(seconds["plain"], seconds["half"], strict=True)]
     low, middle, high = quantiles(ratios, n=4)
     medians = {name: median(several) for name, several in seconds.items()}
@@ -262,7 +261,7 @@ def speed_ratio(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def measure_passkeys(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
-    """Of the cases the whole model answers, how many it still answers."""
+    """Count the passkeys that are still retrieved among those that the full cache retrieves."""
     results, plans = (
         {},
         {
@@ -284,7 +283,7 @@ def measure_passkeys(model: Transformer, options: argparse.Namespace) -> dict[st
 
 
 def measure_prompt_memory(model: Transformer, options: argparse.Namespace) -> dict[str, Any]:
-    """Megabytes beside weights and cache at the peak of reading prompts, whole and in chunks, each in its own process."""
+    """Measure the peak memory of prompts in MB, without weights and cache, at once and in chunks, in separate processes."""
     results: dict[str, Any] = {}
     for length in options.prompts:
         entry = results[str(length)] = {}
@@ -299,17 +298,15 @@ def measure_prompt_memory(model: Transformer, options: argparse.Namespace) -> di
 
 
 def print_prompt_peak(options: argparse.Namespace) -> None:
-    """In a process of its own: megabytes at the peak of reading a prompt, beside what was there before and the cache."""
-    small = hw.preset("smollm2-135m").resized(
-        layers=2, context=1 << 16
-    )  # what is measured is one layer's, and the output's
+    """Print the peak memory of a prompt in MB, without weights and cache. Runs in a separate process."""
+    small = hw.preset("smollm2-135m").resized(layers=2, context=1 << 16)  # the peak is that of one layer and the output
     model = Transformer(small)
     ids = torch.arange(options.lengths[0])[None] % 1000
     cache = model.cache()
     model.generate(ids[:, :64], 1, prompt_chunk=options.peak)
     memory = peak_memory(
         lambda: model.generate(ids, 1, cache=cache, prompt_chunk=options.peak)
-    )  # a child's own peak begins with ours
+    )  # the peak of a child starts at that of its parent
     print(memory - cache.nbytes / (1 << 20))
 
 
@@ -330,20 +327,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument("--prompts", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--ranking", nargs="+", default=["output"], help="ways to choose; the first is timed")
-    parser.add_argument("--fraction", type=float, default=0.5, help="of the key heads that stream")
-    parser.add_argument("--window", type=int, default=128, help="tokens at the end that streaming heads keep")
-    parser.add_argument("--rounds", type=int, default=1, help="in which key heads are chosen")
-    parser.add_argument("--protected-fraction", type=float, default=0.0, help="of the KV heads: induction heads")
-    parser.add_argument("--pass-seed", type=int, default=0, help="other pass keys")
-    parser.add_argument("--selection-texts", type=int, default=6, help="texts that heads are chosen on")
-    parser.add_argument("--selection-length", type=int, default=2048, help="tokens of each")
-    parser.add_argument("--seeds", type=int, default=2, help="random plans")
-    parser.add_argument("--steps", type=int, default=60, help="of gates")
-    parser.add_argument("--evaluation-texts", type=int, default=4, help="texts of each length")
-    parser.add_argument("--other-texts", action="store_true", help="other texts, half way between those")
-    parser.add_argument("--tokens", type=int, default=24, help="written on, for speed")
-    parser.add_argument("--cases", type=int, default=10, help="pass keys of each length")
+    parser.add_argument("--ranking", nargs="+", default=["output"], help="ranking methods; the first is timed")
+    parser.add_argument("--fraction", type=float, default=0.5, help="fraction of the KV heads that stream")
+    parser.add_argument("--window", type=int, default=128, help="most recent tokens cached by streaming heads")
+    parser.add_argument("--rounds", type=int, default=1, help="number of selection rounds")
+    parser.add_argument(
+        "--protected-fraction", type=float, default=0.0, help="fraction of the KV heads that never streams"
+    )
+    parser.add_argument("--pass-seed", type=int, default=0, help="seed of the passkeys")
+    parser.add_argument("--selection-texts", type=int, default=6, help="texts on which heads are ranked")
+    parser.add_argument("--selection-length", type=int, default=2048, help="tokens per selection text")
+    parser.add_argument("--seeds", type=int, default=2, help="number of random plans")
+    parser.add_argument("--steps", type=int, default=60, help="training steps of gates")
+    parser.add_argument("--evaluation-texts", type=int, default=4, help="evaluation texts per length")
+    parser.add_argument(
+        "--other-texts", action="store_true", help="use other evaluation texts, halfway between the default ones"
+    )
+    parser.add_argument("--tokens", type=int, default=24, help="generated tokens of the speed test")
+    parser.add_argument("--cases", type=int, default=10, help="passkeys per length")
     parser.add_argument("--cache-memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""What a sweep takes with one worker and with two, processes and Dask's: the same four small models, none there already.
+"""Time of a sweep of four small models with one and two workers, by processes and by Dask, without cached models.
 
 python -m bench.sweep [--steps 300] [--rounds 2]
 
-Wall seconds, processor seconds of everything that ran, and the load of the machine before: on one that does other things too,
-two workers cannot take half the wall time.
+Prints wall time, CPU time of all processes, and the load of the machine before the run. On a busy machine two workers do not
+halve the wall time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ EXECUTORS = [(executor, workers) for executor in ("processes", "dask") for worke
 
 
 def run_single(executor: str, workers: int, steps: int) -> None:
-    """In a process of its own: four models, none of which is there already."""
+    """Train four models without a cache. Runs in a separate process."""
     with tempfile.TemporaryDirectory() as cache:
         head_sweep((1, 4), width=32, steps=steps, seeds=2, cache=cache, processes=workers,
                       executor=None if executor == "processes" else executor)  # fmt: skip

@@ -1,10 +1,10 @@
-"""Tokens per second in training, eager and compiled, beside others of the same size, and the memory of a step.
+"""Training speed in tokens per second, eager and compiled, compared with other libraries, and memory of a step.
 
-    python -m bench.train              everything, 31 rounds a size
-    python -m bench.train --rounds 3   quicker
+    python -m bench.train              all sizes, 31 rounds per size
+    python -m bench.train --rounds 3   faster
 
-Ours is the step of `headwise.training` itself: it seeds, reads, predicts, clips and corrects. The others go through the plain
-loop that everybody writes, over the same windows of the same tokens. Ours and GPT-2 start from the same weights.
+Headwise runs its own training step (`headwise.training`), with seeding, data loading and gradient clipping. The others run a
+minimal loop over the same windows of the same tokens. Headwise and GPT-2 start from the same weights.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 import headwise as hw
 from bench.measure import interleaved_timing, machine, process_peak_memory
-from headwise.distributed.parallel_strategy import ParallelStrategy
+from headwise.distributed.parallelize_model import ParallelStrategy
 from headwise.distributed.process_group import ProcessGroup
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.text.build_tokenizers import make_tokenizer
@@ -47,7 +47,7 @@ FORMS = ("eager", "compiled")
 
 @dataclass(frozen=True)
 class Size:
-    """A model, the batch it is trained on, and what ours should reach there."""
+    """Sizes of a model and a batch, and the speed goal."""
 
     width: int
     layers: int
@@ -55,8 +55,8 @@ class Size:
     context: int
     batch: int
     vocab: int
-    goal: float  # others' time / ours
-    steps: int  # in a turn
+    goal: float  # time of the others / time of Headwise
+    steps: int  # per round
 
     def __str__(self) -> str:
         return (
@@ -66,7 +66,7 @@ class Size:
 
 
 SIZES = {
-    "128/4": Size(128, 4, 4, 64, 12, 65, goal=1.2, steps=10),  # nanoGPT's setting for a CPU
+    "128/4": Size(128, 4, 4, 64, 12, 65, goal=1.2, steps=10),  # setting of nanoGPT for a CPU
     "384/6": Size(384, 6, 6, 256, 8, 257, goal=1.0, steps=1),
 }
 RECIPE = Recipe(steps=1_000_000, holdout=0.0)
@@ -74,19 +74,19 @@ RECIPE = Recipe(steps=1_000_000, holdout=0.0)
 
 @dataclass(frozen=True)
 class TrainingCandidate:
-    """Somebody's model, and one step of its training."""
+    """A model of one library and its training step."""
 
     model: nn.Module
     step: Callable[[], object]
 
     @property
     def parameters(self) -> int:
-        """How many; tied ones once."""
+        """Return the number of parameters, tied ones counted once."""
         return sum(value.numel() for value in self.model.parameters())
 
 
 class PlainLoss(nn.Module):
-    """Another's model with its loss, so that both are compiled together, as ours are."""
+    """A model of another library with its loss, so that both are compiled together."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def headwise_training(size: Size, compiled: bool) -> TrainingCandidate:
 
 
 def plain_training(model: nn.Module, size: Size, compiled: bool) -> TrainingCandidate:
-    """The loop everybody writes."""
+    """Return a minimal training step."""
     module = PlainLoss(model.train())
     if compiled:
         module.compile()
@@ -183,7 +183,7 @@ if importlib.util.find_spec("x_transformers"):
 
 
 def check_same(candidates: dict[str, TrainingCandidate]) -> None:
-    """The same parameters, and a first gradient of the same length: what is timed is the same computation."""
+    """Check that two candidates have equal parameters and an equal norm of the first gradient."""
     native, reference = candidates[BASE], candidates[GPT2]
     assert native.parameters == reference.parameters, f"{native.parameters:,} and {reference.parameters:,} parameters"
     norms = [float(candidate.step()) for candidate in (native, reference)]  # pyright: ignore[reportArgumentType]
@@ -203,7 +203,7 @@ def time_training(name: str, form: str, rounds: int, console: Console) -> None:
     candidates = {label: build(size, form == "compiled") for label, build in BUILDERS.items()}
     check_same(candidates)
     for candidate in candidates.values():
-        repeat_step(candidate.step, 3)()  # compiling, and the optimizer's state
+        repeat_step(candidate.step, 3)()  # compilation and optimizer state
     turns = {label: repeat_step(candidate.step, size.steps) for label, candidate in candidates.items()}
     timings = interleaved_timing(turns, BASE, rounds)
     tokens = size.steps * size.batch * size.context
@@ -221,7 +221,7 @@ def time_training(name: str, form: str, rounds: int, console: Console) -> None:
 
 
 def memory_of(label: str, name: str, form: str) -> float:
-    """A step at its peak, above the weights and the optimizer's state; what earlier steps left free is given back first."""
+    """Return the peak memory of a step above weights and optimizer state, after returning freed memory."""
     candidate = BUILDERS[label](SIZES[name], form == "compiled")
     repeat_step(candidate.step, 3)()
     rises = []

@@ -1,7 +1,7 @@
-"""One architecture tried: attached, looked at, silenced, copied, detached; and every number compared with another way to it.
+"""Checks of one attached architecture: recording, silencing, copying and detaching, each against another computation.
 
-A check says nothing if all is right. `CheckFailed` is a number that is off; a `HeadwiseError` is a refusal, and fine where it
-is told before anything is computed; every other exception is a crash.
+A check returns nothing if it passes. `CheckFailed` is a wrong number; a `HeadwiseError` is an unsupported model, acceptable
+if it is raised before anything is computed; any other exception is a crash.
 """
 
 import copy
@@ -41,7 +41,7 @@ from bench.tried_with import (
 def check_architecture(
     name: str, kind: Any, config_class: Any, on_built: Callable[[], object] = lambda: None
 ) -> AttachReport:
-    """Build one tiny model and check everything; `on_built` is called in between."""
+    """Build one tiny model and run all checks. `on_built` is called in between."""
     report = AttachReport(name, kind.__name__)
     try:
         model, inputs = build(kind, config_class)
@@ -63,7 +63,7 @@ def check_architecture(
 
 
 def _check_towers(report: AttachReport, model: Any, inputs: dict[str, Tensor], parts: list[str]) -> AttachReport:
-    """The whole bit by bit, silenced and cut; and every tower by itself, called as it can be called alone."""
+    """Check the full model for equal bits, silencing and pruning, then each tower alone."""
     report = _check_all(report, model, model, inputs, ("bitwise", "silence", "copying", "prune"))
     for path in parts:
         part = model.get_submodule(path)
@@ -80,7 +80,7 @@ def _check_towers(report: AttachReport, model: Any, inputs: dict[str, Tensor], p
 
 
 def _check_advice(report: AttachReport, model: Any, inputs: dict[str, Tensor], message: str) -> AttachReport:
-    """Take a refusal by its word: what it says to attach instead must attach, and be right."""
+    """Check that the submodule recommended by an error message can be attached and passes."""
     for advice in re.finditer(r"hw\.attach\(model\.([\w.]+)\)", message):
         report = _check_advised_module(report, model, inputs, advice)
     return report
@@ -114,7 +114,7 @@ def _check_advised_module(
 def _check_all(
     report: AttachReport, model: Any, part: Any, inputs: dict[str, Tensor], names: tuple[str, ...] | None = None
 ) -> AttachReport:
-    """Every check, or some, each on the model as it was; `part` is what is attached."""
+    """Run all or some checks, each on the unchanged model. `part` is the attached submodule."""
     for name, check in CHECKS.items():
         if names is not None and name not in names:
             continue
@@ -135,7 +135,7 @@ def _check_all(
     return report
 
 
-# The checks. Each leaves the model as it was.
+# The checks. Each leaves the model unchanged.
 
 
 def _bitwise(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
@@ -151,15 +151,15 @@ def _bitwise(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
         ("detached", detached_outputs),
     ):
         if any(not torch.equal(a, b) for a, b in zip(before, other, strict=True)):
-            raise CheckFailed(f"{name}, its numbers differ")
+            raise CheckFailed(f"{name}: the outputs differ")
     if state_of(part) != state:
-        raise CheckFailed("detached, it is not what it was")
+        raise CheckFailed("the detached model differs from the original")
     if not recording.nbytes:
         raise CheckFailed("nothing was recorded")
 
 
 def _maps(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
-    """Maps times values are what attention found: z, where nothing comes between it and W_O."""
+    """Maps times values equal z, unless a gate follows attention."""
     with hw.attach(part) as attached, hw.record(attached, tensors=("map", "q", "k", "v", "z")) as recording:
         outputs(model, inputs)
         for layer in attached.attention_layers():
@@ -173,7 +173,7 @@ def _maps(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def _gated(layer: Any) -> bool:
-    """Whether a gate stands behind attention, so that z, which enters W_O, is not maps times v.
+    """Whether a gate follows attention, so that z, the input of W_O, is not maps times v.
 
     `_output_projection` checks z then.
     """
@@ -203,7 +203,7 @@ def _silence(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def _output_projection(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
-    """Recorded z is what enters W_O, and Σ z W_O + b_O what leaves it."""
+    """Recorded z equals the input of W_O, and Σ z W_O + b_O its output."""
     with hw.attach(part) as attached:
         layers = [layer for layer in attached.attention_layers() if layer.spec.head_ids]
         heads = [head for layer in layers for head in attached.heads.select(list(layer.hook_point.head_addresses))]
@@ -239,7 +239,7 @@ def _output_projection(model: Any, part: Any, inputs: dict[str, Tensor]) -> None
 
 
 def _qkv_projection(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
-    """A head whose W_Q and b_Q are 0 has a q that no input changes, and so for k and v; other heads keep theirs."""
+    """If W_Q and b_Q of a head are 0, its q does not depend on the input, and so for k and v; other heads are unchanged."""
     refused: hw.HeadwiseError | None = None
     other = flipped_inputs(inputs)
     with hw.attach(part) as attached:
@@ -277,7 +277,7 @@ def _qkv_projection(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def _gradients(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
-    """Slopes with a head at half are those with its rows of W_O at half; and the same where blocks are checkpointed."""
+    """Gradients with a head gate of 0.5 equal those with its rows of W_O halved, also with gradient checkpointing."""
     with hw.attach(part) as attached:
         head = sample_heads(attached)[0]
         with head.scaled(0.5):
@@ -310,10 +310,10 @@ def _checkpointing(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
                 unscaled = gradients_of(model, inputs)
             except Exception:
-                return  # transformers cannot train it so
+                return  # transformers cannot train it with checkpointing
             repeated = all((plain[n] - unscaled[n]).abs().max() <= TOLERANCE * plain[n].abs().max() for n in plain)
             if not repeated:
-                return  # its own checkpointing changes its slopes
+                return  # checkpointing of transformers changes the gradients
             with head.scaled(0.5):
                 again = gradients_of(model, inputs)
             model.gradient_checkpointing_disable()
@@ -327,7 +327,7 @@ def _checkpointing(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def _importance(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
-    """What taking a head away costs is not 0 where silencing it changes the output."""
+    """The importance of a head is not 0 if silencing it changes the output."""
     if not reads_text(part):
         return
     with hw.attach(part, make_tokenizer()) as attached:
@@ -341,7 +341,7 @@ def _importance(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
         )
         for values in (ablation.mean, gradients.mean):
             if not all(abs(float(x)) < float("inf") for x in values):
-                raise CheckFailed("what a head is worth is not finite")
+                raise CheckFailed("the importance of a head is not finite")
         if all(float(x) == 0 for x in ablation.mean):
             with sample_heads(attached)[0].silenced():
                 silent = outputs(model, inputs)
@@ -357,28 +357,28 @@ def _compare_heads(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def _attention_switch(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
-    """Another choice of attention either leaves silence at work, or the next call says so."""
+    """After a switch of the attention implementation, silencing still works or the next call raises."""
     baseline = outputs(model, inputs)
     with hw.attach(part) as attached:
         head = sample_heads(attached)[0]
         with head.silenced():
             if all(torch.equal(a, b) for a, b in zip(baseline, outputs(model, inputs), strict=True)):
-                return  # a head that does not matter here
+                return  # the head has no effect on the output
             try:
                 part.set_attn_implementation("sdpa")
             except Exception:
-                return  # transformers refuses every choice for it
+                return  # transformers does not support a choice for it
             if all(torch.equal(a, b) for a, b in zip(baseline, outputs(model, inputs), strict=True)):
-                raise CheckFailed('after set_attn_implementation("sdpa") silence does nothing')
+                raise CheckFailed('after set_attn_implementation("sdpa") silencing has no effect')
             try:
                 part.set_attn_implementation("eager")
             except Exception:
-                return  # it has no other
+                return  # no other implementation
             try:
                 plain = outputs(copy.deepcopy(model), inputs)  # a copy is not attached
             except Exception:
                 part.set_attn_implementation("sdpa")
-                return  # transformers itself cannot run it so
+                return  # transformers cannot run it with eager attention
             try:
                 ineffective = all(torch.equal(a, b) for a, b in zip(plain, outputs(model, inputs), strict=True))
             except hw.HeadwiseError:
@@ -386,11 +386,11 @@ def _attention_switch(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
             finally:
                 part.set_attn_implementation("sdpa")
             if ineffective:
-                raise CheckFailed('after set_attn_implementation("eager") silence does nothing, and nobody says so')
+                raise CheckFailed('after set_attn_implementation("eager") silencing has no effect, without an error')
 
 
 def _copying(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
-    """A copy of the model is free; a copy of the handle is attached, and each has heads of its own."""
+    """A copy of the model is not attached; a copy of the handle is attached and has its own heads."""
     if part is not model:
         return
     baseline = outputs(model, inputs)

@@ -1,4 +1,4 @@
-"""Heads cut out of a tiny model of any architecture: attached, detached, writing on, and from a folder."""
+"""Checks of pruning on a tiny model of any architecture: attached, detached, with a cache, and saved."""
 
 import contextlib
 import io
@@ -14,11 +14,11 @@ from headwise.attached.prune_in_place import flatten_tensors
 
 
 class LayerPruneUnsupported(Exception):  # noqa: N818 (a finding, not an error)
-    """Heads can be cut, but no whole layer."""
+    """Heads can be pruned, but not all heads of a layer."""
 
 
 def check_prune(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
-    """Without heads, attached, detached and from a folder, it is what it was with them silenced."""
+    """Check that the pruned model, attached, detached or loaded from a folder, equals the model with silenced heads."""
     if part is not model:
         return
     refused: hw.HeadwiseError | None = None
@@ -30,8 +30,8 @@ def check_prune(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
                 small = attached.prune(heads)
             except hw.HeadwiseError as error:
                 if len({address.layer_address for address in heads}) > 1:
-                    raise  # not even single heads
-                refused = error  # whole layers
+                    raise  # single heads cannot be pruned
+                refused = error  # full layers
                 continue
             for state in ("cut", "detached"):
                 inner = small.model if state == "cut" else small.detach()
@@ -46,7 +46,7 @@ def check_prune(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def head_sets_to_prune(attached: Any) -> list[tuple[Any, ...]]:
-    """What is cut: single heads here and there, so that groups differ in size; and a whole layer, the first of a stack."""
+    """Return the sets of heads to prune: single heads, so that KV groups differ in size, and the full first layer."""
     addresses = attached.heads.addresses
     single = tuple(head.address for head in sample_heads(attached))
     layer = tuple(address for address in addresses if address.layer_address == addresses[0].layer_address)
@@ -54,7 +54,7 @@ def head_sets_to_prune(attached: Any) -> list[tuple[Any, ...]]:
 
 
 def cached_step_outputs(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """What a decoder says to a next token, keys and values of those before it in a cache; nothing of other models."""
+    """Return the outputs of a decoder for one more token with a cache, or nothing for other models."""
     ids = inputs.get("input_ids")
     if ids is None or set(inputs) != {"input_ids"} or not getattr(model, "can_generate", lambda: False)():
         return []
@@ -63,11 +63,11 @@ def cached_step_outputs(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
             first = model(input_ids=ids[:, :-1], use_cache=True)
             return flatten_tensors(model(input_ids=ids[:, -1:], past_key_values=first.past_key_values)[0])
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
-            return []  # it keeps no such cache
+            return []  # no such cache
 
 
 def check_save_load(attached: Any, expected: list[Tensor], inputs: dict[str, Tensor]) -> None:
-    """Saved and loaded again it gives the same bits."""
+    """Check that the saved and reloaded model gives equal bits."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         attached.save_pretrained(f"{folder}/small")
         again = type(attached).reopen(f"{folder}/small", dtype=None)

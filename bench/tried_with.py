@@ -1,4 +1,4 @@
-"""What checks of an architecture stand on: calls, heads to ask, numbers beside numbers."""
+"""Helpers of the architecture checks: model calls, sampled heads and comparisons."""
 
 import copy
 from contextlib import ExitStack
@@ -15,27 +15,27 @@ from bench.shrink import VOCAB, tiny_configs
 from headwise.attached.dummy_inputs import dummy_input_candidates
 from headwise.attached.prune_in_place import flatten_tensors
 
-TOLERANCE = 2e-3  # beside the largest number: float32 on the way; what is wrong is off by more than a tenth
-MAX_PARAMETERS = 5e7  # weights
+TOLERANCE = 2e-3  # relative to the largest number, for float32; wrong results differ by more than 0.1
+MAX_PARAMETERS = 5e7
 WORDS = [f"w{index}" for index in range(50)]
 
 
-VERDICTS = ("right", "looking only", "refused", "wrong", "crash", "not built")  # the worse the later
+VERDICTS = ("right", "looking only", "refused", "wrong", "crash", "not built")  # from best to worst
 
 
 @dataclass
 class AttachReport:
-    """What came of one architecture."""
+    """Result of one architecture."""
 
     name: str
     model: str
-    verdict: str = "right"  # right, looking only, refused, wrong, crash, not built
+    verdict: str = "right"  # one of VERDICTS
     reason: str = ""
-    findings: dict[str, str] = field(default_factory=dict)  # by check: what was refused, wrong or raised
+    findings: dict[str, str] = field(default_factory=dict)  # message of each failed check
 
 
 def record_failure(report: AttachReport, verdict: str, error: Exception) -> AttachReport:
-    """What came of it, where that is an error."""
+    """Store the verdict and the message of an error."""
     report.verdict, report.reason = (
         verdict,
         (f"{type(error).__name__}: " if verdict != "refused" else "") + one_line(error),
@@ -44,16 +44,16 @@ def record_failure(report: AttachReport, verdict: str, error: Exception) -> Atta
 
 
 def one_line(error: Exception) -> str:
-    """The words of an error, in one line."""
+    """Return the message of an error in one line."""
     return " ".join(str(error).split())[:300]
 
 
 class CheckFailed(Exception):  # noqa: N818 (a finding, not an error)
-    """A number that is not what another way to it gives."""
+    """A result differs from that of another computation."""
 
 
 def build(kind: Any, config_class: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A tiny model with weights large enough to matter, and what it is called with: two texts. The first rule that works."""
+    """Return a tiny model with large weights and the inputs of two texts, by the first size rule that works."""
     first: Exception | None = None
     for index, config in enumerate(tiny_configs(config_class, kind)):
         try:
@@ -66,7 +66,7 @@ def build(kind: Any, config_class: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _build(kind: Any, config: Any, check_size_first: bool) -> tuple[Any, dict[str, Tensor]]:
-    """A model of one configuration; `check_size_first` asks for its size before it is built."""
+    """Build a model. `check_size_first` checks its size before."""
     torch.manual_seed(7)
     if check_size_first:
         with torch.device("meta"):
@@ -75,7 +75,7 @@ def _build(kind: Any, config: Any, check_size_first: bool) -> tuple[Any, dict[st
     _check_size(model)
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.is_floating_point() and weight.requires_grad:  # sinusoids are made again, not saved
+            if weight.is_floating_point() and weight.requires_grad:  # sinusoids are recomputed, not saved
                 noise = torch.randn_like(weight)
                 weight.add_(noise * 0.1) if weight.ndim < 2 else weight.copy_(
                     noise * max(1.0, weight.numel() / max(1, len(weight))) ** -0.5
@@ -96,7 +96,7 @@ def _check_size(model: Any) -> None:
 
 
 def find_runnable_inputs(model: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """What a model can be called with, and what it gives then."""
+    """Return inputs that the model accepts, and its outputs."""
     first: Exception = ValueError("what it reads is not known")
     for index, inputs in enumerate(dummy_input_candidates(model)):
         try:
@@ -114,7 +114,7 @@ def outputs(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 
 def is_reached(attached: Any, model: Any, inputs: dict[str, Tensor]) -> bool:
-    """Whether a call of the whole model reaches what is attached."""
+    """Whether a call of the full model reaches the attached submodule."""
     calls: list[Any] = []
     with ExitStack() as stack:
         for hook_point in attached.hook_points():
@@ -124,7 +124,7 @@ def is_reached(attached: Any, model: Any, inputs: dict[str, Tensor]) -> bool:
 
 
 def sample_heads(attached: Any) -> list[hw.Head]:
-    """Of every stack the first layer's second head and the last layer's last."""
+    """Return the second head of the first layer and the last head of the last layer of each stack."""
     by_stack: dict[str, list[Any]] = {}
     for address in attached.heads.addresses:
         by_stack.setdefault(address.stack, []).append(address)
@@ -150,11 +150,11 @@ def check_same_dicts(actual: dict[str, Tensor], expected: dict[str, Tensor], lab
 
 
 def gradients_of(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The slope of a fixed sum of outputs in some weights: not W_O itself, whose own slope is halved."""
+    """Return the gradient of a fixed sum of outputs for some weights, without W_O, whose own gradient is halved."""
     chosen = {name: weight for name, weight in model.named_parameters() if weight.requires_grad and weight.ndim == 1}
     if not chosen:
         chosen = dict(list(model.named_parameters())[:1])
-    set_seed(0)  # in training some mask their inputs, or leave out layers, by chance
+    set_seed(0)  # some models mask inputs or drop layers at random in training
     out = flatten_tensors(model(**inputs))
     loss = sum((x.float() * torch.linspace(-1, 1, x.numel()).reshape(x.shape)).sum() for x in out if x.requires_grad)
     if not isinstance(loss, Tensor):
@@ -164,7 +164,7 @@ def gradients_of(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def disable_dropout(module: nn.Module) -> None:
-    """No dropout, so that two passes are alike."""
+    """Disable dropout, so that two passes are equal."""
     if isinstance(module, nn.Dropout):
         module.p = 0.0
     for name, value in vars(module).items():
@@ -173,7 +173,7 @@ def disable_dropout(module: nn.Module) -> None:
 
 
 def record_projection(model: Any, attached: Any, inputs: dict[str, Tensor], head: hw.Head, projection: str) -> Tensor:
-    """q, k or v of a layer in its first call, (B, heads, T, d)."""
+    """Return q, k or v of the first call of a layer, (B, heads, T, d)."""
     recorded: list[Tensor] = []
     with head.layer.hook_point.listen(lambda call: recorded.append(getattr(call, projection.lower()).clone())):
         outputs(model, inputs)
@@ -181,7 +181,7 @@ def record_projection(model: Any, attached: Any, inputs: dict[str, Tensor], head
 
 
 def flipped_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Other inputs of the same shapes."""
+    """Return other inputs of equal shapes."""
     return {name: value.flip(0) if value.ndim > 1 else value for name, value in inputs.items()}
 
 
@@ -198,7 +198,7 @@ def make_tokenizer() -> Any:
 
 
 def state_of(model: Any) -> Any:
-    """Everything a model is besides its numbers: what its parts hold, their hooks, which attention runs."""
+    """Return the state of a model without its weights: attributes, hooks and attention implementation."""
     parts = [
         (name, sorted(part.__dict__), len(part._forward_pre_hooks), len(part._forward_hooks))
         for name, part in model.named_modules()

@@ -1,9 +1,9 @@
-"""The page in a browser: how large, how many nodes, how soon it answers; beside BertViz's model view on the same maps.
+"""Size, number of DOM nodes and response time of the page in a browser, compared with the model view of BertViz.
 
     python -m bench.view
 
-Needs Chromium or Chrome (make browser). BertViz's page asks a network for three libraries; here they come from installed
-packages, so that only drawing is measured.
+Requires Chromium or Chrome (make browser). The page of BertViz loads three libraries from the network; here they come from
+installed packages, so that only the drawing is measured.
 """
 
 import re
@@ -20,7 +20,7 @@ from tests.ui.browser import find_browser
 from tests.ui.report_fixtures import TEXT, make_maps, make_report_data, make_sentence
 
 RUNS = 5
-TIMEOUT_MS = 180_000  # milliseconds
+TIMEOUT_MS = 180_000
 WATCH = """
 window.long = [];
 new PerformanceObserver((list) => window.long.push(...list.getEntries().map((one) => one.duration)))
@@ -28,7 +28,7 @@ new PerformanceObserver((list) => window.long.push(...list.getEntries().map((one
 new MutationObserver(() => { if (document.documentElement?.dataset.ready) window.readyAt ??= performance.now(); })
   .observe(document, { subtree: true, attributes: true });
 """
-# In place of require.js: load both libraries, call back, and note when the drawing is done.
+# Replacement of require.js: load both libraries, call back, and record the end of the drawing.
 REQUIRE = """
 window.require = window.requirejs = (names, act) => Promise.all(["jquery", "d3"].map((name) => new Promise((done) => {
   const script = document.createElement("script");
@@ -43,7 +43,7 @@ window.require.config = () => {};
 def main() -> None:
     path = find_browser()
     if path is None:
-        raise HeadwiseError("there is no Chromium or Chrome here; run make browser.")
+        raise HeadwiseError("Chromium or Chrome: not found. Run make browser.")
     with sync_playwright() as play, tempfile.TemporaryDirectory() as folder:
         browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
         print(f"{'':34}{'MB':>8}{'nodes':>11}{'ready, s':>10}{'longest task while hovering, ms':>34}")
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure_page(browser: Browser, path: Path, hover: bool = True) -> dict[str, Any]:
-    """Open a file once: when it was ready, how many nodes it has, the longest task while its cells and words are hovered."""
+    """Open a file once. Return the time until ready, the number of nodes, and the longest task while hovering."""
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.add_init_script(WATCH)
     page.route(re.compile("^https://"), serve_library)
@@ -80,7 +80,7 @@ def measure_page(browser: Browser, path: Path, hover: bool = True) -> dict[str, 
 
 
 def longest_hover_task(page: Page) -> float:
-    """Over cells of the overview, words of the sentence and places of the map; the longest task of all that."""
+    """Hover over cells of the overview, words of the sentence and cells of the map. Return the longest task."""
     page.evaluate("window.long = []")
     for cell in page.query_selector_all(".cell")[::37][:20]:
         cell.hover()
@@ -89,7 +89,7 @@ def longest_hover_task(page: Page) -> float:
     page.evaluate("location.hash = '#view=sentence'")
     page.wait_for_selector("main[data-view=sentence] .heat canvas")
     page.wait_for_timeout(300)
-    page.evaluate("window.long = []")  # opening a view is not hovering
+    page.evaluate("window.long = []")  # without the tasks of opening the view
     for token in page.query_selector_all(".tokens button")[2:20:3]:
         token.hover()
     heatmap = page.query_selector(".heat canvas")
@@ -104,7 +104,7 @@ def longest_hover_task(page: Page) -> float:
 
 
 def write_bertviz(path: Path, layers: int, heads: int, tokens: int) -> Path:
-    """BertViz's model view of the same maps, as a page."""
+    """Return the page of the BertViz model view of the same maps."""
     from bertviz import model_view  # pyright: ignore[reportMissingImports]
 
     attention = [maps[None] for maps, _, _ in make_maps(layers, heads, tokens)]  # (1, h, T, S) each
@@ -114,7 +114,7 @@ def write_bertviz(path: Path, layers: int, heads: int, tokens: int) -> Path:
 
 
 def serve_library(route: Route) -> None:
-    """What a page asks a network for, from packages."""
+    """Serve the libraries of a page from installed packages."""
     url = route.request.url
     if "require" in url:
         body = REQUIRE
@@ -128,7 +128,7 @@ def serve_library(route: Route) -> None:
 
 
 def best_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The best of several runs: the machine is shared."""
+    """Return the best of several runs."""
     completed = [run for run in runs if "failed" not in run]
     if not completed:
         return runs[0]

@@ -1,9 +1,10 @@
-"""Why SmolLM2's induction heads look where they do, on random tokens said twice: the pair that theory names.
+"""Score attribution of the induction heads of SmolLM2 on repeated random tokens, compared with the theory.
 
 python -m bench.why
 python -m bench.why --heads 18.6 --texts 2    a part of it
-Expected, written down before the first run: what the previous-token head 16.0 wrote at the key, against the token itself
-(the embedding) at the query, comes first.
+
+Expected result, fixed before the first run: the largest pair is the output of the previous-token head 16.0 at the key and the
+token embedding at the query.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from bench.measure import machine
 from headwise.ui.terminal_table import make_table
 
 PREVIOUS_TOKEN_HEAD = "16.0"
-REPEAT_LENGTH = 24  # tokens that are said twice
+REPEAT_LENGTH = 24  # length of the repeated sequence
 
 
 def main() -> None:

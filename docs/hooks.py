@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headwise.ui.figures.figure_io import Drawing
+from headwise.ui.figures.figure_with_data import Drawing
 
 RUN = "guide.md"
 

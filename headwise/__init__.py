@@ -43,7 +43,7 @@ _NAMES_BY_MODULE = {
     "ui.head_summary": ("describe",),
     "analysis.ablation.ablate": ("ablated", "patched"),
     "analysis.ablation.importance": ("importance",),
-    "analysis.ablation.sensitivity": ("sensitivity",),
+    "analysis.ablation.quantization_sensitivity": ("sensitivity",),
     "analysis.attribution.score_attribution": ("explain",),
     "analysis.similarity.compare_heads": ("compare_heads",),
     "analysis.similarity.match_heads": ("match_heads",),
@@ -72,7 +72,7 @@ __all__ = [  # noqa: RUF022 (in the order of the packages)
 if TYPE_CHECKING:
     from headwise.analysis.ablation.ablate import ablated, patched
     from headwise.analysis.ablation.importance import importance
-    from headwise.analysis.ablation.sensitivity import sensitivity
+    from headwise.analysis.ablation.quantization_sensitivity import sensitivity
     from headwise.analysis.attribution.score_attribution import explain
     from headwise.analysis.metrics.metric import AttentionToPosition, AttentionToTokens
     from headwise.analysis.recording.attention_maps import attention_maps

@@ -13,7 +13,7 @@ class ArgumentError(HeadwiseError):
 
 
 class FileFormatError(HeadwiseError):
-    """A file is missing, damaged, of another format version, or not what its name says."""
+    """A file is missing, damaged, of another format version, or of another kind than its name says."""
 
 
 class UnsupportedModelError(HeadwiseError):

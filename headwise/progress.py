@@ -1,5 +1,6 @@
-"""How long work tells how far it is: one kind of function, whoever works and whoever listens."""
+"""Type of the callback that long-running functions call to report progress."""
 
 from collections.abc import Callable
 
-Progress = Callable[[str, int, int | None], object]  # what is done, how much of it, of how much; None: nobody knows yet
+# Arguments: name of the current step, items done, total items (None if the total is not known yet).
+Progress = Callable[[str, int, int | None], object]

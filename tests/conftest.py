@@ -1,7 +1,7 @@
-"""Each test process has one thread unless told otherwise: several run side by side, and bits depend on how sums are split.
+"""Each test process uses one thread by default, because several run in parallel and results depend on how sums are split.
 
-With HEADWISE_TEST_SHIFT=8 every weight begins 8 bytes behind a multiple of 64, as one mapped from somebody's file may:
-nothing but what speaks of addresses may notice. `make test-cpus` runs with it.
+With HEADWISE_TEST_SHIFT=8 every weight starts 8 bytes after a multiple of 64, as a memory-mapped weight may. Only tests of
+addresses may depend on it. `make test-cpus` runs with it.
 """
 
 import gc
@@ -23,7 +23,7 @@ SHIFT = int(os.environ.get("HEADWISE_TEST_SHIFT", "0"))
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, with the same strides, SHIFT bytes behind a multiple of 64."""
+    """Copy a tensor with equal strides to an address SHIFT bytes after a multiple of 64."""
     room = torch.empty(tensor.nbytes + SHIFT, dtype=torch.uint8)[SHIFT:].view(tensor.dtype)
     return room.as_strided(tensor.shape, torch.empty_like(tensor).stride()).copy_(tensor)
 
@@ -56,7 +56,7 @@ if SHIFT:  # wherever a weight comes into a module, changes its type or is copie
 
 
 def pytest_collection_finish() -> None:
-    """What was collected stays to the end: the garbage collector need not look through 11,000 tests again and again."""
+    """Freeze the collected tests, so that the garbage collector does not scan them again."""
     gc.collect()
     gc.freeze()
 
@@ -82,7 +82,7 @@ def two() -> Iterator["WorkerGroup"]:
 
 @pytest.fixture
 def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what comes of a profile, not of its figures: 24 of the hundreds of documents that are read by default."""
+    """Profile on 24 documents, for tests that do not depend on the numbers."""
     from headwise.analysis.recording import tokenized_corpus
     from headwise.text.annotated_document import Document
     from headwise.text.corpus import Corpus

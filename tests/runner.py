@@ -1,4 +1,4 @@
-"""The command line as a person or a program uses it: what it said, and how it ended."""
+"""Run the command line in tests and return its output and exit code."""
 
 import io
 import os
@@ -13,7 +13,7 @@ from headwise.cli import main
 
 
 class CommandResult(NamedTuple):
-    """How a call of the command line ended, and what it said."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -27,7 +27,7 @@ class CommandResult(NamedTuple):
 
     @property
     def error_line(self) -> str:
-        """What a call says that could not be answered: in one line at the end, without a result or a traceback."""
+        """Return the error message of a failed command: one last line, without a result or a traceback."""
         assert (self.code, self.out) == (2, ""), self.err
         assert "Traceback" not in self.err
         last = self.err.splitlines()[-1]
@@ -36,7 +36,7 @@ class CommandResult(NamedTuple):
 
 
 def run_command(*arguments: object, columns: int = 120) -> CommandResult:
-    """In this process: starting torch anew for every call would take minutes."""
+    """Run in this process, because importing torch for every call would take minutes."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["headwise", *map(str, arguments)])

@@ -28,7 +28,7 @@ def test_docstring_examples_pass(name: str) -> None:
 @pytest.mark.usefixtures("few_documents")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_docs_page_examples_print_expected_output(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # what a page writes
+    monkeypatch.chdir(tmp_path)  # for files that a page writes
     torch.manual_seed(0)
     names: dict = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
@@ -44,7 +44,7 @@ def test_docs_page_examples_print_expected_output(page: Path, tmp_path: Path, mo
 
 
 def matches_promise(printed: str, promise: str) -> bool:
-    """A comment behind a print is what it prints; words may follow a comma or colon, and … leaves the rest out."""
+    """Check the comment after a print against its output. Words may follow a comma or colon, and … omits text."""
     if promise.endswith("…"):
         return printed.startswith(promise.removesuffix("…").strip())
     return promise == printed or promise.startswith((f"{printed}, ", f"{printed}: "))

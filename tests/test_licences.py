@@ -1,4 +1,4 @@
-"""The table of what the package is built on names every dependency, with the range pyproject.toml asks for."""
+"""The table of dependencies lists every dependency with its version range in pyproject.toml."""
 
 import re
 import tomllib

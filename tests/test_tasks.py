@@ -15,7 +15,7 @@ INTERACTIVE = ("view",)  # answers until Ctrl-C; tests/ui has it in a browser
 
 
 def run(commands: list[str]) -> dict[str, str]:
-    """What each command prints."""
+    """Return the output of each command."""
     outputs = {}
     for command in commands:
         done = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "80"})
@@ -25,7 +25,7 @@ def run(commands: list[str]) -> dict[str, str]:
 
 
 def test_tasks_page_train_and_plot_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quick sample."""
+    """A small sample."""
     monkeypatch.chdir(tmp_path)
     run([command for command in COMMANDS if command.startswith(("train", "generate", "maps"))])
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
@@ -38,7 +38,7 @@ def test_tasks_page_all_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(outputs) == 8
     heads = outputs[COMMANDS[1]]
     assert re.search(r"1\.1 +0\.\d+ +0\.\d+ +0\.\d+–0\.\d+", heads), "a row per head: score, baseline, interval"
-    assert "brings it back" in outputs[COMMANDS[2]]
+    assert "Load it with hw.load" in outputs[COMMANDS[2]]
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
-    assert "the model is in runs/first" in outputs[COMMANDS[4]], "a finished run goes no further"
-    assert "have the role they had" in outputs[COMMANDS[-1]]
+    assert "Model saved in runs/first" in outputs[COMMANDS[4]], "a finished run goes no further"
+    assert "have the same role" in outputs[COMMANDS[-1]]

@@ -1,4 +1,4 @@
-"""Analysis of heads: recording, metrics, ablation, roles, attribution, similarity. The model is not changed."""
+"""Analysis of heads: recording, metrics, ablation, roles, attribution, similarity. The model does not change."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from headwise.analysis.ablation.head_outputs import eval_corpus
     from headwise.analysis.ablation.importance import importance
     from headwise.analysis.ablation.joint_quantization_cost import joint_quantization_costs
-    from headwise.analysis.ablation.sensitivity import sensitivity
+    from headwise.analysis.ablation.quantization_sensitivity import sensitivity
     from headwise.analysis.attribution.score_attribution import explain
     from headwise.analysis.metrics.metric import AttentionToPosition, AttentionToTokens, Metric, MetricSpec
     from headwise.analysis.metrics.statistics import MIN_UNITS, bootstrap_difference_interval
@@ -75,7 +75,7 @@ __getattr__ = make_lazy_getattr(
         "ablation.head_outputs": ["eval_corpus"],
         "ablation.importance": ["importance"],
         "ablation.joint_quantization_cost": ["joint_quantization_costs"],
-        "ablation.sensitivity": ["sensitivity"],
+        "ablation.quantization_sensitivity": ["sensitivity"],
         "attribution.score_attribution": ["explain"],
         "metrics.metric": ["AttentionToPosition", "AttentionToTokens", "Metric", "MetricSpec"],
         "metrics.statistics": ["MIN_UNITS", "bootstrap_difference_interval"],

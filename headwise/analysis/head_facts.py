@@ -1,4 +1,4 @@
-"""Facts about heads beside their profile: their output, their importance, and which heads they resemble and work with."""
+"""Facts about heads in addition to their profile: output, importance, similar heads and composition partners."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,42 +22,62 @@ from headwise.analysis.similarity.weight_similarity import (
     pairwise_product_squared_norms,
 )
 from headwise.errors import HeadwiseError
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec
 
-COMPARISON_SIZE = {"rows": 64, "max_length": 64}  # what heads are compared on
-NUM_NEAREST = 5  # heads that look alike, of each
-MAX_MULTIPLICATIONS = (
-    2e12  # multiplications for all compositions; beyond that they are left out, for they would take minutes
-)
-ABLATION_TEXTS = 32  # texts one head is taken away on
+COMPARISON_SIZE = {"rows": 64, "max_length": 64}  # attention rows and maximum text length of the head comparison
+NUM_NEAREST = 5  # similar heads listed per head
+MAX_MULTIPLICATIONS = 2e12  # composition scores are left out if they need more multiplications, which takes minutes
+ABLATION_TEXTS = 32  # texts of the ablation of one head
 
 
 @dataclass(frozen=True)
 class OVSummary:
-    """Output of one head: its OV eigenvalue score, the words it promotes, and its effect on the attended token's logit."""
+    """Output of one head.
 
-    copying: float  # OV eigenvalue score
-    random_std: float  # its standard deviation over random weights
+    Attributes:
+        copying: OV eigenvalue score, from −1 to 1.
+        random_std: Standard deviation of the score over random weights.
+        token_effects: Tokens that the head promotes and suppresses.
+        effect: Direct effect on the logit of the attended token, or None if not measured.
+    """
+
+    copying: float
+    random_std: float
     token_effects: tuple[TokenEffects, ...] = ()
-    effect: AttendedLogitEffect | None = None  # None: not measured
+    effect: AttendedLogitEffect | None = None
 
 
 @dataclass(frozen=True)
 class AblationSummary:
-    """What is lost without a head, and how that was found out."""
+    """Importance of one head and how it was measured.
+
+    Attributes:
+        importance: Importance with its confidence interval.
+        ranking: Ranking method.
+        ablation: Kind of ablation.
+        unit: Unit of the importance: nats per token, or 1 − cosine for a model without an output layer.
+        texts: Number of texts.
+    """
 
     importance: HeadImportance
     ranking: str
     ablation: str
-    unit: str  # nats a token, or 1 − cosine
+    unit: str
     texts: int
 
 
 @dataclass(frozen=True)
 class ComposedHead:
-    """An earlier head whose writes a head reads, or a later one that reads its own: V-composition, and what chance gives."""
+    """A head that another head composes with (V-composition).
+
+    Attributes:
+        head: Address of the earlier or later head.
+        score: Composition score.
+        random_score: Expected score of random weights.
+    """
 
     head: str
     score: float
@@ -66,28 +86,45 @@ class ComposedHead:
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """What is known of one head beside its profile; None: it was not asked."""
+    """Facts about one head in addition to its profile. None means not measured.
+
+    Attributes:
+        ov_summary: Output of the head.
+        ablation: Importance of the head.
+        kv_siblings: Other heads with the same KV head.
+        reads_from: Earlier head whose output it reads most.
+        read_by: Later head that reads its output most.
+        similar_heads: Heads with similar attention and their Jensen–Shannon divergence in nats, most similar first.
+        errors: Reasons why a fact could not be measured.
+    """
 
     ov_summary: OVSummary | None = None
     ablation: AblationSummary | None = None
-    kv_siblings: tuple[str, ...] = ()  # heads that read the same keys
+    kv_siblings: tuple[str, ...] = ()
     reads_from: ComposedHead | None = None
     read_by: ComposedHead | None = None
-    similar_heads: tuple[tuple[str, float], ...] = ()  # heads that look alike, nearest first, in nats
-    errors: tuple[str, ...] = ()  # why something could not be found out
+    similar_heads: tuple[tuple[str, float], ...] = ()
+    errors: tuple[str, ...] = ()
 
 
 def measure_head_facts(
     model: ModelProtocol, head_profile: HeadProfile, corpus: Any = None, progress: Progress | None = None
 ) -> HeadFacts:
-    """Measure one head in about a minute: read its weights, ablate it, compare it with other heads."""
+    """Measure the facts about one head: analyze its weights, ablate it, compare it with other heads.
+
+    Args:
+        model: The model.
+        head_profile: Profile of the head.
+        corpus: Texts for the ablation and the direct effect. None selects the default corpus.
+        progress: Called with the state of the ablation.
+    """
     address, errors, ov_summary, ablation = str(head_profile.address), [], None, None
     try:
         ov_summary = _ov_summary(model, head_profile, _effects(model, corpus, address))
-    except HeadwiseError as error:  # an encoder promotes no words, for example
+    except HeadwiseError as error:  # for example, an encoder has no output vocabulary
         errors.append(str(error))
     try:
-        # an encoder-decoder would need pairs, which a profile has not read: that is refused
+        # raises an error for an encoder-decoder, which needs text pairs
         tokenized = eval_corpus(model, corpus, None).first(ABLATION_TEXTS)
         layer_heads = f"{head_profile.address.layer_address}.*"
         ablation = ablation_summary(model, importance(model, tokenized, heads=layer_heads, progress=progress), address)
@@ -104,7 +141,7 @@ def measure_head_facts(
 def collect_facts(
     model: ModelProtocol, profile: Profile, head_importance: Importance | None = None
 ) -> dict[str, HeadFacts]:
-    """Collect facts of all heads of a profile, by address; without `head_importance` nothing is known of ablation."""
+    """Collect the facts about all heads of a profile, by address. Ablation results come from `head_importance`, if given."""
     ov_by_head, similar, partners = ov_summaries(model, profile), nearest_heads(model), composition_partners(model)
     measured = {} if head_importance is None else dict.fromkeys(map(str, head_importance.addresses), head_importance)
     facts = {}
@@ -128,7 +165,7 @@ def ablation_summary(model: ModelProtocol, head_importance: Importance, head: st
 
 
 def _effects(model: ModelProtocol, corpus: Any = None, heads: str = "*") -> dict[str, AttendedLogitEffect]:
-    """Direct effects of heads; none if the model has no unembedding that can be read."""
+    """Return the direct effects of heads. Empty if the unembedding cannot be read."""
     try:
         return direct_effects(model, corpus, heads)
     except HeadwiseError:
@@ -139,31 +176,34 @@ def _ov_summary(model: ModelProtocol, head: HeadProfile, effects: Mapping[str, A
     score = copying_scores(model, str(head.address))[str(head.address)]
     try:
         token_effects = tuple(top_context_token_effects(model, head)) if model.output is not None else ()
-    except HeadwiseError:  # its logits are no sum over heads: nothing can be read off
+    except HeadwiseError:  # the logits are not a sum over heads
         token_effects = ()
     return OVSummary(score, copying_std(model.spec), token_effects, effects.get(str(head.address)))
 
 
 def ov_summaries(model: ModelProtocol, profile: Profile) -> dict[str, OVSummary]:
-    """Describe the output of each head: OV eigenvalue score, direct effect, and words promoted and suppressed."""
+    """Summarize the output of each head: OV eigenvalue score, direct effect, promoted and suppressed tokens."""
     effects = _effects(model)
     return {str(head.address): _ov_summary(model, head, effects) for head in profile}
 
 
 def copying_std(spec: ModelSpec) -> float:
-    """Standard deviation of the OV eigenvalue score over random weights."""
+    """Return the standard deviation of the OV eigenvalue score over random weights."""
     return 1.5 / spec.attention.value_dim
 
 
 def kv_siblings(spec: ModelSpec, head: Address) -> tuple[str, ...]:
-    """The other heads that read the same keys."""
+    """Return the other heads that share the KV head of a head."""
     layer = spec.attention_at(head.layer_address)
     readers = layer.heads_of_kv[layer.kv_of_head[layer.head_ids.index(head.head)]]
     return tuple(str(head.layer_address.head_address(n)) for n in readers if n != head.head)
 
 
 def nearest_heads(model: ModelProtocol) -> dict[str, list[list[Any]]]:
-    """The heads that look most alike, by Jensen–Shannon divergence on a few rows of the probe set: [head, nats]."""
+    """Return the heads with the most similar attention as [head, nats].
+
+    The distance is the Jensen–Shannon divergence on a few attention rows of the default corpus.
+    """
     addresses = tuple(address for hook_point in reachable_hook_points(model) for address in hook_point.head_addresses)
     if len(addresses) < 2 or model.image_input is not None:  # heads are compared on texts
         return {}
@@ -181,9 +221,10 @@ def nearest_heads(model: ModelProtocol) -> dict[str, list[list[Any]]]:
 
 
 def composition_partners(model: ModelProtocol) -> dict[str, tuple[ComposedHead | None, ComposedHead | None]]:
-    """For each head the earlier one whose writes it reads most, and the later one that reads its own most, by weights.
+    """Return for each head the earlier head that it reads most and the later head that reads it most, by weights.
 
-    ‖OV[a] OV[b]‖ / ‖OV[a]‖‖OV[b]‖, norms folded in; empty where norms are not known, sizes differ or the work is too much.
+    The score is ‖OV[a] OV[b]‖ / ‖OV[a]‖‖OV[b]‖ with norm gains folded into the weights. The result is empty if the norms are
+    not known, if heads differ in size, or if the computation is too large.
     """
     addresses, spec = model.spec.head_addresses, model.spec.attention
     if (
@@ -198,7 +239,7 @@ def composition_partners(model: ModelProtocol) -> dict[str, tuple[ComposedHead |
         return {}
     W_V, W_O = (torch.stack([head.weights[projection] for head in heads]) for projection in "vo")
     output_factors, input_factors = compress_product_rows(W_V, W_O), compress_product_columns(W_V, W_O)
-    sizes = (x.double().square().sum((1, 2)).sqrt().cpu().numpy() for x in (output_factors, input_factors))
+    sizes = (to_float64(x).square().sum((1, 2)).sqrt().cpu().numpy() for x in (output_factors, input_factors))
     output_norms, input_norms = sizes
     stream_positions = [(head.streams["o"], head.streams["v"]) for head in heads]
     is_earlier = np.array(
@@ -223,5 +264,5 @@ def composition_partners(model: ModelProtocol) -> dict[str, tuple[ComposedHead |
 
 
 def round6(value: float) -> float | None:
-    """Six digits: enough to read, half the bytes."""
+    """Round to six significant digits, which halves the size of the JSON. None if not finite."""
     return float(f"{value:.6g}") if np.isfinite(value) else None

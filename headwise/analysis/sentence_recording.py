@@ -1,4 +1,4 @@
-"""One text as every head sees it, recorded in one pass: maps, value norms, output shares, and the next token."""
+"""Recording of one text in one forward pass for the report page: maps, value norms, output shares, next token."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,22 +16,25 @@ from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import HeadwiseError
 from headwise.heads.hook_point import AttentionCall
 from headwise.heads.per_head_output import PerHeadOutput
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol
 from headwise.spec import Address
 
-MAX_FULL_WEIGHTS = 1 << 22  # weights of all maps together, up to which they are kept whole: 12 × 12 heads at 170 tokens
-THUMBNAIL_SIZE, EDGES_PER_ROW, MIN_EDGE_WEIGHT = (
-    32,
-    3,
-    0.02,
-)  # beyond: thumbnails of so many pixels, so many weights a row, none fainter than this
-TOP_TOKENS = 10  # next words told
+MAX_FULL_WEIGHTS = 1 << 22  # full maps are stored up to this number of weights: 12 × 12 heads at 170 tokens
+# Larger maps are stored as thumbnails (pixels per side) and the largest weights of each row (number, minimum weight).
+THUMBNAIL_SIZE, EDGES_PER_ROW, MIN_EDGE_WEIGHT = 32, 3, 0.02
+TOP_TOKENS = 10  # number of next tokens
 
 
 class SentenceRecorder:
-    """Maps, value norms and output shares of some heads on one text, recorded layer by layer.
+    """Record maps, value norms and output shares of some heads on one text.
 
-    If all maps together are too large, each head keeps a thumbnail and the strongest weights of every row.
+    If all maps together are too large, a thumbnail and the largest weights of every row are stored for each head.
+
+    Args:
+        selected: Addresses of the heads.
+        tokens: Number of tokens of the text.
+        max_weights: Maximum number of weights for full maps. None selects MAX_FULL_WEIGHTS.
     """
 
     def __init__(self, selected: tuple[Address, ...], tokens: int, max_weights: int | None = None) -> None:
@@ -40,14 +43,14 @@ class SentenceRecorder:
         self.arrays: dict[str, dict[Address, np.ndarray]] = {}
 
     def run(self, model: ModelProtocol, sample: TextSample) -> Any:
-        """One pass of a model; gives the final hidden states, or of pictures its own output."""
+        """Run the model on a sample. Return the final hidden states, or for an image the output of the model."""
         with ExitStack() as stack:
             for hook_point in model.gathered_hook_points():
                 stack.enter_context(hook_point.listen(self.on_call))
             return forward_batch(model, make_batch([sample], device=model.device))
 
     def on_call(self, call: AttentionCall) -> None:
-        """One layer's call."""
+        """Record one attention call."""
         indices = [i for i, address in enumerate(call.hook_point.head_addresses) if address in self.selected]
         if not indices:
             return
@@ -66,7 +69,7 @@ class SentenceRecorder:
         )
 
     def add_layer(self, addresses: list[Address], maps: Tensor, value_norms: Tensor, fractions: Tensor) -> None:
-        """Maps (h, T, S), lengths of what is fetched (h, S), shares of what is written (h, T)."""
+        """Store the maps (h, T, S), value output norms (h, S) and output shares (h, T) of the heads of a layer."""
         arrays = {"norms": value_norms, "shares": fractions}
         if self.is_full:
             arrays["maps"] = maps
@@ -80,7 +83,7 @@ class SentenceRecorder:
             stored.update(zip(addresses, values.cpu().numpy(), strict=True))
 
     def stacked(self) -> dict[str, np.ndarray]:
-        """Each array with the heads in their order as first axis."""
+        """Return the arrays with the selected heads as first axis."""
         return {
             name: np.stack([by_address[address] for address in self.selected])
             for name, by_address in self.arrays.items()
@@ -88,34 +91,40 @@ class SentenceRecorder:
 
 
 def truncated_sample(model: ModelProtocol, text: str, max_tokens: int) -> TextSample:
-    """Tokenize a text with its special tokens and keep the beginning of it."""
+    """Tokenize a text with special tokens and truncate it to `max_tokens`."""
     max_length = min(max_tokens, model.spec.context) if model.spec.positions == "learned" else max_tokens
     return next(iter(TokenizedCorpus.of(model, [text], max_length)))
 
 
 @dataclass(frozen=True)
-class NextToken:
-    """The most probable next tokens, and what each part adds to the logit of the first."""
+class PredictedToken:
+    """Prediction of the next token.
 
-    probable: list[tuple[str, float]]  # token and probability
-    parts: LogitAttribution | None  # None: the logit is no sum over heads, as in a post-norm model
+    Attributes:
+        probable: The most probable tokens with their probabilities.
+        parts: Attribution of the logit of the first token to model components. None if the logit is not a sum over heads,
+            as in a post-norm model.
+    """
+
+    probable: list[tuple[str, float]]
+    parts: LogitAttribution | None
 
 
-def predict_next_token(model: ModelProtocol, ids: Sequence[int], hidden: Tensor) -> NextToken | None:
-    """Return the most probable next tokens after final hidden states (1, T, D); None for a model that predicts none."""
+def predict_next_token(model: ModelProtocol, ids: Sequence[int], hidden: Tensor) -> PredictedToken | None:
+    """Return the most probable next tokens for final hidden states (1, T, D). None if the model is not a language model."""
     if model.output is None or model.spec.output != "lm":
         return None
-    best = torch.softmax(model.output(hidden[:, -1:])[0, -1].double(), -1).topk(min(TOP_TOKENS, model.spec.vocab))
+    best = torch.softmax(to_float64(model.output(hidden[:, -1:])[0, -1]), -1).topk(min(TOP_TOKENS, model.spec.vocab))
     words = [_token_text(model, i) for i in best.indices.tolist()]
     probable = list(zip(words, best.values.tolist(), strict=True))
     try:
-        return NextToken(probable, logit_attribution(model, list(ids), int(best.indices[0])))
-    except HeadwiseError:  # a post-norm model, or one whose parts are not known
-        return NextToken(probable, None)
+        return PredictedToken(probable, logit_attribution(model, list(ids), int(best.indices[0])))
+    except HeadwiseError:  # a post-norm model, or a model with unknown components
+        return PredictedToken(probable, None)
 
 
 def _token_text(model: ModelProtocol, token_id: int) -> str:
-    """A token as it would be written, or its number if the vocabulary is longer than the tokenizer."""
+    """Return the text of a token, or its id if the vocabulary is larger than the tokenizer."""
     tokenizer = tokenizer_of(model)
     return (
         tokenizer.backend.decode([token_id], skip_special_tokens=False) if token_id < len(tokenizer) else f"#{token_id}"

@@ -1,4 +1,4 @@
-"""Heads of models that are not ours: any transformers model, reached through its attention interface."""
+"""Access to the heads of transformers models that are not Headwise's own, through transformers' attention interface."""
 
 from headwise.attached.api import attach
 from headwise.attached.attached_model import AttachedModel

@@ -1,4 +1,4 @@
-"""`attach`: the heads of a transformers model, with the same numbers."""
+"""`attach`: access the heads of a transformers model without changing its outputs."""
 
 from typing import Any
 
@@ -11,12 +11,23 @@ from headwise.io.images import ImagePreprocessor
 
 
 def attach(model: Any, tokenizer: Any = None) -> AttachedModel:
-    """The heads of a transformers model: a handle that everything here takes; the model computes what it always did.
+    """Attach to a transformers model to access its heads.
 
-    `tokenizer` is theirs, or one of ours, for what reads text; of a model that reads pictures, its image processor. The
-    handle is a context manager; `.detach()` ends it. A model that is attached already gives the handle it has, with this
-    `tokenizer` if there is one. A handle that is dropped without `.detach()` is detached when it is collected; heads taken
-    from it, and open contexts, hold it. After an error or an interrupt the model is as it was.
+    The returned handle works like one of Headwise's own models: every function of Headwise accepts it. The model itself
+    computes the same outputs as before.
+
+    Args:
+        model: Transformers model. If it is already attached, its existing handle is returned.
+        tokenizer: Tokenizer of transformers or Headwise, needed by functions that take text. For an image model, its image
+            processor. If the model is already attached, replaces the handle's tokenizer.
+
+    Returns:
+        A handle. `handle.detach()`, or leaving the handle's `with` block, restores the model. A handle that is garbage
+        collected is detached automatically; heads taken from it and open contexts keep it alive. After an error or an
+        interrupt during `attach` the model is unchanged.
+
+    Raises:
+        HeadwiseError: The model cannot be attached. The message gives the reason.
 
     >>> import torch, transformers
     >>> sizes = dict(n_embd=16, n_layer=2, n_head=4, vocab_size=31, bos_token_id=0, eos_token_id=0)

@@ -1,4 +1,4 @@
-"""What can be attached to, and what is refused with its reason; and the guards that stand at the model's door meanwhile."""
+"""Checks whether a model can be attached, and forward hooks that guard an attached model."""
 
 import copy
 import threading
@@ -16,59 +16,66 @@ from headwise.attached.layer import AttachedLayer, layer_of
 from headwise.attached.non_sdpa_hooks import has_eager_function
 from headwise.attached.offload import is_offloaded
 from headwise.attached.uncopied_hook import UncopiedHook
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, MissingDependencyError, UnsupportedModelError
 from headwise.heads.hook_point import HOOKS, replaying
 
-NATIVE_FAMILIES = ("gpt2", "gpt_neo", "bert", "llama", "mistral", "qwen2")  # families that our own loader maps
+NATIVE_FAMILIES = ("gpt2", "gpt_neo", "bert", "llama", "mistral", "qwen2")  # families that hw.load supports natively
 
 
 def check_supported(model: Any) -> None:
-    """Refuse what cannot be attached to, before anything is touched."""
+    """Raise an error if the model cannot be attached, before anything is changed."""
     try:
         import transformers
     except ImportError:
-        raise HeadwiseError("to attach to a model transformers 5 is needed; pip install 'headwise[attach]'.") from None
+        raise MissingDependencyError(
+            "transformers 5 or newer is required to attach to a model. Run: pip install 'headwise[attach]'"
+        ) from None
     if int(transformers.__version__.split(".")[0]) < 5:
-        raise HeadwiseError(
-            f"transformers {transformers.__version__} is installed; attaching needs 5 or newer: pip install -U transformers."
+        raise MissingDependencyError(
+            f"transformers {transformers.__version__} is installed, but attaching requires version 5 or newer. Run: "
+            f"pip install -U transformers"
         )
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel):
         base = getattr(model, "get_base_model", None)
         if callable(base) and isinstance(base(), transformers.PreTrainedModel):
-            raise HeadwiseError(f"{name} holds a model with adapters; attach that: hw.attach(model.get_base_model()).")
-        raise HeadwiseError(f"attach takes a transformers model; got {name}. Our own models have .heads as they are.")
+            raise ArgumentError(
+                f"model: {name} wraps a model with adapters. Attach the base model: hw.attach(model.get_base_model())."
+            )
+        raise ArgumentError(
+            f"model: must be a transformers model. Got {name}. Headwise's own models have .heads without attaching."
+        )
     for path, module in model.named_modules():
         if layer_of(module) is not None:
-            raise HeadwiseError(
-                f"{path} of this {name} is attached already, through the handle of another model that holds it. Use that "
-                f"handle, or detach it first."
+            raise ArgumentError(
+                f"model: {path} of this {name} is already attached, through the handle of another model. Use the "
+                f"handle of that model, or detach that model first."
             )
     if any(weight.device.type == "meta" for weight in model.parameters()) and not is_offloaded(model):
-        raise HeadwiseError(
-            f"{name} has weights on the meta device, which have no values. Load the model with its weights."
+        raise ArgumentError(
+            f"model: {name} has weights on the meta device, which have no values. Load the model with its weights."
         )
     model_type = getattr(model.config, "model_type", "")
     if not find_attention_modules(model):
-        hint = f" Our own loader reads this family: hw.load(folder)." if model_type in NATIVE_FAMILIES else ""  # noqa: F541
-        raise HeadwiseError(
-            f"{name} is not on transformers' attention interface: its attention cannot be reached from outside.{hint}"
+        hint = " Headwise can load this model family itself: hw.load(folder)." if model_type in NATIVE_FAMILIES else ""
+        raise UnsupportedModelError(
+            f"model: {name} cannot be attached because it does not use transformers' attention interface.{hint}"
         )
     for info in find_attention_modules(model):
         check_no_sinks_or_softcap(name, info)
         if info.kept_heads == ():
-            continue  # it has no heads, and runs no attention
+            continue  # a layer without heads runs no attention
         if info.backend == "sdpa" or (info.backend == "eager" and _could_be_fused(model, info)):
             _check_backend(name, config_of(model, info.module)._attn_implementation)
     if has_third_party_sdpa():
-        raise HeadwiseError(
-            f"somebody has registered a function of their own as {SDPA_NAME!r}; attaching keeps a model's numbers, and ours "
-            f"are those of transformers' SDPA."
+        raise UnsupportedModelError(
+            f"another library has replaced transformers' attention function {SDPA_NAME!r}. Attaching requires the original "
+            f"function, so that the model's outputs stay the same. Restore it before attaching."
         )
 
 
 def _could_be_fused(model: Any, info: AttentionModuleInfo) -> bool:
-    """Whether a module on the eager path could run on SDPA, or brings no eager function of its own."""
+    """Return whether a module on the eager path could run on SDPA, or has no eager function of its own."""
     from transformers import PreTrainedModel
 
     names = info.name.split(".")
@@ -78,7 +85,7 @@ def _could_be_fused(model: Any, info: AttentionModuleInfo) -> bool:
 
 
 def nested_configs(config: Any) -> list[Any]:
-    """A configuration and those inside it."""
+    """Return a configuration and its sub-configurations."""
     if not hasattr(config, "_attn_implementation_internal"):
         return []
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
@@ -86,7 +93,7 @@ def nested_configs(config: Any) -> list[Any]:
 
 
 def copy_config(model: Any) -> Any:
-    """A copy of a model's configuration, to build another one that runs on the same attention."""
+    """Return a copy of a model's configuration that selects the same attention implementation."""
     config = copy.deepcopy(model.config)
     for inner, original in zip(nested_configs(config), nested_configs(model.config), strict=True):
         inner._attn_implementation_internal = original._attn_implementation
@@ -97,29 +104,35 @@ def _check_backend(name: str, backend: str | None) -> None:
     if backend == SDPA_NAME:
         return
     if backend == "eager":
-        raise HeadwiseError(
-            f"{name} runs on the eager path; attaching keeps a model's numbers, and ours are SDPA's. Load it with "
-            f'attn_implementation="sdpa", or call model.set_attn_implementation("sdpa"), if it can.'
+        raise UnsupportedModelError(
+            f"model: {name} runs eager attention, but attaching requires SDPA to reproduce the model's outputs. Load it with "
+            f'attn_implementation="sdpa", or call model.set_attn_implementation("sdpa").'
         )
-    raise HeadwiseError(
-        f'{name} runs on the attention {backend!r}; call model.set_attn_implementation("sdpa") first, then attach.'
+    raise UnsupportedModelError(
+        f"model: {name} runs the attention implementation {backend!r}, but attaching requires SDPA. Call "
+        f'model.set_attn_implementation("sdpa") first.'
     )
 
 
 class ModelForwardGuard:
-    """Stands at the doors of an attached model: the model itself, and those parts of it that can be called alone."""
+    """Forward hooks on an attached model and its submodels that reject unsupported calls and keep edits in checkpoints."""
 
     def __init__(self, model: Any, layers: Sequence[AttachedLayer]) -> None:
         self._model = model
         active_layers = [layer for layer in layers if layer.spec.head_ids and layer.info.backend != "traced"]
         config_backends = [(config_of(model, layer.module), layer.info.backend) for layer in active_layers]
         self._configs = list({id(config): (config, backend) for config, backend in config_backends}.values())
-        self._wrapped: list[tuple[Any, Any]] = []  # blocks, and how they are checkpointed when we are not there
-        self._lock, self._calls = threading.Lock(), 0  # of all threads, for which blocks are wrapped
-        self._entered = threading.local()  # `outermost`: the part whose call is the outermost wrapped one of a thread
+        self._wrapped: list[tuple[Any, Any]] = []  # blocks, and their original checkpointing functions
+        self._lock, self._calls = (
+            threading.Lock(),
+            0,
+        )  # number of running calls, in all threads, that need wrapped blocks
+        self._entered = (
+            threading.local()
+        )  # `outermost`: the submodel whose call is the outermost wrapped one in a thread
 
     def register_hooks(self) -> list[Any]:
-        """Before and behind every call; each has `.remove()`."""
+        """Register hooks before and after every call. Each returned hook has `.remove()`."""
         from transformers import PreTrainedModel
 
         submodels = [module for module in self._model.modules() if isinstance(module, PreTrainedModel)]
@@ -133,15 +146,15 @@ class ModelForwardGuard:
     def _enter(self, submodel: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         config: Any = submodel.config
         if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
-            raise HeadwiseError(
-                "output_attentions=True asks for every map at once, which the fused path never makes; look at heads with "
-                "hw.attention_maps or hw.record, or detach first."
+            raise ArgumentError(
+                "output_attentions=True: not supported while the model is attached, because SDPA does not compute attention "
+                "weights. Use hw.attention_maps or hw.record, or detach the model first."
             )
         for layer_config, backend in self._configs:
             if layer_config._attn_implementation != backend:
-                raise HeadwiseError(
-                    f"{type(self._model).__name__} was attached while it ran on {backend!r} and runs on "
-                    f"{layer_config._attn_implementation!r} now, where heads can be neither seen nor silenced; detach it "
+                raise UnsupportedModelError(
+                    f"{type(self._model).__name__} was attached with attention {backend!r} but now runs "
+                    f"{layer_config._attn_implementation!r}, whose heads cannot be recorded or silenced. Detach the model "
                     f'first, or call model.set_attn_implementation("{backend}").'
                 )
         if (
@@ -153,7 +166,7 @@ class ModelForwardGuard:
             self._wrap_checkpointing(submodel)
 
     def _wrap_checkpointing(self, submodel: nn.Module) -> None:
-        """For the calls that run now, blocks that are checkpointed remember with which edits they were run."""
+        """Make checkpointed blocks replay the edits of their first run, for the duration of the current calls."""
         if getattr(self._entered, "outermost", None) is not None:
             return
         blocks = [block for block in self._model.modules() if "_gradient_checkpointing_func" in block.__dict__]
@@ -180,7 +193,7 @@ class ModelForwardGuard:
 
 
 def _run_and_replay(checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A checkpointed block is run again in the backward pass: with the edits of the first time, and unheard."""
+    """Run a checkpointed block. In the backward pass it runs again with the same edits, but without listeners."""
     hooks, calls = HOOKS.now, count()
 
     def run_block(*block_args: Any, **block_kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The handle of a transformers model: all that is asked of a model of ours, over one that is not."""
+"""`AttachedModel`: the handle of an attached transformers model, with the interface of Headwise's own models."""
 
 import copy
 import sys
@@ -32,7 +32,7 @@ from headwise.attached.save_load import (
 )
 from headwise.attached.train_mode_mixin import TrainModeMixin
 from headwise.attached.transformers_forward import AttachedLMHead, call_transformers_model, forward_tokens, validate_ids
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.heads import Heads, HookPoint
 from headwise.heads.head import Gates, HeadPattern, resolve_gates
 from headwise.io.images import ImagePreprocessor
@@ -46,21 +46,28 @@ from headwise.text import Tokenizer
 
 
 class AttachedModel(TrainModeMixin):
-    """A transformers model with its heads: `.heads`, `.hook_points()`, and the calls that looking and changing make."""
+    """Handle of a transformers model, created by `hw.attach`.
+
+    Attributes:
+        model: The transformers model.
+        tokenizer: Tokenizer, or None.
+        preprocessor: Preprocessing of images, or None.
+        family: `model_type` of the model's configuration.
+    """
 
     def __init__(
         self, model: Any, layers: list[AttachedLayer], tokenizer: Any, preprocessor: ImagePreprocessor | None = None
     ) -> None:
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
-        self.preprocessor = preprocessor  # how a picture becomes what the model reads
+        self.preprocessor = preprocessor
         self.family: str | None = getattr(model.config, "model_type", None)
-        self._entered = 0  # contexts of this handle that are open
+        self._entered = 0  # number of open `with` blocks of this handle
         self._spec: ModelSpec | None = None
         self._residual_stream: ResidualStream | None = None
         self._image_input: ImageInput | None = None
-        self._why_not_resumable: str | None = None  # why ablated copies cost them; None: not tried yet
-        self._save_notice_shown = False  # what saving a cut model means for others
+        self._why_not_resumable: str | None = None  # None: not tested yet
+        self._save_notice_shown = False  # the notice about saving a pruned model is printed once
         self._attachment = Attachment(model, layers, self)
 
     @classmethod
@@ -73,7 +80,7 @@ class AttachedModel(TrainModeMixin):
         *,
         already_probed: bool = False,
     ) -> Self:
-        """Attach to a model and, unless its layers were `tried` before, test on a few tokens what holds for its heads.
+        """Attach to a model and, unless its layers are `already_probed`, test the layers on a few tokens.
 
         After any error, Ctrl-C included, the model has the hooks and modes that it had before.
         """
@@ -86,13 +93,23 @@ class AttachedModel(TrainModeMixin):
             raise
 
     def _try_layers(self) -> Self:
-        """Test by one call on a few tokens what was derived about heads, and withhold the rest."""
+        """Test on a few tokens how heads contribute to each layer. Operations that the test does not support are disabled."""
         self._attachment.remove_hooks()
         for part, layers in self._towers():
             probe_layers(part, layers)
         self._attachment.add_hooks()
         check_reconstruction(self._layers)
         return self
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import attached_model_table
+
+        return attached_model_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import attached_model_table
+
+        return attached_model_table(self).as_html()
 
     @property
     def is_attached(self) -> bool:
@@ -114,11 +131,20 @@ class AttachedModel(TrainModeMixin):
         hidden: bool = False,
         **model_kwargs: Any,
     ) -> Any:
-        """Token ids (B, T) → logits (B, T, V), or hidden states (B, T, D), as our own models do it.
+        """Compute logits (B, T, V), or hidden states (B, T, D), of token ids (B, T).
 
-        `attention_mask` (B, T) is True at real tokens, left or right; `source` is what an encoder-decoder reads. With
-        `input_ids` or any other argument of the model (`labels`, …) it is the model's own call, and its own output comes
-        back.
+        Args:
+            ids: Token ids (B, T).
+            attention_mask: (B, T), True at real tokens. Padding may be on either side.
+            source: Token ids (B, S) for the encoder of an encoder-decoder.
+            source_attention_mask: (B, S), True at real tokens of `source`.
+            gates: Factors for the outputs of heads, by head pattern or layer address: (H,) or (B, H) each.
+            hidden: Return the hidden states after the last norm instead of logits.
+            **model_kwargs: Arguments of the transformers model (`input_ids`, `labels`, …). If any is given, the model is
+                called directly and its own output is returned.
+
+        Returns:
+            Logits or hidden states, or the output of the transformers model if `model_kwargs` are given.
         """
         self._check_attached()
         if model_kwargs:
@@ -137,17 +163,17 @@ class AttachedModel(TrainModeMixin):
 
     @property
     def heads(self) -> Heads:
-        """Every head, by address: attached.heads["5.1"]."""
+        """All heads, by address: `attached.heads["5.1"]`."""
         return Heads(self._layers, owner=self)
 
     def hook_points(self) -> list[HookPoint]:
-        """Every place where attention happens, in the order data walks through them."""
+        """Return the hook points of all attention layers, in forward order."""
         return [layer.hook_point for layer in self._layers]
 
-    gathered_hook_points, is_sharded = hook_points, False  # no other process holds heads of it
+    gathered_hook_points, is_sharded = hook_points, False  # an attached model is never sharded
 
     def attention_layers(self) -> list[AttachedLayer]:
-        """The attention layers, encoder first."""
+        """Return the attention layers, those of the encoder first."""
         return list(self._layers)
 
     def prune(
@@ -158,16 +184,19 @@ class AttachedModel(TrainModeMixin):
         *,
         in_place: bool = False,
     ) -> Self:
-        """Return a smaller model without these heads: a copy, or this model with smaller projections.
+        """Prune heads by making projections smaller.
 
         Args:
             heads: Heads to prune, by address or pattern.
-            folded_biases: Added to the output biases of layers, (D,) each.
-            cache: Cache policies of KV heads, which only native models have.
+            folded_biases: Tensors (D,) to add to the output biases, by layer.
+            cache: Cache policies of KV heads. Supported only by Headwise's own models.
             in_place: Prune this model instead of a copy that shares no memory with it.
+
+        Returns:
+            The handle of the pruned model.
         """
         if cache:
-            self.check_native("caches by head are for headwise's own models")
+            self.check_native("per-head cache policies require one of Headwise's own models")
         if not in_place:
             copied = self.copy_offloaded_to_memory() if is_offloaded(self.model) else copy.deepcopy(self)
             return copied.prune(heads, folded_biases, in_place=True)
@@ -188,59 +217,59 @@ class AttachedModel(TrainModeMixin):
         return self
 
     def _towers(self) -> list[tuple[Any, list[AttachedLayer]]]:
-        """The model with its layers; of several towers each one by itself, as it can be called alone."""
+        """Return the model with its layers, or each tower of a multi-tower model with its layers."""
         layers_by_tower: dict[str, list[AttachedLayer]] = {}
         for layer in self._layers:
             layers_by_tower.setdefault(layer.info.tower_path, []).append(layer)
         return [(self.model.get_submodule(path), layers) for path, layers in layers_by_tower.items()]
 
     def copy_offloaded_to_memory(self) -> Self:
-        """This handle, or, if weights are offloaded, that of a copy with all weights in CPU memory."""
+        """Return this handle or, if weights are offloaded, the handle of a copy with all weights in CPU memory."""
         self._check_attached()
         return self._attach_similar(copy_to_memory(self.model)) if is_offloaded(self.model) else self
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans (`hw.Plan`) by which heads were cut, in their order; heads cut by hand are in none."""
+        """Plans (`hw.Plan`) by which the model was pruned, in order. Heads pruned without a plan are not included."""
         return self.model.__dict__.get(PLANS_ATTRIBUTE, ())
 
     @plans.setter
     def plans(self, plans: tuple[Plan, ...]) -> None:
         self.model.__dict__[PLANS_ATTRIBUTE] = plans
 
-    # What it is.
+    # Properties of the model.
 
     @property
     def spec(self) -> ModelSpec:
-        """The model as far as those who look at it ask."""
+        """Spec inferred from the model, with the fields that analysis and pruning need."""
         if self._spec is None:
             self._spec = infer_spec(self.model, self._layers)
         return self._spec
 
     @property
     def output(self) -> LMHeadProtocol | None:
-        """From final hidden states to logits, as the model does it; None where it gives no logits of a vocabulary."""
+        """LM head: final hidden states to logits. None if the model has no LM head."""
         return AttachedLMHead(self.model) if has_lm_head(self.model) else None
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.model.parameters()).device
 
     @property
     def image_input(self) -> ImageInput | None:
-        """How it reads pictures; None where it reads something else."""
+        """Image input of the model. None if the model does not take images."""
         if self._image_input is None and getattr(self.model, "main_input_name", "") == "pixel_values":
             self._image_input = ImageInput(self.model, self._layers, self.preprocessor)
         return self._image_input
 
     @property
     def decoder_start_token(self) -> int:
-        """The token before what an encoder-decoder writes, as its configuration has it."""
+        """Token id with which the decoder of an encoder-decoder starts."""
         return decoder_start_token(self.model)
 
     def input_norms(self) -> Norms | None:
-        """For each layer the norm its heads read through, for q, and for k and v; None where that is not known."""
+        """Return, for each layer, the norms in front of q and of k and v. None if the norms of a layer are unknown."""
         input_norms = {
             str(layer.hook_point.address): find_input_norm(layer.info) for layer in self._layers if layer.spec.head_ids
         }
@@ -249,13 +278,17 @@ class AttachedModel(TrainModeMixin):
         return {layer_address: (norm, norm) for layer_address, (_, norm) in input_norms.items()}
 
     def residual_stream(self) -> ResidualStream:
-        """What adds to the stream of a decoder and what reads it, found out once on a few tokens; refused if not a sum."""
+        """Return the parts that read and write the residual stream of a decoder, found by a test on a few tokens.
+
+        Raises:
+            HeadwiseError: The model is not a decoder with an LM head, or its residual stream is not a plain sum.
+        """
         self._check_attached()
         if self._residual_stream is None:
             if self.spec.kind != "decoder" or self.spec.output != "lm":
-                raise HeadwiseError(
-                    f"logits are followed back in decoders with a language-model output; {type(self.model).__name__} is of "
-                    f"kind {self.spec.kind}, output {self.spec.output}."
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__}: logit attribution requires a decoder with an LM head. Got kind "
+                    f"{self.spec.kind}, output {self.spec.output}."
                 )
             self._residual_stream = find_residual_stream(self.model, self._layers)
         return self._residual_stream
@@ -270,19 +303,32 @@ class AttachedModel(TrainModeMixin):
         source: Tensor | None = None,
         source_attention_mask: Tensor | None = None,
     ) -> ResumableForward:
-        """A clean pass that stops at the layers wanted; from there copies go on, and blocks before it do not run again."""
+        """Run a clean forward pass that can be resumed at the given layers, without running the earlier blocks again.
+
+        Args:
+            ids: Token ids (B, T).
+            layer_addresses: Layers at which to resume.
+            select_rows: Selects the rows of the batch to continue with.
+            attention_mask: (B, T), True at real tokens.
+            source: Token ids for the encoder of an encoder-decoder.
+            source_attention_mask: True at real tokens of `source`.
+        """
         self._check_attached()
         inputs = (validate_ids(self.model, ids, attention_mask), attention_mask, source, source_attention_mask)
         return make_resumable_forward(self, self.model, self._layers, layer_addresses, select_rows, *inputs)
 
     def why_not_resumable(self) -> str:
-        """Why such copies cost whole passes, found out once on a few tokens; empty where they do not."""
+        """Return why forward passes cannot be resumed, tested once on a few tokens. Empty if they can."""
         if self._why_not_resumable is None:
             self._why_not_resumable = why_not_resumable(self, self.model, self._layers)
         return self._why_not_resumable
 
     def untrained(self, seed: int = 0) -> "AttachedModel":
-        """The same model with random weights."""
+        """Return a model of the same architecture with random weights.
+
+        Args:
+            seed: Random seed of the weights.
+        """
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = type(self.model)(copy_config(self.model)).to(self.device).eval()
@@ -290,7 +336,7 @@ class AttachedModel(TrainModeMixin):
         pruned = set(attached_copy.heads.addresses) - set(self.heads.addresses)
         return attached_copy.prune(tuple(pruned), in_place=True) if pruned else attached_copy
 
-    # Writing: texts, and folders.
+    # Generation and saving.
 
     def generate(
         self,
@@ -301,10 +347,19 @@ class AttachedModel(TrainModeMixin):
         seed: int | None = None,
         **options: Any,
     ) -> Any:
-        """What is given, gone on by at most so many tokens (64), in its own kind: a text, a list of ids, a tensor (B, T).
+        """Continue a prompt, without dropout.
 
-        Of a text it takes what `stream` takes. Of anything else it is the model's own `generate`, with all its options.
-        Nothing is dropped out.
+        Args:
+            prompt: Text, list of token ids, or tensor (B, T).
+            max_new_tokens: Maximum number of new tokens. Default: 64.
+            gates: Factors for the outputs of heads, by head pattern or layer address.
+            seed: Random seed for sampling.
+            **options: For a text: `temperature`, `top_k` and `top_p`, as in `stream`. Otherwise any option of transformers'
+                `generate`.
+
+        Returns:
+            The prompt and its continuation, in the type of the prompt. An encoder-decoder returns only the new text for a
+            text prompt.
         """
         self._check_attached()
         if isinstance(prompt, str):
@@ -324,9 +379,16 @@ class AttachedModel(TrainModeMixin):
         gates: Gates | None = None,
         **options: Any,
     ) -> Generator[Tensor, None, None]:
-        """The tokens that follow a text, (1,) each, or ids (B, T), (B,) each, as they are made.
+        """Generate token by token.
 
-        `temperature`, `top_k`, `top_p`, `seed` say how they are drawn. Between two tokens the model is as it was.
+        Args:
+            prompt: Text, or token ids (B, T).
+            max_new_tokens: Maximum number of new tokens.
+            gates: Factors for the outputs of heads, by head pattern or layer address.
+            **options: `temperature` (0 is greedy), `top_k`, `top_p`, `seed`.
+
+        Returns:
+            A generator of token ids, (B,) per step. Between two steps the model is in its original state.
         """
         self._check_attached()
         ids = prompt_to_ids(self.model, self.tokenizer, prompt) if isinstance(prompt, str) else prompt
@@ -342,17 +404,23 @@ class AttachedModel(TrainModeMixin):
                 yield step
 
     def save_pretrained(self, folder: str | Path, *, full_shape: bool = False) -> Path:
-        """Write the model, whole or not at all; `hw.load(folder)` brings it back, cut or not.
+        """Write the model to a folder atomically. `hw.load(folder)` restores it, pruned or not.
 
-        With `full_shape` a cut model has its first shape again, zeros in place of heads, for plain `from_pretrained`.
-        Without, plain transformers refuses a cut one: that is said on standard error, once.
+        A pruned model cannot be loaded by plain transformers unless `full_shape` is set. A notice on stderr says so once.
+
+        Args:
+            folder: Output folder.
+            full_shape: Write a pruned model in its original shape, with zeros for pruned heads, for plain `from_pretrained`.
+
+        Returns:
+            The folder.
         """
         path = save_attached(self.model, self._layers, (self.tokenizer, self.preprocessor), folder, full_shape)
         if is_pruned(self._layers) and not full_shape and not self._save_notice_shown:
             self._save_notice_shown = True
             print(
-                f"heads were cut from this {type(self.model).__name__}: hw.load(folder) loads what is written, plain "
-                f"transformers does not; hw.export(model, folder) writes a folder for both, zeros in place of heads.",
+                f"This {type(self.model).__name__} is pruned: hw.load(folder) can load the saved folder, plain transformers "
+                f"cannot. hw.export(model, folder) writes a folder for both, with zeros for pruned heads.",
                 file=sys.stderr,
             )
         return path
@@ -363,7 +431,7 @@ class AttachedModel(TrainModeMixin):
     def reopen(
         cls, folder: str | Path, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
     ) -> Self:
-        """A folder that transformers reads, cut or not, as an attached model with its tokenizer."""
+        """Load a folder of transformers, pruned or not, as an attached model with its tokenizer."""
         folder = Path(folder)
         model, layers = load_attached(folder, dtype, device)
         check_supported(model)
@@ -373,30 +441,33 @@ class AttachedModel(TrainModeMixin):
         )
 
     def check_native(self, operation: str) -> None:
-        """Refuse what only models of our own can do."""
-        raise HeadwiseError(
-            f"{operation}; this is an attached {type(self.model).__name__}. Load it with hw.load(…), if its family is mapped "
-            f"here."
+        """Raise an error: `operation` is a sentence that names an operation of Headwise's own models."""
+        raise UnsupportedModelError(
+            f"model: {operation}. Got an attached {type(self.model).__name__}. If Headwise implements this model family, "
+            f"load the model with hw.load(…). Otherwise this operation is not available for the model."
         )
 
     def load_weights(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Take over weights by the model's own names, as `save` writes them; the names that are not known."""
+        """Load weights by the model's own names, as `save` writes them. Returns the unknown names."""
         return self.model.load_state_dict(state, strict=False).unexpected_keys
 
     def export(self, folder: str | Path, family: str | None = None) -> Path:
-        """Write the model for plain transformers, zeros in place of heads that were cut; it stays the family it is."""
+        """Write the model for plain transformers, with zeros for pruned heads. The model family cannot be changed."""
         if family is not None and family != self.family:
-            raise HeadwiseError(f"an attached model stays what it is, {self.family}; leave the family away.")
+            raise ArgumentError(
+                f"family={family!r}: an attached model can only be exported as its own family, {self.family}. Remove family."
+            )
         return save_attached(
             self.model, self._layers, (self.tokenizer, self.preprocessor), folder, full_shape=True, exported=True
         )
 
-    # Leaving.
+    # Detaching.
 
     def detach(self) -> Any:
-        """Leave the model exactly as it was, and give it back.
+        """Remove all hooks and return the transformers model.
 
-        Where cutting has left groups of different sizes, every head gets its own keys, as plain transformers needs it.
+        If pruning has left KV groups of different sizes, each head gets its own key and value, because plain transformers
+        does not support such groups.
         """
         self._check_attached()
         self._attachment.undo()
@@ -409,11 +480,11 @@ class AttachedModel(TrainModeMixin):
 
     def __exit__(self, *_: object) -> None:
         self._entered -= 1
-        if self.is_attached and not self._entered:  # the outermost of several contexts detaches
+        if self.is_attached and not self._entered:  # the outermost `with` block detaches
             self.detach()
 
     def _attach_similar(self, model: Any) -> Self:
-        """A handle of another model that is built alike."""
+        """Attach to another model of the same architecture, without testing its layers again."""
         layers = make_attached_layers(model)
         layers_by_address = {layer.hook_point.address: layer for layer in self._layers}
         for layer in layers:
@@ -422,17 +493,17 @@ class AttachedModel(TrainModeMixin):
         return type(self).attach_layers(model, layers, self.tokenizer, self.preprocessor, already_probed=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AttachedModel":
-        """A copy of the model, attached, with hook points of its own."""
+        """Return the handle of a copy of the model."""
         self._check_attached()
         return self._attach_similar(copy.deepcopy(self.model, memo))
 
     def _check_attached(self) -> None:
         if not self.is_attached:
-            raise HeadwiseError("this handle was detached already; attach the model again: hw.attach(model).")
+            raise HeadwiseError("this handle is detached. Attach the model again: hw.attach(model).")
 
     @contextmanager
     def _apply_gates(self, gates: Gates | None) -> Iterator[None]:
-        """While open heads are scaled, by pattern or by layer: (H,) or (B, H) each."""
+        """Scale the outputs of heads while the context is open, by pattern or layer: (H,) or (B, H) each."""
         gates_by_layer = resolve_gates(self._layers, gates)
         with ExitStack() as stack:
             for hook_point in self.hook_points():

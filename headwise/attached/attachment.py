@@ -13,7 +13,7 @@ from weakref import finalize, ref
 from torch import nn
 
 from headwise.attached.attach_support import ModelForwardGuard
-from headwise.attached.interface import ACTIVE, register_layer, replace_sdpa, restore_sdpa, unregister_layer
+from headwise.attached.interface import ACTIVE, register_hooked_sdpa, register_layer, restore_sdpa, unregister_layer
 from headwise.attached.layer import MARK, AttachedLayer, layer_of
 from headwise.attached.non_sdpa_hooks import close_traces, eager_function_of, install_attention_hooks
 from headwise.attached.prune_in_place import expand_kv_groups
@@ -34,7 +34,7 @@ class Attachment:
         self.model, self.layers = model, layers
         self.handle = ref(handle)
         self._hooks: list[Any] = []
-        replace_sdpa(self)
+        register_hooked_sdpa(self)
         self._finalizer = finalize(handle, self.undo)
         self._finalizer.atexit = False
         self._mark()
@@ -42,7 +42,7 @@ class Attachment:
 
     @property
     def is_active(self) -> bool:
-        """Whether the model is attached through this."""
+        """Whether the model is currently attached."""
         return self in ACTIVE
 
     def add_hooks(self) -> None:
@@ -91,7 +91,7 @@ class Attachment:
 
 
 def live_handle(model: Any) -> Any:
-    """The handle of an attached model, or None; attachments whose handle was collected are undone first."""
+    """Return the handle of an attached model, or None. Attachments whose handle was collected are undone first."""
     for attachment in list(ACTIVE):
         handle = attachment.handle()
         if handle is None:
@@ -102,7 +102,7 @@ def live_handle(model: Any) -> Any:
 
 
 class AttachRollbackState:
-    """Hooks and training modes of a model, kept to restore them after a failed attach."""
+    """Hooks and training modes of a model, stored to restore them after a failed attach."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

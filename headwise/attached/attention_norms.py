@@ -1,6 +1,6 @@
-"""What is known of attention modules by their class: the norm before them.
+"""Table of attention classes with a known norm in front of them.
 
-A class that is not here can be looked at, silenced and cut like any other; weights of different layers are not compared.
+Models with other classes can be attached, silenced and pruned, too, but weights of different layers are not compared.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,15 @@ from headwise.attached.discover import AttentionModuleInfo
 
 @dataclass(frozen=True)
 class AttentionNormPlacement:
-    """One class of attention modules, or several that are alike."""
+    """Norms around a class of attention modules.
 
-    input_norm: str | None  # the norm that heads read through, in the parent; None: they read the stream as it is
-    has_post_norm: bool = False  # whether what is written passes another norm before it reaches the stream
+    Attributes:
+        input_norm: Attribute of the parent that normalizes the input; None if the input is the residual stream itself.
+        has_post_norm: Whether the output passes another norm before it is added to the residual stream.
+    """
+
+    input_norm: str | None
+    has_post_norm: bool = False
 
 
 _LLAMA_LIKE = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Phi3Attention", "GPTNeoXAttention",
@@ -32,12 +37,12 @@ FAMILIES: dict[str, AttentionNormPlacement] = {
 
 
 def norm_placement_of(info: AttentionModuleInfo) -> AttentionNormPlacement | None:
-    """What is known of one attention module."""
+    """Return the norm placement of an attention module, or None if its class is unknown."""
     return FAMILIES.get(type(info.module).__name__)
 
 
 def find_input_norm(info: AttentionModuleInfo) -> tuple[bool, nn.Module | None]:
-    """Whether it is known what stands between the stream and what heads read; and it, if anything does."""
+    """Return whether the norm between residual stream and heads is known, and the norm itself (None: no norm)."""
     family = norm_placement_of(info)
     if family is None or family.has_post_norm:
         return False, None

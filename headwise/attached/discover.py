@@ -1,7 +1,7 @@
-"""Where attention is in somebody else's model: its modules, their addresses, sizes and projections.
+"""Find the attention modules of a transformers model: addresses, sizes and projections.
 
-A module is on the interface when its forward asks for an attention function there. What its projections are called, and how
-they are laid out, is a table of names: nothing here knows an architecture.
+A module is on transformers' attention interface if its forward requests an attention function there. Names and layouts of
+projections come from tables of names. Nothing here depends on a particular architecture.
 """
 
 import inspect
@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.spec import LayerAddress
 
-# What reads: three modules, or one that holds them all, one after the other ("fused") or head by head ("per_head").
+# q, k and v: three modules, or one module with q, k, v in sequence ("fused") or interleaved by head ("per_head").
 QKV_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("separate", ("q_proj", "k_proj", "v_proj")),
     ("separate", ("query", "key", "value")),
@@ -32,7 +32,7 @@ QKV_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fused", ("Wqkv",)),
     ("per_head", ("query_key_value",)),
 )
-# What writes: inside the module, or beside it, as seen from the parent.
+# W_O: inside the attention module, or in its parent.
 OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "out_lin", "dense", "o", "Wo", "wo", "proj", "projection_layer", "projection",
           "out", "linear_out")  # fmt: skip
 PARENT_OUTPUT_NAMES = ("output.dense",)
@@ -44,9 +44,9 @@ CROSS_ATTENTION_NAMES = (
     "encoder_attention",
     "cross_attention",
 )
-PRUNED_ATTRIBUTE = "_headwise_pruned"  # where a module keeps what it was found to be when heads were cut from it
+PRUNED_ATTRIBUTE = "_headwise_pruned"  # attribute of a pruned module that stores its AttentionModuleInfo
 WINDOW_MASK_NAMES = ("sliding_window_causal_mask", "bidirectional_sliding_window_mask", "masks_for_generate")
-# Classes of attention that are not on the interface, but whose softmax and products can be watched; each was walked over.
+# Attention classes that are not on the interface, but whose softmax and matmuls can be traced. Each was tested.
 TRACED_CLASSES = {
     "bloom": "BloomAttention", "bros": "BrosSelfAttention", "codegen": "CodeGenAttention",
     "deberta": "DisentangledSelfAttention", "deberta_v2": "DisentangledSelfAttention", "falcon": "FalconAttention",
@@ -59,9 +59,9 @@ TRACED_CLASSES = {
     "visual_bert": "VisualBertSelfAttention", "xglm": "XGLMAttention",
     "xlm": "MultiHeadAttention",
 }  # fmt: skip
-AttentionBackend = Literal["sdpa", "eager", "traced"]  # how a module's attention runs, and is reached
-TOWER_ORDER = ("vision", "audio", "query", "text")  # in the order data walks through them
-# Words in a tower's path that say what it reads; the first that fits counts.
+AttentionBackend = Literal["sdpa", "eager", "traced"]  # how attention runs and how its heads are accessed
+TOWER_ORDER = ("vision", "audio", "query", "text")  # in forward order
+# Words in the path of a tower that give its input modality; the first match counts.
 TOWER_KEYWORDS = {
     "query": ("qformer", "resampler", "perceiver"), "vision": ("vision", "visual", "image", "vit", "video", "sam_"),
     "audio": ("audio", "speech", "sound"), "text": ("text", "language", "llm", "lm", "decoder"),
@@ -72,9 +72,30 @@ HEAD_DIM_NAMES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head
 
 @dataclass(frozen=True, eq=False)
 class AttentionModuleInfo:
-    """One attention module as it stands in a model."""
+    """Description of one attention module of a model.
 
-    name: str  # its path
+    Attributes:
+        name: Path of the module.
+        module: The attention module.
+        parent: Module that contains it.
+        address: Address of its layer.
+        heads: Number of heads before pruning.
+        kv_heads: Number of KV heads before pruning.
+        head_dim: Size of queries and keys.
+        value_dim: Size of values.
+        qkv_modules: Layout and names of the q, k, v projections; None if they were not found.
+        output_module: The output projection W_O; None if it was not found.
+        rotary: Whether queries and keys are rotated by position.
+        window: Size of the attention window; None for full attention.
+        kept_heads: Remaining heads, by number, if the module was pruned.
+        kv_expanded: Whether heads of a KV group have received keys and values of their own.
+        layouts: Layouts of q, k and v as found by the probe, if the module was pruned.
+        backend: How attention runs.
+        tower_path: Path of the submodel that contains the tower, for models with several towers.
+        num_outputs: Length of the module's output tuple, in which all entries but the first are None; 0 for a plain tensor.
+    """
+
+    name: str
     module: nn.Module
     parent: nn.Module
     address: LayerAddress
@@ -82,26 +103,28 @@ class AttentionModuleInfo:
     kv_heads: int
     head_dim: int
     value_dim: int
-    qkv_modules: tuple[str, tuple[str, ...]] | None  # how they are laid out, and their names; None: not known here
+    qkv_modules: tuple[str, tuple[str, ...]] | None
     output_module: nn.Module | None
-    rotary: bool = False  # whether positions turn its queries and keys
-    window: int | None = None  # a query sees keys fewer than so many positions away
-    kept_heads: tuple[int, ...] | None = None  # the heads that are there, by number, if some were cut
-    kv_expanded: bool = False  # whether heads that shared keys have been given keys of their own
-    layouts: tuple[str, ...] = ()  # of q, k and v, once found out, where heads were cut
+    rotary: bool = False
+    window: int | None = None
+    kept_heads: tuple[int, ...] | None = None
+    kv_expanded: bool = False
+    layouts: tuple[str, ...] = ()
     backend: AttentionBackend = "sdpa"
-    tower_path: str = ""  # the path of the model that holds its tower, where there are several
-    num_outputs: int = 2  # how many things the module gives, None but for the first; 0: what it writes, as it is
+    tower_path: str = ""
+    num_outputs: int = 2
 
     def qkv_module(self, index: int) -> nn.Module:
-        """One of the modules that read."""
+        """Return one of the q, k, v projections."""
         assert self.qkv_modules is not None
         return getattr(self.module, self.qkv_modules[1][index])
 
 
 def find_attention_modules(model: nn.Module, allow_towers: bool = True) -> list[AttentionModuleInfo]:
-    """The attention modules of a model that are on the interface, encoder first, a block's own before its cross-attention; of
-    several towers those that are read first."""
+    """Return the attention modules of a model.
+
+    Encoder layers come first. In a block, self-attention comes before cross-attention. Towers are in forward order.
+    """
     candidates = [
         (name, module)
         for name, module in model.named_modules()
@@ -118,12 +141,12 @@ def find_attention_modules(model: nn.Module, allow_towers: bool = True) -> list[
         info = _inspect_module(model, name, module, addresses[name]) if pruned_info is None else pruned_info
         info = replace(info, name=name, address=addresses[name], tower_path="", backend=_backend_of(model, module))
         if info.address in by_address:
-            raise HeadwiseError(
-                f"{name} and {by_address[info.address].name} both are attention of layer {info.address}; "
-                f"a block with several attentions has no addresses here."
+            raise UnsupportedModelError(
+                f"{name} and {by_address[info.address].name} are both attention of layer {info.address}. Blocks with several "
+                f"attention modules of the same kind are not supported."
             )
         by_address[info.address] = info
-    # A block looks across behind its own attention; heads of a decoder by itself that do so are told behind all others.
+    # In an encoder-decoder, cross-attention follows self-attention in each block; otherwise it comes after all layers.
     sort_keys = {
         info: (info.address.stack != "enc", info.address.stack == "cross", info.address.layer)
         for info in by_address.values()
@@ -137,13 +160,16 @@ def find_attention_modules(model: nn.Module, allow_towers: bool = True) -> list[
 
 
 def _find_towers(model: nn.Module, stacks: list[str], allowed: bool) -> list[AttentionModuleInfo]:
-    """All towers of a model as one: each as it is found in the part that holds it alone, under a name of its own."""
+    """Return the modules of all towers, each tower under its own name."""
     part_paths = {stack: _attachable_part(model, stack) for stack in stacks}
     paths = list(dict.fromkeys(path for stack_paths in part_paths.values() for path in stack_paths))
     if not allowed or not all(part_paths.values()):
         suggestions = " or ".join(f"hw.attach(model.{path})" for path in paths)
-        hint = f"attach one of them: {suggestions}." if paths else "none of them can be attached by itself."
-        raise HeadwiseError(f"{type(model).__name__} has {len(stacks)} towers ({', '.join(stacks)}); {hint}")
+        hint = f"Attach one of them: {suggestions}." if paths else "None of them can be attached by itself."
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} has {len(stacks)} towers ({', '.join(stacks)}), which cannot be attached "
+            f"together. {hint}"
+        )
     tower_names = {path: _tower_name(model, path) for path in paths}
     paths.sort(key=lambda path: (TOWER_ORDER.index(tower_names[path]), path))
     by_address: dict[LayerAddress, AttentionModuleInfo] = {}
@@ -155,15 +181,16 @@ def _find_towers(model: nn.Module, stacks: list[str], allowed: bool) -> list[Att
             stack = info.address.stack or name
             address = LayerAddress(stack, info.address.layer)
             if address in by_address:
-                raise HeadwiseError(
-                    f"{path}.{info.name} and {by_address[address].name} both are attention of layer {address}."
+                raise UnsupportedModelError(
+                    f"model: {path}.{info.name} and {by_address[address].name} are both attention of a layer with the "
+                    f"address {address}, so the whole model cannot be attached. Attach a part of it: hw.attach(model.{path})."
                 )
             by_address[address] = replace(info, name=f"{path}.{info.name}", address=address, tower_path=path)
     return list(by_address.values())
 
 
 def _tower_name(model: nn.Module, path: str) -> str:
-    """What a tower reads: by the words of its path, or by what it is called with."""
+    """Return the input modality of a tower, by the words of its path or by its main input."""
     for name, words in TOWER_KEYWORDS.items():
         if any(word in part for part in path.split(".") for word in words):
             return name
@@ -180,7 +207,7 @@ def _calls_interface(module_class: type[nn.Module]) -> bool:
 
 
 def uses_traced_backend(module_class: type[nn.Module]) -> bool:
-    """Whether attention of this class is reached by watching it."""
+    """Return whether attention of this class is accessed by tracing."""
     package, _, family = module_class.__module__.rpartition(".")[0].rpartition(".")
     return package == "transformers.models" and TRACED_CLASSES.get(family) == module_class.__name__
 
@@ -192,31 +219,35 @@ def _backend_of(model: Any, module: nn.Module) -> AttentionBackend:
 
 
 def config_of(model: Any, module: nn.Module) -> Any:
-    """The configuration that says which attention a module runs."""
+    """Return the configuration that selects the attention implementation of a module."""
     module_config = getattr(module, "config", None)
     return module_config if hasattr(module_config, "_attn_implementation_internal") else model.config
 
 
 def check_no_sinks_or_softcap(name: str, info: AttentionModuleInfo) -> None:
-    """Refuse what a module adds to its scores that SDPA, where it runs on that, knows nothing of."""
+    """Raise an error if a module on SDPA has learned sinks or soft-capped scores, which SDPA would ignore."""
     module = info.module
     if info.backend != "sdpa":
         return
     if isinstance(getattr(module, "sinks", None), Tensor):
-        raise HeadwiseError(
-            f"{name} has learned sinks, which plain scaled-dot-product attention would drop; it was refused."
+        raise UnsupportedModelError(
+            f"model: {name} has learned attention sinks, which SDPA does not support. Load it with "
+            f'attn_implementation="eager".'
         )
     if getattr(module, "attn_logit_softcapping", None) is not None:
-        raise HeadwiseError(f"{name} caps its scores, which plain scaled-dot-product attention cannot; it was refused.")
+        raise UnsupportedModelError(
+            f"model: {name} soft-caps its attention scores, which SDPA does not support. Load it with "
+            f'attn_implementation="eager".'
+        )
 
 
 def _stack_path(name: str) -> str:
-    """What a module's path says before the number of its layer."""
+    """Return the part of a module's path before its layer number."""
     return re.split(r"\.\d+(?:\.|$)", f".{name}", maxsplit=1)[0].removeprefix(".")
 
 
 def _attachable_part(model: nn.Module, stack: str) -> list[str]:
-    """The largest part of a model that holds one tower and can be attached, by its path; none where there is none."""
+    """Return the path of the largest submodel that contains this tower alone and can be attached; empty if none can."""
     from transformers import PreTrainedModel
 
     names = stack.split(".")
@@ -241,8 +272,10 @@ def _is_encoder_decoder(stacks: set[str]) -> bool:
 
 
 def _assign_addresses(modules: list[tuple[str, nn.Module]], is_encoder_decoder: bool) -> dict[str, LayerAddress]:
-    """The address of each module: by the number of its layer; where layers hold blocks, or a block several attentions that
-    are numbered (`layers.0.blocks.1`), all are counted through."""
+    """Assign an address to each module, by layer number.
+
+    If layer numbers are not unique, as in `layers.0.blocks.1`, modules are numbered consecutively.
+    """
     numbers_by_stack: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, module in modules:
         numbers = tuple(int(digits) for digits in re.findall(r"(?<=\.)\d+(?=\.|$)", f".{name}")) or (0,)
@@ -257,7 +290,7 @@ def _assign_addresses(modules: list[tuple[str, nn.Module]], is_encoder_decoder: 
 
 
 def _stack_of_module(name: str, module: nn.Module, is_encoder_decoder: bool) -> str:
-    """The stack of a module; a decoder by itself may look across at what it is given from outside."""
+    """Return the stack of a module. A standalone decoder may have cross-attention, too."""
     if any(part in CROSS_ATTENTION_NAMES for part in name.split(".")) or getattr(module, "is_cross_attention", False):
         return "cross"
     return ("enc" if "encoder" in _stack_path(name).split(".") else "dec") if is_encoder_decoder else ""
@@ -272,7 +305,7 @@ def _inspect_module(model: nn.Module, name: str, module: nn.Module, address: Lay
         None,
     )
     if hasattr(module, "q_attn"):
-        qkv_modules = None  # cross-attention of GPT-2: c_attn makes keys and values only
+        qkv_modules = None  # cross-attention of GPT-2: c_attn projects only keys and values
     output_module = next(_output_modules(module, parent, heads), None)
     value_dim = head_dim if output_module is None else in_size(output_module) // heads
     kv_heads, head_dim = heads // max(1, group_size), head_dim or value_dim
@@ -290,7 +323,7 @@ def _inspect_module(model: nn.Module, name: str, module: nn.Module, address: Lay
 
 
 def _window(module: nn.Module, address: LayerAddress) -> int | None:
-    """How far a module sees: as it says, or where it does not, as its configuration does, for all layers or for this one."""
+    """Return the window of a module, from the module or else from its configuration."""
     config: Any = getattr(module, "config", None)
     if type(module).__name__ == "GPTNeoSelfAttention":
         return config.window_size if getattr(module, "attention_type", "") == "local" else None
@@ -304,7 +337,7 @@ def _window(module: nn.Module, address: LayerAddress) -> int | None:
 
 @cache
 def _uses_standard_windows(module_class: type[nn.Module]) -> bool:
-    """Whether a model's masks of a window are transformers' own: elsewhere the same word may mean chunks, or one side."""
+    """Return whether a model builds window masks with transformers' functions. Otherwise a window may mean something else."""
     try:
         source = inspect.getsource(sys.modules[module_class.__module__])
     except (OSError, TypeError, KeyError):
@@ -313,7 +346,7 @@ def _uses_standard_windows(module_class: type[nn.Module]) -> bool:
 
 
 def has_rotary(model: nn.Module) -> bool:
-    """Whether positions turn queries and keys."""
+    """Return whether queries and keys are rotated by position."""
     return any("Rotary" in type(part).__name__ for part in model.modules())
 
 
@@ -325,8 +358,8 @@ def _read_size(module: nn.Module, names: tuple[str, ...], required: bool = True)
             if isinstance(value, int):
                 return value
     if required:
-        raise HeadwiseError(
-            f"{type(module).__name__} does not say how many heads it has; looked for {', '.join(names)}."
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: the number of heads was not found. Tried the attributes {', '.join(names)}."
         )
     return 0
 
@@ -336,7 +369,7 @@ def _output_modules(module: nn.Module, parent: nn.Module, heads: int) -> Iterato
 
 
 def output_projection_candidates(info: AttentionModuleInfo) -> list[nn.Module]:
-    """Modules that are called as one that writes is, whatever they hold."""
+    """Return the modules with a usual name of an output projection."""
     return list(_named_output_modules(info.module, info.parent))
 
 
@@ -356,17 +389,17 @@ def _is_matrix(module: Any) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a projection keeps its weight as (in, out), as transformers' Conv1D does."""
+    """Return whether a projection stores its weight as (in, out), as transformers' Conv1D does."""
     return type(getattr(module, "base_layer", module)).__name__ == "Conv1D"
 
 
 def in_size(module: nn.Module) -> int:
-    """How many numbers a projection takes."""
+    """Return the input size of a projection."""
     return _weight_shape(module)[1]
 
 
 def out_size(module: nn.Module) -> int:
-    """How many numbers a projection gives."""
+    """Return the output size of a projection."""
     return _weight_shape(module)[0]
 
 

@@ -1,4 +1,4 @@
-"""A few tokens, pixels or sounds: what somebody else's model is called with to find out how it is put together."""
+"""Dummy inputs (tokens, pixels or audio) for test calls of a transformers model whose input format is unknown."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -11,16 +11,16 @@ from torch import Tensor
 from headwise.attached.discover import CROSS_ATTENTION_NAMES
 
 BATCH_SIZE, SEQUENCE_LENGTH = 2, 6
-NUM_ENCODER_STATES = 5  # states that a decoder by itself looks across at
-# The width of these states, as the configuration says it.
+NUM_ENCODER_STATES = 5  # number of encoder states for the cross-attention of a standalone decoder
+# Configuration fields that give the width of the encoder states.
 ENCODER_WIDTH_FIELDS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidden_size")
-AUDIO_FRAMES = 64  # frames, or 64 times as many samples
-PATCH_VARIANTS = 4  # ways in which pictures are read as rows of patches
-DEFAULT_IMAGE_SIZE = 32  # pixels a side, where a configuration does not say
+AUDIO_FRAMES = 64  # number of frames; waveforms have 64 samples per frame
+PATCH_VARIANTS = 4  # number of formats for images given as rows of patches
+DEFAULT_IMAGE_SIZE = 32  # height and width in pixels if the configuration gives none
 
 
 def dummy_input_candidates(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Keyword arguments of a call, one guess after another: what the model says it reads, what it must be given, others."""
+    """Yield keyword arguments for test calls: first the model's main input, then required and other inputs."""
     parameters = inspect.signature(model.forward).parameters
     main_input = getattr(model, "main_input_name", None)
     main_input = main_input if isinstance(main_input, str) and main_input else "input_ids"
@@ -43,11 +43,11 @@ def dummy_input_candidates(model: Any) -> Iterator[dict[str, Tensor]]:
             try:
                 yield _make_inputs(model, names, parameters, variant, with_encoder_states)
             except (AttributeError, NotImplementedError, TypeError, KeyError):
-                continue  # the configuration does not say how large
+                continue  # the configuration lacks a size
 
 
 def _has_cross_attention(model: Any) -> bool:
-    """Whether it is a decoder by itself, which looks across at what it is given from outside."""
+    """Return whether the model is a standalone decoder with cross-attention to external states."""
     return any(name.rpartition(".")[2] in CROSS_ATTENTION_NAMES for name, _ in model.named_modules())
 
 
@@ -60,7 +60,7 @@ def _make_inputs(
         inputs["decoder_input_ids"] = _token_ids(model, generator)
     if with_encoder_states:
         inputs["encoder_hidden_states"] = torch.randn(
-            BATCH_SIZE, NUM_ENCODER_STATES, _encoder_width(model.config), generator=generator
+            BATCH_SIZE, NUM_ENCODER_STATES, _encoder_width(model.config), generator=generator, device="cpu"
         )
     if "bbox" in parameters:
         inputs["bbox"] = torch.zeros(BATCH_SIZE, SEQUENCE_LENGTH, 4, dtype=torch.long)
@@ -91,7 +91,7 @@ def _make_inputs(
 
 
 def _encoder_width(config: Any) -> int:
-    """Width of the encoder states that a decoder reads; GPT-2 knows `hidden_size` only as another name of `n_embd`."""
+    """Return the width of the encoder states that a decoder reads. GPT-2 has `hidden_size` only as an alias of `n_embd`."""
     fields = dict(reversed(_config_items(config)))
     for name in ENCODER_WIDTH_FIELDS:
         width = fields.get(name, getattr(config, name, None))
@@ -101,7 +101,7 @@ def _encoder_width(config: Any) -> int:
 
 
 def _patches(model: Any, generator: torch.Generator, parameters: Any, variant: int) -> dict[str, Tensor]:
-    """Pictures as rows of patches, four by four of them, and what says how they lie."""
+    """Return images as rows of 4 × 4 patches, and the tensors that describe the grid."""
     config_values = dict(reversed(_config_items(model.config)))
     size = config_values["patch_size"]
     channels = next(
@@ -112,30 +112,34 @@ def _patches(model: Any, generator: torch.Generator, parameters: Any, variant: i
     shapes = torch.tensor([[4, 4]] * BATCH_SIZE)
     if "spatial_shapes" in parameters:
         mask = torch.ones(BATCH_SIZE, 16, dtype=torch.long)
-        rows = torch.randn(BATCH_SIZE, 16, patch_values, generator=generator)
+        rows = torch.randn(BATCH_SIZE, 16, patch_values, generator=generator, device="cpu")
         return {"pixel_values": rows, "spatial_shapes": shapes, "pixel_attention_mask": mask}
-    rows = torch.randn(BATCH_SIZE * 16, patch_values, generator=generator)
+    rows = torch.randn(BATCH_SIZE * 16, patch_values, generator=generator, device="cpu")
     if variant == 2:
         rows = rows.reshape(BATCH_SIZE * 16, channels, size, size)
     names = [name for name in ("hidden_states", "pixel_values", "pixel_values_videos") if name in parameters]
     if not names:
-        raise KeyError("the input that holds rows of patches")
+        raise KeyError(
+            "model: none of its inputs is hidden_states, pixel_values or pixel_values_videos, for rows of patches"
+        )
     grid = torch.cat((torch.ones(BATCH_SIZE, 1, dtype=torch.long), shapes), 1)
     return {names[0]: rows, "grid_thw": grid, "merge_sizes": torch.full((BATCH_SIZE,), 2)}
 
 
 def _token_ids(model: Any, generator: torch.Generator) -> Tensor:
-    """(B, T): no special tokens, as far as the configuration names them."""
+    """Return token ids (B, T) without the special tokens named in the configuration."""
     config = model.config.get_text_config(decoder=True)
     config_vocab = getattr(config, "vocab_size", None)
     vocab = config_vocab if isinstance(config_vocab, int) else len(model.get_input_embeddings().weight)
     special = {value for name, value in _config_items(model.config) if "token_i" in name and isinstance(value, int)}
     ordinary_ids = torch.tensor([token for token in range(min(vocab, 4096)) if token not in special])
-    return ordinary_ids[torch.randint(len(ordinary_ids), (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator)]
+    return ordinary_ids[
+        torch.randint(len(ordinary_ids), (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator, device="cpu")
+    ]
 
 
 def _config_items(config: Any) -> list[tuple[str, Any]]:
-    """Names and values of a configuration, and of those inside it."""
+    """Return the names and values of a configuration and its sub-configurations."""
     items = []
     for name, value in vars(config).items():
         items += _config_items(value) if hasattr(value, "to_dict") else [(name, value)]
@@ -143,18 +147,18 @@ def _config_items(config: Any) -> list[tuple[str, Any]]:
 
 
 def _pixels(model: Any, generator: torch.Generator, frames: bool = False, pair: bool = False) -> Tensor:
-    """(B, C, height, width), or (B, frames, C, height, width), or two pictures at a time."""
+    """Return pixels (B, C, height, width), video (B, frames, C, height, width), or pairs of images."""
     config_values = dict(reversed(_config_items(model.config)))
     size = config_values.get("image_size") or config_values.get("input_size") or DEFAULT_IMAGE_SIZE
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     channels = config_values.get("num_channels", config_values.get("in_channels", 3))
     shape = (BATCH_SIZE, channels if isinstance(channels, int) else 3, height, width)
     num_frames = 2 if pair else config_values.get("num_frames", config_values.get("frames_per_clip", 4))
-    return torch.randn((BATCH_SIZE, num_frames, *shape[1:]) if frames else shape, generator=generator)
+    return torch.randn((BATCH_SIZE, num_frames, *shape[1:]) if frames else shape, generator=generator, device="cpu")
 
 
 def _features(model: Any, generator: torch.Generator, transposed: bool = False, bins_index: int = 0) -> Tensor:
-    """(B, bins, frames), as Whisper reads them, or (B, frames, bins)."""
+    """Return audio features (B, bins, frames), as for Whisper, or (B, frames, bins)."""
     config_values = dict(reversed(_config_items(model.config)))
     names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_size", "input_dim", "num_features",
              "feature_projection_input_dim", "in_channels")  # fmt: skip
@@ -168,44 +172,52 @@ def _features(model: Any, generator: torch.Generator, transposed: bool = False, 
         isinstance(module, torch.nn.Conv1d) for module in model.modules()
     )
     if is_whisper_like != transposed:
-        return torch.randn(BATCH_SIZE, bins, frames, generator=generator)
-    return torch.randn(BATCH_SIZE, frames if is_whisper_like else AUDIO_FRAMES, bins, generator=generator)
+        return torch.randn(BATCH_SIZE, bins, frames, generator=generator, device="cpu")
+    return torch.randn(BATCH_SIZE, frames if is_whisper_like else AUDIO_FRAMES, bins, generator=generator, device="cpu")
 
 
 def _spectrogram_image(model: Any, generator: torch.Generator) -> Tensor:
-    """(B, 1, frames, bins)"""
+    """Return a spectrogram (B, 1, frames, bins)."""
     return _features(model, generator)[:, None]
 
 
 def _spectrogram(model: Any, generator: torch.Generator) -> Tensor:
-    """(B, frames, bins), as long as the configuration says."""
+    """Return a spectrogram (B, frames, bins) of the configured length."""
     config_values = dict(reversed(_config_items(model.config)))
     return torch.randn(
-        BATCH_SIZE, int(config_values["max_length"]), int(config_values["num_mel_bins"]), generator=generator
+        BATCH_SIZE,
+        int(config_values["max_length"]),
+        int(config_values["num_mel_bins"]),
+        generator=generator,
+        device="cpu",
     )
 
 
 def _waveform(model: Any, generator: torch.Generator, channel: bool = False) -> Tensor:
-    """(B, samples), or (B, 1, samples)"""
-    waveform = torch.randn(BATCH_SIZE, AUDIO_FRAMES * 64, generator=generator)
+    """Return a waveform (B, samples) or (B, 1, samples)."""
+    waveform = torch.randn(BATCH_SIZE, AUDIO_FRAMES * 64, generator=generator, device="cpu")
     return waveform[:, None] if channel else waveform
 
 
 def _states(model: Any, generator: torch.Generator, frames: int = SEQUENCE_LENGTH) -> Tensor:
-    """(B, T, D)"""
-    return torch.randn(BATCH_SIZE, frames, int(model.config.hidden_size), generator=generator)
+    """Return hidden states (B, T, D)."""
+    return torch.randn(BATCH_SIZE, frames, int(model.config.hidden_size), generator=generator, device="cpu")
 
 
 def _past_values(model: Any, generator: torch.Generator) -> Tensor:
-    """(B, T, channels): what was measured so far."""
+    """Return a time series (B, T, channels)."""
     config_values = dict(reversed(_config_items(model.config)))
     channels = config_values.get("num_input_channels", 1)
     return torch.randn(
-        BATCH_SIZE, int(config_values.get("context_length", AUDIO_FRAMES)), int(channels), generator=generator
+        BATCH_SIZE,
+        int(config_values.get("context_length", AUDIO_FRAMES)),
+        int(channels),
+        generator=generator,
+        device="cpu",
     )
 
 
-# Ways to make what a model reads, the usual one first.
+# Functions that create each input, the most common format first.
 INPUT_MAKERS: dict[str, tuple[Callable[[Any, torch.Generator], Tensor], ...]] = {
     "input_ids": (_token_ids,),
     "pixel_values": (_pixels, partial(_pixels, frames=True), partial(_pixels, frames=True, pair=True)),
@@ -217,6 +229,6 @@ INPUT_MAKERS: dict[str, tuple[Callable[[Any, torch.Generator], Tensor], ...]] = 
     "inputs_embeds": (_states,), "hidden_states": (_states,), "query_embeds": (_states,), "past_values": (_past_values,),
     "decoder_input_ids": (_token_ids,), "qformer_input_ids": (_token_ids,),
 }  # fmt: skip
-# What says how much of it counts, where a model asks for it: all does.
+# Masks of inputs; dummy masks are all ones.
 MASK_NAMES = ("input_features_mask", "attention_mask")
 MASKED_INPUT_NAMES = ("input_features", "input_values", "input_ids")

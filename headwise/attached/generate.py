@@ -1,4 +1,4 @@
-"""Writing on from a text with somebody else's `generate`, token by token."""
+"""Text generation with transformers' `generate`, token by token."""
 
 import contextvars
 import threading
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.hook_point import HOOKS, set_open_hooks
+from headwise.kernels.random_state import fork_rng, get_rng_state, make_generator, set_rng_state
 from headwise.text import Tokenizer
 
-LENGTH_OPTIONS = ("max_length", "generation_config")  # their own words for how much is written
-DEFAULT_MAX_NEW_TOKENS = 64  # where nobody has said it
+LENGTH_OPTIONS = ("max_length", "generation_config")  # options of transformers that limit the length
+DEFAULT_MAX_NEW_TOKENS = 64
 
 
 def stream_tokens(
@@ -26,13 +27,13 @@ def stream_tokens(
     top_p: float | None = None,
     seed: int | None = None,
 ) -> Generator[Tensor, None, None]:
-    """The tokens that follow ids (B, T), (B,) each, as they are made; temperature 0 takes the best one every time.
+    """Yield the tokens after ids (B, T), (B,) per step. Temperature 0 is greedy.
 
-    Their `generate` writes in a thread of its own, which moves only while the next token is waited for.
+    transformers' `generate` runs in a thread of its own, which is active only while the caller waits for the next token.
     """
     check_can_generate(model)
     if type(max_new_tokens) is not int or max_new_tokens < 0:
-        raise HeadwiseError(f"max_new_tokens must be a whole number, 0 or more; got {max_new_tokens!r}.")
+        raise ArgumentError(f"max_new_tokens={max_new_tokens!r}: must be an integer of at least 0.")
     pad_token_id = model.generation_config.pad_token_id
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -46,16 +47,16 @@ def stream_tokens(
 
 
 def generate(model: Any, prompt: Any, max_new_tokens: int | None, seed: int | None, options: dict[str, Any]) -> Any:
-    """Their `generate` with its own options, of ids or of whatever else it takes: what was given and what follows.
+    """Call transformers' `generate` with its own options. Returns the prompt and its continuation.
 
-    `max_new_tokens` is how many at most. Where neither it nor one of their own limits is given, ids are followed by 64.
+    If neither `max_new_tokens` nor one of transformers' length options is given, at most 64 tokens are generated.
     """
     check_can_generate(model)
     if max_new_tokens is None and prompt is not None and not any(name in options for name in LENGTH_OPTIONS):
         max_new_tokens = DEFAULT_MAX_NEW_TOKENS
     if max_new_tokens is not None:
         options = {**options, "max_new_tokens": max_new_tokens}
-    if "temperature" in options and "do_sample" not in options:  # which alone would say nothing to them
+    if "temperature" in options and "do_sample" not in options:  # transformers ignores temperature without do_sample
         options = {**options, "do_sample": options["temperature"] > 0}
         options = (
             options
@@ -70,17 +71,19 @@ def generate(model: Any, prompt: Any, max_new_tokens: int | None, seed: int | No
 
 
 def prompt_to_ids(model: Any, tokenizer: Tokenizer | None, text: str) -> Tensor:
-    """A text to go on from, (1, T)."""
+    """Tokenize a prompt: (1, T)."""
     check_can_generate(model)
     if tokenizer is None:
-        raise HeadwiseError("this model has no tokenizer, so it cannot read text; hw.attach(model, tokenizer).")
+        raise ArgumentError(
+            "prompt: this model has no tokenizer and cannot take text. Attach it with one: hw.attach(model, tokenizer)."
+        )
     return torch.tensor([tokenizer.encode(text)], device=model.device)
 
 
 def check_can_generate(model: Any) -> None:
-    """Refuse a model that does not write."""
+    """Raise an error if the model cannot generate."""
     if not model.can_generate():
-        raise HeadwiseError(f"{type(model).__name__} does not generate; take a model with a language-model head.")
+        raise UnsupportedModelError(f"{type(model).__name__} cannot generate text. Use a model with an LM head.")
 
 
 def _generate_steps(
@@ -105,15 +108,15 @@ def _generate_steps(
 
 
 class _StopGeneration(BaseException):
-    """Nobody waits for more. Not an `Exception`, so that nothing on the way takes it for a failure."""
+    """Stops the generating thread. Not an `Exception`, so that no code in between treats it as a failure."""
 
 
 class _StepStreamer:
-    """What transformers calls a streamer: `put` hears the prompt, (B, T), then token after token, (B,).
+    """Streamer for transformers' `generate`: `put` receives the prompt, (B, T), then each token, (B,).
 
-    Writer and reader take turns and never run at the same time. So whatever is open while the reader waits (silenced heads,
-    drawn numbers) is in force for that token, and nothing is worked out that nobody reads. The writer adopts the edits and
-    listeners of the reader's context for each token.
+    The generating thread and the caller alternate and never run at the same time. Contexts that are open while the caller
+    waits (silenced heads, RNG state) therefore apply to that token, and no token is computed before it is requested. The
+    generating thread takes over the caller's edits and listeners for each token.
     """
 
     def __init__(self, run_generate: Callable[["_StepStreamer"], object], device: torch.device) -> None:
@@ -122,7 +125,7 @@ class _StepStreamer:
         self._error: BaseException | None = None
         self._stopped = self._done = False
         self._hooks = HOOKS.now
-        device_type = device.type  # a thread begins without autocast and without context variables
+        device_type = device.type  # a new thread starts without autocast and context variables
         autocast = torch.autocast(
             device_type, torch.get_autocast_dtype(device_type), enabled=torch.is_autocast_enabled(device_type)
         )
@@ -131,7 +134,7 @@ class _StepStreamer:
         self._thread.start()
 
     def next(self) -> Tensor | None:
-        """Let it write one token, (B,); None at the end."""
+        """Generate one token, (B,). Returns None at the end."""
         self._hooks = HOOKS.now
         self._resume.release()
         self._ready.acquire()
@@ -143,13 +146,13 @@ class _StepStreamer:
         return None
 
     def close(self) -> None:
-        """End, wherever it is; the thread is gone afterwards."""
+        """Stop generation and join the thread."""
         self._stopped = True
         self._resume.release()
         self._thread.join()
 
     def put(self, value: Tensor) -> None:
-        """Called by their `generate`."""
+        """Receive a token. Called by transformers' `generate`."""
         if value.ndim > 1:
             return  # the prompt
         self._step = value
@@ -159,10 +162,10 @@ class _StepStreamer:
             raise _StopGeneration
 
     def end(self) -> None:
-        """Called by their `generate`; it returns just after."""
+        """End of generation. Called by transformers' `generate`."""
 
     def _wait(self) -> None:
-        """Wait for the reader, and adopt the hooks that are open there."""
+        """Wait for the caller and take over its open hooks."""
         self._resume.acquire()
         set_open_hooks(self._hooks)
 
@@ -174,7 +177,7 @@ class _StepStreamer:
                     run_generate(self)
         except _StopGeneration:
             pass
-        except BaseException as error:  # whoever reads must hear of it
+        except BaseException as error:  # raised again in the caller's thread
             self._error = error
         finally:
             self._done = True
@@ -182,20 +185,17 @@ class _StepStreamer:
 
 
 class _ScopedRNG:
-    """Random numbers of one's own, for code that draws torch's."""
+    """Separate RNG state for code that uses torch's global RNG."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._devices = [device] if device.type == "cuda" else []
-        self._states = [
-            torch.Generator(rng_device).manual_seed(seed).get_state() for rng_device in ("cpu", *self._devices)
-        ]
+        self._devices = list(dict.fromkeys((torch.device("cpu"), device)))
+        self._states = [make_generator(rng_device, seed).get_state() for rng_device in self._devices]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While open torch draws them; afterwards it goes on where it was."""
-        with torch.random.fork_rng(self._devices):
-            torch.set_rng_state(self._states[0])
-            for device, state in zip(self._devices, self._states[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
+        """Use this RNG state while the context is open, then restore torch's own."""
+        with fork_rng(self._devices[-1]):
+            for device, state in zip(self._devices, self._states, strict=True):
+                set_rng_state(state, device)
             yield
-            self._states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+            self._states = [get_rng_state(device) for device in self._devices]

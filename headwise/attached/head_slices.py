@@ -1,12 +1,12 @@
-"""The parts of an attention module that belong to single heads: tensor slices, head counts, and hooks for shared parts.
+"""Parts of an attention module that belong to single heads: tensor slices, head counts, and hooks for shared parts.
 
-A table of names, without architectures: a number is changed if it has such a name and holds such a count. A layer whose heads
-were pruned may still meet numbers of all heads. A norm over all heads goes on to see them all, and a hook selects the
-channels of the remaining heads. A position bias that one layer computes and passes on stays complete, and a hook shows each
-layer the part of its own heads. Copies of a model and pickled models keep these hooks.
+Parts are found by tables of names, without knowledge of architectures: an attribute is changed if it has a listed name and
+the expected value. Some parts of a pruned layer still see all heads. A norm over all heads keeps its full width, and a hook
+selects the channels of the remaining heads. A position bias that one layer computes and passes on stays complete, and a hook
+gives each layer the slice of its own heads. Copies of a model and pickled models keep these hooks.
 
-Whether the table is complete is not assumed: `prune_in_place.py` tries a pruned model and restores it if it does not compute
-the same numbers as the model with these heads silenced.
+The tables may be incomplete. `prune_in_place.py` therefore tests a pruned model and restores it if its outputs differ from
+those of the model with the same heads silenced.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headwise.attached.discover import is_conv1d, out_size
 from headwise.attached.layer import AttachedLayer
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 
 POSITION_BIAS, BIAS_TABLE = "position_bias", "relative_attention_bias"
 HEAD_COUNT_NAMES = (
@@ -44,21 +44,28 @@ CHANNEL_COUNT_NAMES = (
 )
 KV_CHANNEL_COUNT_NAMES = ("kv_dim", "kv_size", "kv_hidden_size")
 GROUP_SIZE_NAMES = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
-# Parts that have rows for every head, besides those that read: gates, and what makes q, k and v of something smaller.
+# Modules other than q, k, v with rows per head: gates, and up-projections of low-rank q, k and v.
 PER_HEAD_MODULES = (
     *("q_proj", "q_gate_proj", "q_b_proj", "kv_b_proj", "k_b_proj", "v_b_proj", "q_up_proj", "kv_up_proj", "gate_proj"),
     *("g_proj", "gate", "attn_gate", "gate_layer", "g_b_proj", "o_gate", "output_gate", "to_gate_logits", "linear_pos"),
     *("relative_k_proj", "r_proj", "pos_key_proj", "pos_query_proj"),
 )
-# Parameters with a row for every head.
+# Parameters with one row per head.
 PER_HEAD_PARAMETERS = ("bias_u", "bias_v", "pos_bias_u", "pos_bias_v", "gate_bias", "sinks")
-# Norms, and whether they are of keys or values.
+# Norms, and whether they apply to KV heads.
 PER_HEAD_NORMS = {"q_norm": False, "k_norm": True, "q_layernorm": False, "k_layernorm": True, "v_norm": True}
 
 
 @dataclass(frozen=True)
 class KeptTensorSlice:
-    """The indices along one axis of a tensor that belong to the remaining heads."""
+    """Indices along one axis of a tensor that belong to the remaining heads.
+
+    Attributes:
+        holder: Module with the tensor.
+        name: Attribute name of the tensor.
+        axis: Axis to slice.
+        indices: Indices to keep.
+    """
 
     holder: nn.Module
     name: str
@@ -68,7 +75,13 @@ class KeptTensorSlice:
 
 @dataclass(frozen=True)
 class ActivationHeadSelection:
-    """Where numbers of all heads meet: some of so many heads go on from there."""
+    """Module whose activations contain all heads, of which some are selected.
+
+    Attributes:
+        module: The module.
+        head_indices: Heads to select.
+        head_count: Number of heads in the activations.
+    """
 
     module: nn.Module
     head_indices: list[int]
@@ -78,7 +91,7 @@ class ActivationHeadSelection:
 def activation_head_selections(
     layer: AttachedLayer, heads: list[int], kv_heads: list[int]
 ) -> list[ActivationHeadSelection]:
-    """Where a layer's module goes on to see heads that are cut: norms over all of them, a bias shared with other layers."""
+    """Return the modules of a layer that still see pruned heads: norms over all heads, and a shared position bias."""
     module, H, K = layer.info.module, len(layer.spec.head_ids), len(layer.spec.kv_head_ids)
     selections = [
         ActivationHeadSelection(norm, kv_heads if is_kv else heads, K if is_kv else H)
@@ -88,7 +101,7 @@ def activation_head_selections(
 
 
 def _all_head_norms(layer: AttachedLayer) -> Iterator[tuple[nn.Module, bool]]:
-    """Norms over what a projection gives for all heads, and whether these are key heads."""
+    """Yield norms over the projections of all heads, and whether they apply to KV heads."""
     for index, name in enumerate(("q_norm", "k_norm")):
         norm = getattr(layer.info.module, name, None)
         weight = getattr(norm, "weight", None)
@@ -103,7 +116,7 @@ def head_tensor_slices(layer: AttachedLayer, heads: list[int], kv_heads: list[in
     info, H, K = layer.info, len(layer.spec.head_ids), len(layer.spec.kv_head_ids)
     normed_projections = "".join("k" if is_kv else "q" for _, is_kv in _all_head_norms(layer))
     if info.output_module is None:
-        raise HeadwiseError(f"which part of {info.name} writes is not known, so its heads cannot be cut.")
+        raise UnsupportedModelError(f"the output projection W_O of {info.name} was not found.")
     tensor_slices = _column_slices(info.output_module, _block_indices(_axis_size(info.output_module, 1), H, heads))
     counts = {"q": (H, heads), "k": (K, kv_heads), "v": (K, kv_heads)}
     names = () if info.qkv_modules is None else info.qkv_modules[1]
@@ -142,7 +155,7 @@ def head_tensor_slices(layer: AttachedLayer, heads: list[int], kv_heads: list[in
 
 
 def _projection_rows(layer: AttachedLayer, projection: str, rows: int, count: int, indices: list[int]) -> list[int]:
-    """Rows of one letter in a projection of its own."""
+    """Return the rows of these heads in a separate q, k or v projection."""
     own_rows = count * (layer.spec.value_dim if projection == "v" else layer.spec.head_dim)
     if layer.layouts[projection] != "padded_at_end" or rows == own_rows:
         return _block_indices(rows, count, indices)
@@ -155,7 +168,7 @@ def _projection_rows(layer: AttachedLayer, projection: str, rows: int, count: in
 
 
 def _fused_rows(layer: AttachedLayer, counts: dict[str, tuple[int, list[int]]]) -> list[int]:
-    """Rows in one projection of all three letters."""
+    """Return the rows of these heads in a projection of q, k and v."""
     layouts, (H, heads) = set(layer.layouts.values()), counts["q"]
     rows = out_size(layer.info.qkv_module(0))
     if layouts == {"per_head"}:
@@ -166,17 +179,21 @@ def _fused_rows(layer: AttachedLayer, counts: dict[str, tuple[int, list[int]]]) 
         row_indices += [start + row for row in _block_indices(count * sizes[projection], count, indices)]
         start += count * sizes[projection]
     if layouts != {"fused"} or start != rows:
-        raise HeadwiseError(
-            f"how rows of {layer.info.name} are shared out among heads is not known, so none can be cut."
+        raise UnsupportedModelError(
+            f"it is unknown which rows of the projection in {layer.info.name} belong to which head, so its heads cannot be "
+            f"separated."
         )
     return row_indices
 
 
 def _block_indices(size: int, count: int, selected: list[int]) -> list[int]:
-    """The places of some of equal blocks."""
+    """Return the indices of the selected blocks, out of `count` blocks of equal size."""
     block_size, remainder = divmod(size, count)
     if remainder:
-        raise HeadwiseError(f"{size} rows cannot be shared out among {count} heads, so none can be cut.")
+        raise UnsupportedModelError(
+            f"a projection has {size} rows or columns, which cannot be divided evenly among {count} heads, so its heads "
+            f"cannot be separated."
+        )
     return [block * block_size + offset for block in selected for offset in range(block_size)]
 
 
@@ -197,7 +214,7 @@ def _axis_size(module: nn.Module, axis: int) -> int:
 
 
 def set_head_counts(layer: AttachedLayer, old_counts: tuple[int, int]) -> None:
-    """Tell a module how many heads, and how many key/value heads, it has now instead of before."""
+    """Update a module's head counts and KV head counts after pruning."""
     module, spec = layer.module, layer.spec
     new_counts = len(spec.head_ids), len(spec.kv_head_ids)
     for names, index, multiplier in (
@@ -226,7 +243,7 @@ def set_head_counts(layer: AttachedLayer, old_counts: tuple[int, int]) -> None:
 
 @cache
 def _counts_read_from_config(module_class: type[nn.Module]) -> frozenset[str]:
-    """The counts that a module asks its configuration for when it is called."""
+    """Return the names of head counts that a module's forward reads from its configuration."""
     try:
         source = inspect.getsource(module_class.forward)
     except (OSError, TypeError):
@@ -235,7 +252,7 @@ def _counts_read_from_config(module_class: type[nn.Module]) -> frozenset[str]:
 
 
 class HeadCountConfigProxy:
-    """A configuration as one layer sees it: the model's own, live, but for how many heads there are."""
+    """Configuration of one layer: a live view of the model's configuration with different head counts."""
 
     def __init__(self, wrapped: Any, counts: dict[str, int]) -> None:
         self.__dict__.update(counts, wrapped=wrapped)
@@ -250,40 +267,40 @@ class HeadCountConfigProxy:
 
 
 class SelectChannelsHook:
-    """Behind a norm over all heads: the channels of those that are there."""
+    """Forward hook of a norm over all heads that selects the channels of the remaining heads."""
 
     def __init__(self, channels: list[int]) -> None:
         self.channels = channels
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        """(…, all channels) → (…, channels)"""
+        """Select channels: (…, all channels) → (…, channels)."""
         return output[..., torch.tensor(self.channels, device=output.device)]
 
 
 class PositionBiasSliceHook:
-    """At a module that shares its position bias with others: it sees the part of its heads, and hands on the whole."""
+    """Hooks of a module that shares its position bias: the module uses the slice of its heads and passes on the full bias."""
 
     def __init__(self, head_indices: list[int], head_count: int) -> None:
         self.head_indices, self.head_count = head_indices, head_count
         self._full_bias: Tensor | None = None
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Before the module: the bias it is given."""
+        """Slice the bias that the module receives."""
         names = list(inspect.signature(module.forward).parameters)
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         self._full_bias = kwargs.get(POSITION_BIAS)
         return None if self._full_bias is None else ((), kwargs | {POSITION_BIAS: self._slice(self._full_bias)})
 
     def after_table(self, module: nn.Module, inputs: Any, biases: Tensor) -> Tensor:
-        """Behind its own table of biases, (T, S, heads)."""
+        """Slice the output of the module's own bias table, (T, S, heads)."""
         self._full_bias = biases.permute(2, 0, 1)[None]  # (1, heads, T, S)
         return biases[..., torch.tensor(self.head_indices, device=biases.device)]
 
     def restore_full_bias(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Behind the module: what it hands on, zeros where it has no bias."""
+        """Replace the bias that the module passes on by the full one; zeros if it has no bias."""
         if not isinstance(output, tuple) or len(output) < 2 or not isinstance(own_bias := output[1], Tensor):
             self._full_bias = None
-            return None  # it hands nothing on
+            return None  # the module passes on no bias
         full_bias, self._full_bias = (
             own_bias[:, :1].expand(-1, self.head_count, -1, -1) if self._full_bias is None else self._full_bias,
             None,
@@ -295,17 +312,17 @@ class PositionBiasSliceHook:
 
 
 def is_prune_hook(hook: Any) -> bool:
-    """Whether a hook of a module is one of these."""
+    """Return whether a hook was added by pruning."""
     return isinstance(hook, SelectChannelsHook) or isinstance(getattr(hook, "__self__", None), PositionBiasSliceHook)
 
 
 def shares_position_bias(module: nn.Module) -> bool:
-    """Whether a module is given a position bias, or makes one, and hands it on."""
+    """Return whether a module receives or computes a position bias and passes it on."""
     return POSITION_BIAS in inspect.signature(module.forward).parameters
 
 
 def hook_norm_channels(norm: nn.Module, head_indices: list[int], head_count: int) -> None:
-    """Let some of so many heads that a norm gives now go on."""
+    """Make a norm output only the channels of these heads, out of its current heads."""
     hooks = norm._forward_hooks
     key = next((key for key, hook in hooks.items() if isinstance(hook, SelectChannelsHook)), None)
     channels = list(range(norm.weight.shape[0])) if key is None else hooks[key].channels  # pyright: ignore
@@ -320,7 +337,7 @@ def hook_norm_channels(norm: nn.Module, head_indices: list[int], head_count: int
 
 
 def hook_bias_heads(module: nn.Module, head_indices: list[int], head_count: int) -> None:
-    """Let a module see the part of the bias that is of some of so many heads it has now."""
+    """Make a module use only the bias of these heads, out of its current heads."""
     previous = next((hook.__self__ for hook in module._forward_hooks.values() if is_prune_hook(hook)), None)  # pyright: ignore
     if isinstance(previous, PositionBiasSliceHook):
         slice_hook = PositionBiasSliceHook([previous.head_indices[head] for head in head_indices], previous.head_count)
@@ -338,13 +355,13 @@ def hook_bias_heads(module: nn.Module, head_indices: list[int], head_count: int)
 
 
 def prune_hooks_of(module: nn.Module) -> dict[str, dict[int, Any]]:
-    """Such hooks of a module now, by kind."""
+    """Return the pruning hooks of a module, by kind."""
     kinds = [name for name in module.__dict__ if name in ("_forward_hooks", "_forward_pre_hooks")]
     return {name: {key: hook for key, hook in module.__dict__[name].items() if is_prune_hook(hook)} for name in kinds}
 
 
 def restore_prune_hooks(module: nn.Module, saved: dict[str, dict[int, Any]]) -> None:
-    """Leave a module with those it had."""
+    """Restore saved pruning hooks."""
     for name, hooks in saved.items():
         current = module.__dict__[name]
         for key in [key for key, hook in current.items() if is_prune_hook(hook)]:

@@ -1,7 +1,7 @@
-"""What somebody else's model reads of a picture: how pixels come in, and which token is which patch.
+"""Image input of an attached model: preprocessing, and the assignment of tokens to patches.
 
-Which token is which patch is in no table: pixels of one row of patches after the other are changed, then of one column after
-the other, and the queries of the first layer say which tokens changed.
+The assignment is measured: the pixels of one row of patches at a time are changed, then those of one column at a time, and
+the queries of the first layer show which tokens depend on them.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attached.layer import AttachedLayer
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall
 from headwise.io.images import ImagePreprocessor, open_image
 from headwise.spec.patch_grid import PatchGrid, TokenKind
 
-BATCH_IMAGES = 16  # pictures of one call
-# What tokens that are no patches are called where a model keeps them.
+BATCH_IMAGES = 16  # images per call
+# Names of parameters for tokens that are not patches.
 SPECIAL_TOKEN_KINDS: dict[str, TokenKind] = {
     "cls_token": "class", "class_token": "class", "class_embedding": "class", "register_tokens": "register",
     "distillation_token": "other", "detection_tokens": "other",
@@ -27,7 +27,11 @@ SPECIAL_TOKEN_KINDS: dict[str, TokenKind] = {
 
 
 class ImageInput:
-    """How a model that reads pixels reads them."""
+    """Image input of a model that takes pixels.
+
+    Attributes:
+        preprocessor: Preprocessing of images; None if images must be given as tensors.
+    """
 
     def __init__(self, model: Any, layers: Sequence[AttachedLayer], preprocessor: ImagePreprocessor | None) -> None:
         self._model, self._layers = model, layers
@@ -36,46 +40,46 @@ class ImageInput:
 
     @cached_property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of what it reads."""
+        """Channels, height and width of an input image."""
         config = self._model.config
         size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
         size = (size, size) if isinstance(size, int) else tuple(size or ())
         if len(size) != 2 or not isinstance(channels, int):
-            raise HeadwiseError(
-                f"the configuration of {type(self._model).__name__} does not say how large its pictures are; call the model "
-                f"itself, inside hw.record(attached)."
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__}: its configuration has no image_size, so images cannot be prepared. Call the "
+                f"model itself inside hw.record(attached)."
             )
         return channels, int(size[0]), int(size[1])
 
     def read_image(self, image: Any) -> Tensor:
-        """A path, a Pillow image, or a tensor that is ready, as (C, height, width)."""
+        """Convert a path, a Pillow image or a preprocessed tensor to (C, height, width)."""
         if isinstance(image, Tensor):
             ready = image[0] if image.ndim == 4 and len(image) == 1 else image
             if tuple(ready.shape) != self.image_shape or not ready.is_floating_point():
-                raise HeadwiseError(
-                    f"{type(self._model).__name__} reads pictures of {self.image_shape}, channels first, as numbers that are "
-                    f"ready for it; got {image.dtype} {tuple(image.shape)}."
+                raise ArgumentError(
+                    f"image: {type(self._model).__name__} requires a preprocessed float tensor of shape {self.image_shape} "
+                    f"(channels, height, width). Got {image.dtype} {tuple(image.shape)}."
                 )
             return ready
         if self.preprocessor is None:
-            raise HeadwiseError(
-                f"how pixels become what {type(self._model).__name__} reads is not known: attach it with its image "
-                f"processor, hw.attach(model, processor), or give tensors of {self.image_shape} that are ready for it."
+            raise ArgumentError(
+                f"image: the preprocessing of {type(self._model).__name__} is unknown. Attach the model with its image "
+                f"processor, hw.attach(model, processor), or pass preprocessed tensors of shape {self.image_shape}."
             )
         pil_image = open_image(image) if isinstance(image, str | Path) else image
         if not hasattr(pil_image, "convert") or not hasattr(pil_image, "resize"):
-            raise HeadwiseError(f"a picture is a path, a Pillow image or a tensor; got {type(image).__name__}.")
+            raise ArgumentError(f"image: must be a path, a Pillow image or a tensor. Got {type(image).__name__}.")
         pixels = self.preprocessor.to_tensor(pil_image, self.image_shape[0])
         if tuple(pixels.shape) != self.image_shape:
-            raise HeadwiseError(
-                f"its image processor makes {tuple(pixels.shape)} of this picture, and {type(self._model).__name__} reads "
-                f"{self.image_shape}; the two do not belong together."
+            raise ArgumentError(
+                f"image: the image processor returns {tuple(pixels.shape)} for this image, but {type(self._model).__name__} "
+                f"requires {self.image_shape}. Use the image processor of this model."
             )
         return pixels
 
     @property
     def token_patch_grid(self) -> PatchGrid:
-        """Which token is which patch, found out once; refused where tokens are no patches."""
+        """Assignment of tokens to patches, measured once. Raises an error if tokens are not patches."""
         if self._grid is None:
             self._grid = self._find_grid()
         return self._grid
@@ -85,7 +89,7 @@ class ImageInput:
         patch = _patch_size(self._model)
         rows, columns = height // patch[0], width // patch[1]
         generator = torch.Generator().manual_seed(0)
-        base, other = torch.randn(2, channels, height, width, generator=generator)
+        base, other = torch.randn(2, channels, height, width, generator=generator, device="cpu")
         probes = [base]
         for axis, count, size in ((1, rows, patch[0]), (2, columns, patch[1])):
             for index in range(count):
@@ -101,16 +105,16 @@ class ImageInput:
 
     @torch.no_grad()
     def _changed_tokens(self, probes: Tensor) -> Tensor:
-        """Which tokens the pictures behind the first one change, before any token has looked at another: (n, T)."""
+        """Return which tokens differ between the first image and each other one, in the first layer: (n, T)."""
         reference = next(self._model.parameters())
         changes: list[Tensor] = []
         for probe_batch in probes[1:].split(BATCH_IMAGES):
             batch = torch.cat((probes[:1], probe_batch)).to(reference)
             q = self._first_queries(batch)
             if len(q) != len(batch):
-                raise HeadwiseError(
-                    f"{type(self._model).__name__} does not look at a picture as one row of tokens (it cuts it into windows, "
-                    f"or puts pictures together), so its tokens have no places here; call the model itself, inside "
+                raise UnsupportedModelError(
+                    f"{type(self._model).__name__} does not process an image as one sequence of tokens (it uses windows, or "
+                    f"combines images), so tokens cannot be assigned to patches. Call the model itself inside "
                     f"hw.record(attached)."
                 )
             difference = (q[1:] - q[:1]).abs().amax((1, 3))  # (n, T)
@@ -118,7 +122,7 @@ class ImageInput:
         return torch.cat(changes)
 
     def _first_queries(self, batch: Tensor) -> Tensor:
-        """The queries of the first layer that is called, (B, H, T, d); nothing behind it runs."""
+        """Return the queries of the first layer, (B, H, T, d), without running the later layers."""
         queries: list[Tensor] = []
 
         def on_call(call: AttentionCall) -> None:
@@ -134,8 +138,8 @@ class ImageInput:
             pass
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             message = " ".join(str(error).split())
-            raise HeadwiseError(
-                f"{type(self._model).__name__} cannot be called with one picture alone ({message}); call the model itself, "
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} cannot be called with an image alone ({message}). Call the model itself "
                 f"inside hw.record(attached)."
             ) from error
         finally:
@@ -144,19 +148,22 @@ class ImageInput:
 
 
 class _QueriesCapturedError(Exception):
-    """The first layer was reached."""
+    """Raised to stop the forward pass in the first layer."""
 
 
 def _patch_size(model: Any) -> tuple[int, int]:
     size = getattr(model.config, "patch_size", None)
     size = (size, size) if isinstance(size, int) else tuple(size or ())
     if len(size) != 2:
-        raise HeadwiseError(f"the configuration of {type(model).__name__} does not say how large its patches are.")
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its configuration has no patch_size (height and width), so its tokens cannot be "
+            f"assigned to patches of an image. Call the model itself inside hw.record(attached)."
+        )
     return int(size[0]), int(size[1])
 
 
 def _special_token_kinds(model: nn.Module) -> list[TokenKind]:
-    """The tokens a model keeps that are no patches, in the order it names them."""
+    """Return the kinds of tokens that are not patches, in the order of the sequence."""
     model_kinds: list[TokenKind] = []
     for name, weight in model.named_parameters():
         kind = SPECIAL_TOKEN_KINDS.get(name.rpartition(".")[2])
@@ -169,21 +176,22 @@ def _special_token_kinds(model: nn.Module) -> list[TokenKind]:
 def _build_grid(
     name: str, changed_by_row: Tensor, changed_by_column: Tensor, special_kinds: list[TokenKind]
 ) -> PatchGrid:
-    """The grid, from which tokens each row and each column of patches changes: (rows, T) and (columns, T)."""
+    """Build the grid from the tokens that each row and each column of patches changes: (rows, T) and (columns, T)."""
     rows, columns = len(changed_by_row), len(changed_by_column)
     change_counts = torch.stack((changed_by_row.sum(0), changed_by_column.sum(0)))  # (2, T)
     is_patch = (change_counts == 1).all(0)
     if not bool((is_patch | (change_counts == 0).all(0)).all()):
-        raise HeadwiseError(
-            f"tokens of {name} read more than one patch each, so they have no places in the picture here."
+        raise UnsupportedModelError(
+            f"{name}: its tokens depend on more than one patch each, so they cannot be assigned to patches."
         )
     patch_of_token = torch.where(
         is_patch, changed_by_row.int().argmax(0) * columns + changed_by_column.int().argmax(0), -1
     ).tolist()
     if sorted(patch for patch in patch_of_token if patch >= 0) != list(range(rows * columns)):
-        raise HeadwiseError(
-            f"{name} reads {rows} rows of {columns} patches, but its tokens are not those: "
-            f"{sum(patch >= 0 for patch in patch_of_token)} read one."
+        raise UnsupportedModelError(
+            f"{name}: each patch of an image must have exactly one token. Got {rows} × {columns} patches and "
+            f"{sum(patch >= 0 for patch in patch_of_token)} tokens that belong to a patch. Call the model itself inside "
+            f"hw.record(attached)."
         )
     special_count = patch_of_token.count(-1)
     unnamed: list[TokenKind] = ["other"] * special_count

@@ -1,4 +1,4 @@
-"""What somebody else's model is, as a `ModelSpec`: as far as those who look at it ask."""
+"""Infer the `ModelSpec` of an attached model, with the fields that analysis and pruning need."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,19 +8,19 @@ from torch import nn
 from headwise.attached.attention_norms import norm_placement_of
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.transformers_forward import position_padding_idx
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.spec import AttentionSpec, LayerAddress, ModelSpec
 
-POSITION_TABLE_NAMES = ("wpe", "embed_positions", "position_embedding", "position_embeddings")  # of positions
+POSITION_TABLE_NAMES = ("wpe", "embed_positions", "position_embedding", "position_embeddings")
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 MLP_WIDTH_FIELDS = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "decoder_ffn_dim")
 GATED_MLP_NAMES = ("gate_proj", "gate_up_proj", "wi_0")
 LANGUAGE_CODE_MODEL_TYPES = ("mbart", "m2m_100", "nllb-moe", "plbart")
-DEFAULT_CONTEXT = 1 << 20  # tokens, where a model does not say how many it can read
+DEFAULT_CONTEXT = 1 << 20  # tokens; used if the configuration gives no limit
 
 
 def infer_spec(model: Any, layers: Sequence[AttachedLayer]) -> ModelSpec:
-    """Kind, layers, heads and sizes. Heads that layers do not have, but others do, count as cut."""
+    """Infer kind, layers, heads and sizes. If layers differ in their number of heads, missing heads count as pruned."""
     stacks = {layer.hook_point.address.stack for layer in layers}
     is_standard = stacks in ({""}, {"enc", "dec", "cross"}, {"enc", "dec"})
     main_layer = (
@@ -65,33 +65,33 @@ def infer_spec(model: Any, layers: Sequence[AttachedLayer]) -> ModelSpec:
 
 
 def _context(model: nn.Module, config: Any) -> int:
-    """How many tokens the model can read."""
+    """Return the maximum number of tokens."""
     size = next((int(size) for name in CONTEXT_FIELDS if (size := getattr(config, name, None))), DEFAULT_CONTEXT)
     padding_idx = position_padding_idx(model)
     return size if padding_idx is None else size - padding_idx - 1
 
 
 def has_lm_head(model: Any) -> bool:
-    """Whether the model gives logits over its vocabulary."""
+    """Return whether the model computes logits over its vocabulary."""
     return model.get_output_embeddings() is not None
 
 
 def has_position_table(model: nn.Module) -> bool:
-    """Whether positions are rows of a table, which ends somewhere: learned, or sines written down once (GPT-J)."""
+    """Return whether positions come from a table of limited size, either learned or fixed sinusoids (GPT-J)."""
     learned = [name for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
     fixed = [name for name, part in model.named_buffers() if part.dim() == 2]
     return any(name.rpartition(".")[2] in POSITION_TABLE_NAMES for name in (*learned, *fixed))
 
 
 def is_causal(layer: AttachedLayer) -> bool:
-    """Whether a layer looks back only; SDPA takes that for granted where a module does not say."""
+    """Return whether a layer is causal. SDPA assumes it if the module does not specify it."""
     if layer.attends_ahead is not None:
         return not layer.attends_ahead
     return bool(getattr(layer.module, "is_causal", True))
 
 
 def _windows(layers: Sequence[AttachedLayer], layers_by_stack: dict[str, int]) -> tuple[int | None, ...]:
-    """How far each layer sees, if any sees less than all; told of models with one stack."""
+    """Return the window of each layer if any layer has one, for models with a single stack."""
     if set(layers_by_stack) != {""}:
         return ()
     windows_by_layer = {
@@ -109,7 +109,7 @@ def _windows(layers: Sequence[AttachedLayer], layers_by_stack: dict[str, int]) -
 def _kept_heads(
     layers: Sequence[AttachedLayer], kind: str, layers_by_stack: dict[str, int]
 ) -> dict[str, tuple[int, ...]]:
-    """The heads each layer has; layers without attention have none."""
+    """Return the heads of each layer. Layers without attention have no heads."""
     stacks = ("enc", "dec", "cross") if kind == "encoder-decoder" else tuple(layers_by_stack)
     layer_addresses = [
         LayerAddress(stack, layer)
@@ -121,17 +121,17 @@ def _kept_heads(
 
 
 def decoder_start_token(model: Any) -> int:
-    """The token before what an encoder-decoder writes, as its configuration has it."""
+    """Return the token id with which an encoder-decoder starts to generate, from its configuration."""
     if getattr(model.config, "model_type", None) in LANGUAGE_CODE_MODEL_TYPES:
-        raise HeadwiseError(
-            f"{type(model).__name__} is told languages by codes in front, which texts alone do not have; ask it by your own "
-            f"calls, inside hw.ablated(attached, …)."
+        raise UnsupportedModelError(
+            f"{type(model).__name__} requires language codes in front of its texts, which plain texts do not have. Call the "
+            f"model yourself inside hw.ablated(attached, …)."
         )
     for config in (model.config, getattr(model, "generation_config", None)):
         token_id = getattr(config, "decoder_start_token_id", None)
         if token_id is not None:
             return token_id
-    raise HeadwiseError(
-        f"the configuration of this {type(model).__name__} does not say which token writing starts from; set "
+    raise UnsupportedModelError(
+        f"{type(model).__name__}: its configuration has no decoder_start_token_id. Set "
         f"model.config.decoder_start_token_id."
     )

@@ -1,4 +1,4 @@
-"""One attention layer of somebody else's model, with the face of our own: hook point, sizes, live views of its weights."""
+"""`AttachedLayer`: an attention layer of an attached model with the interface of our own layers."""
 
 import threading
 from collections import deque
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from headwise.attached.discover import AttentionModuleInfo, is_conv1d, out_size
 from headwise.attached.uncopied_hook import UncopiedHook
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.heads.hook_point import Edit, HookPoint, Listener, is_replaying
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.kernels.score_params import ScoreParams
 from headwise.spec import AttentionSpec, Rotary
 
@@ -21,26 +22,30 @@ if TYPE_CHECKING:
     from headwise.attached.layer_probe import LayerProbe
     from headwise.attached.masks import MaskConverter
 
-# What stands between attention and W_O. plain: nothing, z enters it. gated: a gate of the call, so z is taken behind it.
-# coupled: heads meet before W_O, in a norm say. unknown: W_O is not known here, but what the layer gives is linear in z.
-# unverified: W_O is not known, and that was not seen. unprobed: W_O is known, but no call could be tried.
+# How z (the output of attention) reaches W_O:
+#   plain       z enters W_O unchanged
+#   gated       z is multiplied by a gate, so z is taken after the gate
+#   coupled     heads are combined before W_O, for example in a norm
+#   unknown     W_O was not found, but the output of the layer is linear in z
+#   unverified  W_O was not found, and linearity could not be verified
+#   unprobed    W_O was found, but the layer could not be tested
 ZPath = Literal["plain", "gated", "coupled", "unknown", "unverified", "unprobed"]
 COUPLED_REASON = (
-    "heads meet between attention and W_O (in a norm over all of them, another mix, or several calls put together), so what "
-    "one head writes, or the model without it, is not to be told; what heads look at can be seen"
+    "the layer combines heads between attention and W_O (in a norm over all heads, by mixing heads, or by joining several "
+    "calls), so the output of a single head is not defined. Attention maps are still available"
 )
 UNVERIFIED_REASON = (
-    "its W_O is not known here, and what it gives was not seen to be a sum over heads, so the model without one of them is "
-    "not to be told; what heads look at can be seen"
+    "the output projection W_O was not found, and the layer's output could not be verified to be a sum over heads. "
+    "Attention maps are still available"
 )
-MAX_EDITED_CALLS = 512  # edited calls whose queries are known again
-MARK = "_headwise_layer"  # where a module keeps the mark that says which layer looks at it
+MAX_EDITED_CALLS = 512  # number of edited calls to remember by their queries
+MARK = "_headwise_layer"  # attribute of a module that stores its LayerMark
 
 
 class LayerMark:
-    """The layer that looks at a module. A copy of the module, or what is pickled of it, has an empty mark.
+    """Link from a module to its `AttachedLayer`. Copies and pickles of the module have an empty link.
 
-    It is an attribute of the module, because torch.compile guards on attributes. It does not guard on a lookup by module.
+    It is an attribute of the module because torch.compile guards on attributes, but not on a lookup by module.
     """
 
     def __init__(self, layer: "AttachedLayer | None" = None) -> None:
@@ -54,15 +59,15 @@ class LayerMark:
 
 
 def layer_of(module: nn.Module) -> "AttachedLayer | None":
-    """The layer that looks at a module; None if the module is not attached."""
+    """Return the layer attached to a module; None if the module is not attached."""
     mark = module.__dict__.get(MARK)
     return None if mark is None else mark.layer
 
 
 class AttachedLayer:
-    """What `Heads` and `Head` ask of a layer, over a module that is not ours."""
+    """One attention layer of an attached model, with the interface that `Heads` and `Head` need."""
 
-    gate: Tensor | None = None  # a gate that the model itself has learned; theirs have none
+    gate: Tensor | None = None  # learned head gates, which attached models do not have
 
     def __init__(self, info: AttentionModuleInfo, mask_converter: "MaskConverter") -> None:
         self.info, self.mask_converter = info, mask_converter
@@ -79,19 +84,19 @@ class AttachedLayer:
         even_kv_of_head = (
             tuple(head * kv_heads // heads for head in range(heads)) if heads and heads % kv_heads == 0 else ()
         )
-        # Whether groups differ in size, as cutting may leave them.
+        # Pruning may leave KV groups of different sizes.
         self.has_uneven_groups = self.spec.kv_of_head != even_kv_of_head
         self.z_path: ZPath = "plain"
-        self.withheld_reasons: dict[str, str] = {}  # by letter, q, k, v or o: why its weights are not shown
+        self.withheld_reasons: dict[str, str] = {}  # by projection (q, k, v, o): why its weights are not available
         default_layouts = ("" if info.qkv_modules is None else info.qkv_modules[0],) * 3
         self.layouts = dict(zip("qkv", info.layouts or default_layouts, strict=True))
         self.num_outputs = info.num_outputs
-        self.attends_ahead: bool | None = None  # whether a query was seen to look ahead, where that was asked
-        self.reconstruction_problem = ""  # why what is rebuilt of attention that is not SDPA's is not what it computed
+        self.attends_ahead: bool | None = None  # whether the probe saw attention to later tokens; None: not tested
+        self.reconstruction_problem = ""  # why attention without SDPA could not be reproduced from its recorded inputs
         self.handle: Callable[[], Any] = lambda: None  # a weak reference to the handle of the model
-        self.probe: LayerProbe | None = None  # while it is found out how the layer is put together
-        self.words: frozenset[str] | None = None  # of the attention function's source; None if it cannot be read
-        self._pending_call = threading.local()  # `call`: what attention was called with and gave, until W_O is called
+        self.probe: LayerProbe | None = None  # set while the layer is tested
+        self.words: frozenset[str] | None = None  # words in the attention function's source; None if it cannot be read
+        self._pending_call = threading.local()  # `call`: inputs and output of attention, until W_O is called
         self._edited_calls: deque[tuple[torch.Size, float]] = deque(maxlen=MAX_EDITED_CALLS)
         self._output_module_path = next(
             (name for name, module in info.parent.named_modules() if module is info.output_module), None
@@ -99,11 +104,11 @@ class AttachedLayer:
         self._checked_projections = self._projections()
 
     def pruned_spec(self, pruned: set[int]) -> AttentionSpec:
-        """The sizes of this layer when some heads, by number, are gone."""
+        """Return the spec of this layer without these heads, given by number."""
         return replace(self.spec, kept_heads=tuple(head_id for head_id in self.spec.head_ids if head_id not in pruned))
 
     def copy_probe_results(self, other: "AttachedLayer") -> None:
-        """Take over what was found out about another layer that is built alike."""
+        """Copy the test results of a layer with the same architecture."""
         self.z_path, self.withheld_reasons, self.layouts = (
             other.z_path,
             dict(other.withheld_reasons),
@@ -113,43 +118,43 @@ class AttachedLayer:
         self.attends_ahead = other.attends_ahead
 
     def _projections(self) -> list[tuple[nn.Module, tuple[str, ...]]]:
-        """What reads and writes here now, each with the names of its adapters."""
+        """Return the current q, k, v and output projections, each with the names of its adapters."""
         info = self.info
         modules = [] if info.qkv_modules is None else [getattr(info.module, name) for name in info.qkv_modules[1]]
         modules += [] if self._output_module_path is None else [info.parent.get_submodule(self._output_module_path)]
         return [(module, _adapter_names(module)) for module in modules]
 
     def check_projections_unchanged(self) -> None:
-        """Refuse where projections are not those that were checked: adapters were added since, or weights were packed."""
+        """Raise an error if projections were replaced or got adapters since the model was attached."""
         if self._projections() != self._checked_projections:
             raise HeadwiseError(
-                f"projections of {self.info.name} were replaced, or got adapters, after the model was attached, so they are "
-                f"not those that were checked; detach it and attach it again: hw.attach(attached.detach())."
+                f"{self.info.name}: its projections were replaced or got adapters after the model was attached. Attach it "
+                f"again: hw.attach(attached.detach())."
             )
 
     def register_forward_pre_hook(self, hook: Any) -> Any:
-        """Show what the layer reads, (B, T, D), before it does: the first argument of what projects q."""
+        """Register a hook on the layer's input (B, T, D), which is the input of the q projection."""
         return self.info.qkv_module(0).register_forward_pre_hook(hook)
 
     def register_forward_hook(self, hook: Any) -> Any:
-        """Show what the layer writes, (B, T, D), once it has: what W_O gives."""
+        """Register a hook on the layer's output (B, T, D), which is the output of W_O."""
         if self.info.output_module is None:
-            raise HeadwiseError(
-                f"which part of {self.info.name} writes is not known, so what it writes cannot be shown."
+            raise UnsupportedModelError(
+                f"{self.info.name}: its output projection W_O was not found, so its output cannot be recorded."
             )
         return self.info.output_module.register_forward_hook(hook)
 
     @property
     def b_O(self) -> Tensor | None:
-        """The output bias, (D,)."""
+        """Output bias, (D,)."""
         return None if self.info.output_module is None else bias_of(self.info.output_module)
 
-    # What passes.
+    # Calls.
 
     def apply_hook_point(
         self, q: Tensor, k: Tensor, v: Tensor, params: Callable[[], ScoreParams], out: Tensor
     ) -> Tensor:
-        """Show a call where z is what enters W_O: here, or where W_O is called. (B, T, H, e) → (B, T, H, e)"""
+        """Apply the hook point to a call, or, if z is taken after a gate, defer it to W_O: (B, T, H, e) → (B, T, H, e)."""
         if self.hook_point.has_edits and not is_replaying() and not torch.compiler.is_compiling():
             self._edited_calls.append(_query_fingerprint(q))
         if self.z_path in ("gated", "unprobed") and self.info.output_module is not None:
@@ -167,7 +172,7 @@ class AttachedLayer:
         return z
 
     def register_output_projection_hooks(self) -> list[Any]:
-        """Hooks before W_O where z is what enters it and not what attention gave; each has `.remove()`."""
+        """Register hooks before W_O if z is not the direct output of attention. Each returned hook has `.remove()`."""
         if self.z_path not in ("gated", "unprobed") or self.info.output_module is None:
             return []
         return [self.info.output_module.register_forward_pre_hook(UncopiedHook(self._before_output))]
@@ -180,14 +185,15 @@ class AttachedLayer:
         q, k, v, params, out = call
         module_input = args[0]
         if self.hook_point.has_edits:
-            self.check_projections_unchanged()  # an adapter put around W_O reads what an edit here does not reach
+            self.check_projections_unchanged()  # an adapter around W_O would see the unedited z
         if self.z_path == "unprobed" and not (
             module_input.numel() == out.numel() and torch.equal(module_input.reshape(out.shape), out)
         ):
             if self.hook_point.has_edits:
-                raise HeadwiseError(
-                    f"z of {self.info.name} is not what enters W_O, and no call could be tried to find out why; its heads "
-                    f"can be looked at, not silenced."
+                raise UnsupportedModelError(
+                    f"{self.info.name}: its heads cannot be silenced or replaced. The layer changes the output of attention "
+                    f"before W_O, and hw.attach could not test whether its heads remain separate. Attention maps are still "
+                    f"available."
                 )
             self._edited_and_shown(q, k, v, params, out.transpose(1, 2))
             return None
@@ -196,7 +202,7 @@ class AttachedLayer:
         return None if edited is z else (edited.transpose(1, 2).reshape(module_input.shape), *args[1:])
 
     def check_replay_unedited(self, q: Tensor) -> None:
-        """Refuse to repeat a call that was edited: with which edits is known of the model's own checkpoints alone."""
+        """Raise an error if a user's own checkpoint repeats an edited call: only the model's checkpoints store edits."""
         if not self._edited_calls:
             return
         shape, query_sum = _query_fingerprint(q)
@@ -205,18 +211,18 @@ class AttachedLayer:
             for edited_shape, edited_sum in tuple(self._edited_calls)
         ):
             raise HeadwiseError(
-                f"a checkpoint of your own repeats {self.info.name}, whose heads were scaled or replaced the first time; it "
-                f"cannot be known how. Use model.gradient_checkpointing_enable(), or no checkpoint around edited heads."
+                f"{self.info.name}: torch.utils.checkpoint recomputes this layer in the backward pass, but without the edits "
+                f"of its heads. Use model.gradient_checkpointing_enable(), or do not checkpoint layers with edited heads."
             )
 
 
 def _query_fingerprint(q: Tensor) -> tuple[torch.Size, float]:
-    """By what the queries of a call are known again."""
-    return q.shape, float(q.detach().double().abs().sum())
+    """Return a fingerprint by which the queries of a call are recognized."""
+    return q.shape, float(to_float64(q.detach()).abs().sum())
 
 
 class GuardedHookPoint(HookPoint):
-    """A hook point of somebody else's layer: where heads are coupled behind attention, z can be seen and not changed."""
+    """Hook point of an attached layer. If heads are coupled after attention, z can be recorded but not edited."""
 
     def __init__(self, layer: AttachedLayer, window: int | None) -> None:
         super().__init__(layer.info.address, layer.spec.head_ids, layer.output_projection, window)
@@ -242,51 +248,55 @@ class GuardedHookPoint(HookPoint):
 
     @contextmanager
     def _attached(self) -> Iterator[Any]:
-        """Hold the handle of the model; without one, nothing that is done here would reach the model."""
+        """Hold the handle of the model. Raise an error if it is detached, because edits would have no effect."""
         handle = self._layer.handle()
         if handle is None or not handle.is_attached:
             raise HeadwiseError(
-                f"{self._layer.info.name}: the model was detached, or its handle was dropped. Attach it again, "
-                f"attached = hw.attach(model), and keep the handle."
+                f"{self._layer.info.name}: the model is detached, or its handle was garbage collected. Attach it again, "
+                f"attached = hw.attach(model), and keep a reference to the handle."
             )
         yield handle
 
     def check_editable(self) -> None:
-        """Refuse an edit that would not be what it says."""
+        """Raise an error if z cannot be edited."""
         if self._layer.z_path == "coupled":
-            raise HeadwiseError(f"heads of {self._layer.info.name} cannot be silenced or replaced: {COUPLED_REASON}.")
+            raise UnsupportedModelError(
+                f"{self._layer.info.name}: its heads cannot be silenced or replaced: {COUPLED_REASON}."
+            )
         if self._layer.z_path == "unverified":
-            raise HeadwiseError(
-                f"heads of {self._layer.info.name} cannot be silenced or replaced: {UNVERIFIED_REASON}."
+            raise UnsupportedModelError(
+                f"{self._layer.info.name}: its heads cannot be silenced or replaced: {UNVERIFIED_REASON}."
             )
 
 
 class OutputProjectionView:
-    """The output projection, as `HasSlices`."""
+    """View of the output projection that implements `HasSlices`."""
 
     def __init__(self, layer: AttachedLayer) -> None:
         self._layer = layer
 
     @property
     def weight(self) -> Tensor:
-        """Any tensor of the layer's dtype and device, where numbers are computed."""
+        """A tensor with the dtype and device in which the layer computes."""
         for weight in self._layer.module.parameters():
             if weight.is_floating_point() and weight.device.type != "meta":
                 return weight if _is_dense_float(weight) else torch.zeros((), dtype=weight.dtype, device=weight.device)
-        return torch.zeros((), dtype=torch.get_default_dtype())  # packed or elsewhere: whoever uses it looks at z
+        return torch.zeros((), dtype=torch.get_default_dtype())  # quantized or offloaded weights
 
     @property
     def head_output_weights(self) -> Tensor:
-        """A live view of every head's own W_O: (H, e, D)."""
+        """Live view of W_O by head: (H, e, D)."""
         layer = self._layer
         if "o" in layer.withheld_reasons:
-            raise HeadwiseError(f"W_O of {layer.info.name} cannot be shown: {layer.withheld_reasons['o']}.")
+            raise UnsupportedModelError(
+                f"{layer.info.name}: W_O by head is not available: {layer.withheld_reasons['o']}."
+            )
         if layer.z_path == "coupled":
-            raise HeadwiseError(f"W_O of {layer.info.name} cannot be shared out among heads: {COUPLED_REASON}.")
+            raise UnsupportedModelError(f"{layer.info.name}: W_O cannot be split by head: {COUPLED_REASON}.")
         if layer.info.output_module is None:
-            raise HeadwiseError(
-                f"which part of {layer.info.name} writes is not known for {type(layer.module).__name__}, so its W_O cannot "
-                f"be shown; what heads look at can be."
+            raise UnsupportedModelError(
+                f"{layer.info.name}: the output projection W_O of {type(layer.module).__name__} was not found. Attention "
+                f"maps are still available."
             )
         layer.check_projections_unchanged()
         _check_not_offloaded(layer.info.output_module, layer.info.name)
@@ -295,31 +305,31 @@ class OutputProjectionView:
 
 
 class QKVProjectionView:
-    """The q, k and v projections, as live views with a head axis."""
+    """Live views of the q, k and v projections by head."""
 
     def __init__(self, layer: AttachedLayer) -> None:
         self._layer = layer
 
     def weight_by_head(self, projection: str) -> Tensor:
-        """(heads, channels, width)"""
+        """Return the weights by head: (heads, channels, width)."""
         return self.split_heads(projection, weight_matrix(self.projection_module(projection)))
 
     def bias_by_head(self, projection: str) -> Tensor | None:
-        """(heads, channels)"""
+        """Return the biases by head: (heads, channels); None if the projection has no bias."""
         bias = bias_of(self.projection_module(projection))
         return None if bias is None else self.split_heads(projection, bias)
 
     def projection_module(self, projection: str) -> nn.Module:
-        """What projects a letter."""
+        """Return the module that computes q, k or v."""
         layer, info = self._layer, self._layer.info
         if projection in layer.withheld_reasons:
-            raise HeadwiseError(
-                f"W_{projection.upper()} of {info.name} cannot be shown: {layer.withheld_reasons[projection]}."
+            raise UnsupportedModelError(
+                f"{info.name}: W_{projection.upper()} by head is not available: {layer.withheld_reasons[projection]}."
             )
         if info.qkv_modules is None:
-            raise HeadwiseError(
-                f"how {type(info.module).__name__} keeps its q, k and v is not known, so {info.name} cannot show them; "
-                f"what heads look at can be seen, and they can be silenced."
+            raise UnsupportedModelError(
+                f"{info.name}: the q, k and v projections of {type(info.module).__name__} were not found. Attention maps are "
+                f"still available, and heads can be silenced."
             )
         projection_module = info.qkv_module("qkv".index(projection) if len(info.qkv_modules[1]) == 3 else 0)
         layer.check_projections_unchanged()
@@ -327,7 +337,7 @@ class QKVProjectionView:
         return projection_module
 
     def split_heads(self, projection: str, rows: Tensor, layout: str | None = None) -> Tensor:
-        """The rows of a letter, by head: (rows, …) → (heads, channels, …)."""
+        """Split the rows of a q, k or v projection by head: (rows, …) → (heads, channels, …)."""
         spec, index = self._layer.spec, "qkv".index(projection)
         heads, kv_heads = len(spec.head_ids), len(spec.kv_head_ids)
         sizes = [(heads, spec.head_dim), (kv_heads, spec.head_dim), (kv_heads, spec.value_dim)]
@@ -336,34 +346,37 @@ class QKVProjectionView:
             return rows.unflatten(0, (heads, 3, spec.head_dim))[:, index]
         if layout == "fused":
             rows = rows.split([a * b for a, b in sizes])[index]
-        if layout == "padded_per_head":  # behind each head's own rows stand others, those of a gate say
+        if layout == "padded_per_head":  # other rows, for example those of a gate, follow the rows of each head
             return rows.unflatten(0, (sizes[index][0], -1))[:, : sizes[index][1]]
-        if layout == "padded_at_end":  # and here behind those of all heads
+        if layout == "padded_at_end":  # other rows follow the rows of all heads
             rows = rows[: sizes[index][0] * sizes[index][1]]
         return rows.unflatten(0, sizes[index])
 
 
 def weight_matrix(module: nn.Module) -> Tensor:
-    """A projection's weight as (out, in): a live view; of one with adapters, a copy with those that are active."""
+    """Return a projection's weight (out, in) as a live view; with adapters, a copy that includes the active ones."""
     weight = getattr(getattr(module, "base_layer", module), "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not _is_dense_float(weight):
-        raise HeadwiseError(f"{type(module).__name__} keeps its weights packed, so they cannot be shown.")
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: its weights are quantized, so the weights of single heads cannot be read. Load the "
+            f"model without quantization."
+        )
     for delta in _adapter_deltas(module):
         weight = weight + delta
     return weight.mT if is_conv1d(module) else weight
 
 
 def _check_not_offloaded(module: nn.Module, name: str) -> None:
-    """Refuse weights that are brought from another device, or a disk, for each call."""
+    """Raise an error if weights are offloaded."""
     if getattr(getattr(module, "_hf_hook", None), "offload", False):
-        raise HeadwiseError(
-            f"weights of {name} are offloaded and there only while it is called, so they cannot be shown; what heads look at "
-            f"can be seen, and they can be silenced."
+        raise UnsupportedModelError(
+            f"{name}: its weights are offloaded and loaded only during a call, so they cannot be viewed. Attention maps are "
+            f"still available, and heads can be silenced."
         )
 
 
 def bias_of(module: nn.Module) -> Tensor | None:
-    """A projection's bias, (out,)."""
+    """Return a projection's bias (out,), or None."""
     bias = getattr(getattr(module, "base_layer", module), "bias", None)
     return bias if isinstance(bias, Tensor) else None
 
@@ -373,7 +386,7 @@ def _is_dense_float(weight: Tensor) -> bool:
 
 
 def _adapter_deltas(module: Any) -> list[Tensor]:
-    """What active adapters add to a weight, (out, in) each; nothing where they are merged into it already."""
+    """Return the weight deltas (out, in) of active adapters; empty if they are merged."""
     if not hasattr(module, "base_layer") or module.disable_adapters or module.merged:
         return []
     active_names = [name for name in module.active_adapters if name in getattr(module, "lora_A", {})]
@@ -381,6 +394,6 @@ def _adapter_deltas(module: Any) -> list[Tensor]:
 
 
 def _adapter_names(module: Any) -> tuple[str, ...]:
-    """The adapters a projection has, active or not."""
+    """Return the names of all adapters of a projection, active or not."""
     kinds = getattr(module, "adapter_layer_names", ())
     return tuple(sorted(f"{kind}.{name}" for kind in kinds for name in getattr(module, kind, ())))

@@ -1,8 +1,8 @@
-"""Finding out on a few tokens whether what is derived from a layer is so: z that enters W_O, weights that make q, k and v.
+"""Test on a few tokens how the heads of a layer work: whether z enters W_O, and which rows of weights compute q, k and v.
 
-Nothing is taken on a name's word. One call of the model shows what every projection is given and gives, what attention is
-called with, and what enters W_O; slopes say which of its numbers came from which. A view of weights that does not fit is
-withheld, with the reason, and so is silence where heads meet before W_O.
+Names of modules are not trusted. One call of the model records the inputs and outputs of every projection, of attention and
+of W_O; gradients show which values depend on which. If a view of weights does not match the recorded values, it is not
+available, and the reason is stored. If heads are combined before W_O, they cannot be silenced.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,34 +16,35 @@ from headwise.attached.discover import output_projection_candidates
 from headwise.attached.dummy_inputs import dummy_input_candidates
 from headwise.attached.layer import AttachedLayer, bias_of, weight_matrix
 from headwise.attached.non_sdpa_hooks import install_attention_hooks
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.kernels import attention_weights
 from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.kernels.score_params import ScoreParams, repeat_kv
 
-# Ways in which rows of a projection may be shared out among heads, by how many letters it projects.
+# Possible layouts of rows, by number of projection modules.
 LAYOUTS_BY_MODULE_COUNT = {3: ("separate", "padded_per_head", "padded_at_end"), 1: ("fused", "per_head")}
-MAX_FOREIGN_FRACTION = 1e-3  # of what makes a head's q may come from rows of others, by rounding
+MAX_FOREIGN_FRACTION = 1e-3  # tolerated share of a head's q or k that depends on rows of other heads, due to rounding
 
 
 class LayerProbe:
-    """What one layer showed in its first call."""
+    """Values recorded in one test call of a layer."""
 
     def __init__(self, layer: AttachedLayer) -> None:
         self.layer = layer
-        # By projection: its input, its output, and the leaf that went on instead.
+        # By projection: its input, its output, and the leaf tensor that replaced the output.
         self.projection_calls: dict[nn.Module, tuple[Tensor, Tensor, Tensor]] = {}
         self.qkv: tuple[Tensor, Tensor, Tensor] | None = None
         self.z: Tensor | None = None  # (B, T, H, e), a leaf
         self.output_input: Tensor | None = None
         self.params: ScoreParams | None = None
-        self.layer_output: Tensor | None = None  # what the whole layer gave
-        self.z_enters_opaque_output = False  # whether z itself entered a module that is called as one that writes is
+        self.layer_output: Tensor | None = None
+        self.z_enters_opaque_output = False  # whether z entered a module with the name of an output projection
 
     def on_attention(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, make_params: Callable[[], ScoreParams]
     ) -> Tensor:
-        """Called for attention; what goes on are the same numbers, with slopes from here."""
+        """Record a call of attention and replace its output by a leaf tensor with the same values."""
         if self.qkv is not None:
             return out
         self.qkv, self.z = (q, k, v), out.detach().requires_grad_()
@@ -54,7 +55,7 @@ class LayerProbe:
         return self.z.clone()
 
     def on_qkv(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Behind a projection that reads."""
+        """Record a call of a q, k or v projection."""
         if module in self.projection_calls or not isinstance(output, Tensor) or not inputs:
             return None
         leaf = output.detach().requires_grad_()
@@ -62,38 +63,40 @@ class LayerProbe:
         return leaf.clone()
 
     def before_output(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Before the projection that writes."""
+        """Record the input of W_O."""
         if self.output_input is None and self.z is not None and inputs:
             self.output_input = inputs[0]
 
     def after_output(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Behind the projection that writes."""
+        """Record the output of W_O."""
         if inputs and inputs[0] is self.output_input and isinstance(output, Tensor):
             self.projection_calls[module] = inputs[0].detach(), output.detach(), output.detach()
 
     def before_opaque_output(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Before a module with the name of one that writes, whose weights are not to be seen."""
+        """Record whether z enters a module with the name of an output projection whose weights are not readable."""
         if self.z is not None and inputs and isinstance(inputs[0], Tensor) and inputs[0].numel() == self.z.numel():
             self.z_enters_opaque_output |= torch.equal(inputs[0].detach().reshape(self.z.shape), self.z.detach())
 
     def after_layer(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Behind the whole layer."""
+        """Record the output of the layer."""
         self.layer.num_outputs = len(output) if isinstance(output, list | tuple) else 0
         output = output[0] if isinstance(output, list | tuple) and output else output
         if self.layer_output is None and self.z is not None and isinstance(output, Tensor):
             self.layer_output = output
 
-    # What follows.
+    # Evaluation.
 
     def store_probe_results(self) -> None:
-        """Tell the layer what it is, and what it cannot show."""
+        """Store the results in the layer."""
         layer = self.layer
         if self.qkv is None or self.z is None:
-            _mark_unprobed(layer, "it was not reached by the call that was tried")
+            _mark_unprobed(layer, "the test call did not run this layer")
             return
         layer.z_path = self._find_z_path(self.z)
         if layer.info.backend != "sdpa" and not self._is_reconstructed(self.z):
-            layer.reconstruction_problem = "maps rebuilt from its queries and keys, times values, are not what it found"
+            layer.reconstruction_problem = (
+                "its output could not be reproduced from its recorded queries, keys and values"
+            )
         if layer.info.output_module is not None and layer.z_path != "coupled":
             layer.withheld_reasons |= _reason_entry("o", self._weight_problem(layer.info.output_module))
         if layer.info.qkv_modules is not None:
@@ -107,7 +110,7 @@ class LayerProbe:
             return "unknown" if self._is_linear_in_z(z) else "unverified"
         output_input = self.output_input
         if output_input is None:
-            self.layer.withheld_reasons["o"] = "what was taken for it is not called with what attention gave"
+            self.layer.withheld_reasons["o"] = "the assumed output projection does not receive the output of attention"
             return "unknown" if self._is_linear_in_z(z) else "unverified"
         if output_input.numel() != z.numel():
             return "coupled"
@@ -116,7 +119,7 @@ class LayerProbe:
         if not output_input.requires_grad:
             return "coupled"
         generator = torch.Generator().manual_seed(0)
-        direction = (1 + torch.rand(output_input.shape, generator=generator)).to(output_input)
+        direction = (1 + torch.rand(output_input.shape, generator=generator, device="cpu")).to(output_input)
         (gradient,) = torch.autograd.grad(output_input, z, direction, retain_graph=True, allow_unused=True)
         if gradient is None:
             return "coupled"
@@ -124,20 +127,20 @@ class LayerProbe:
         return "gated" if _is_close(gate * z.detach(), output_input.detach().reshape(z.shape)) else "coupled"
 
     def _is_linear_in_z(self, z: Tensor) -> bool:
-        """Whether what the layer gives is linear in z, and more than z itself: then a head at 0 is its part taken away."""
+        """Return whether the layer's output is linear in z, but not z itself; then a silenced head contributes nothing."""
         layer_output = self.layer_output
         if layer_output is None or not layer_output.requires_grad:
-            return self.z_enters_opaque_output  # no slopes pass a packed projection
+            return self.z_enters_opaque_output  # no gradient passes a quantized projection
         if layer_output.numel() == z.numel() and torch.equal(layer_output.detach().reshape(z.shape), z.detach()):
-            return False  # what becomes of it is decided outside
+            return False  # z is processed outside of the layer
         generator = torch.Generator().manual_seed(0)
-        directions = [torch.randn(x.shape, generator=generator).to(x) for x in (layer_output, z)]
+        directions = [torch.randn(x.shape, generator=generator, device="cpu").to(x) for x in (layer_output, z)]
         try:
             (gradient,) = torch.autograd.grad(layer_output, z, directions[0], create_graph=True, allow_unused=True)
             if gradient is None or not gradient.requires_grad:
                 return self.z_enters_opaque_output if gradient is None else True
             (second_gradient,) = torch.autograd.grad(gradient, z, directions[1], retain_graph=True, allow_unused=True)
-        except RuntimeError:  # no slopes there
+        except RuntimeError:  # not differentiable
             return self.z_enters_opaque_output
         if second_gradient is None:
             return True
@@ -145,26 +148,26 @@ class LayerProbe:
         return bool(second_gradient.abs().max() * z.detach().abs().max() <= tolerance)
 
     def _weight_problem(self, module: nn.Module) -> str:
-        """Why the weight of a projection is not what it multiplies by, if it is not."""
+        """Return why a projection does not compute its weight times its input; empty if it does."""
         if module not in self.projection_calls:
-            return "it is not called as a projection is"
+            return "the projection was not called like a linear layer"
         inputs, output, _ = self.projection_calls[module]
         try:
             weight, bias = weight_matrix(module), bias_of(module)
         except HeadwiseError as error:
             return str(error).rstrip(".")
         if weight.device.type == "meta" or inputs.shape[-1] != weight.shape[1] or output.shape[-1] != weight.shape[0]:
-            return "" if weight.device.type == "meta" else "its sizes are others than those of what it multiplies"
+            return "" if weight.device.type == "meta" else "the shape of the weight does not match its input and output"
         product = inputs.to(weight.dtype) @ weight.detach().mT
         product = product if bias is None else product + bias.detach()
         return (
             ""
             if _is_close(product.to(output.dtype), output)
-            else "what it gives is not its weight times what it is given"
+            else "the output of the projection is not its weight times its input"
         )
 
     def _find_layout(self, projection: str) -> None:
-        """Find the rows that make a letter, or withhold it."""
+        """Find the rows that compute q, k or v of each head, or store why they were not found."""
         layer = self.layer
         module = layer.info.qkv_module("qkv".index(projection) if len(layer.info.qkv_modules[1]) == 3 else 0)  # pyright: ignore
         problem = self._weight_problem(module)
@@ -174,9 +177,9 @@ class LayerProbe:
                 layer.layouts[projection] = layouts[0]
                 return
             description = (
-                "values are not what it gives"
+                "the recorded values are not the output of the projection"
                 if projection == "v"
-                else f"{projection} of a head does not come from rows of its own"
+                else f"{projection} of a head does not depend on separate rows"
             )
             problem = f"{description} in {type(layer.module).__name__}"
         layer.withheld_reasons[projection] = problem
@@ -186,17 +189,17 @@ class LayerProbe:
         return sorted(LAYOUTS_BY_MODULE_COUNT[3 if len(names) == 3 else 1], key=lambda layout: layout != default_layout)
 
     def _layout_fits(self, projection: str, layout: str, module: nn.Module) -> bool:
-        """Whether heads' numbers come from the rows that a layout gives them: asked of the first two and the last."""
+        """Return whether the first two heads and the last head depend on the rows that a layout assigns to them."""
         assert self.qkv is not None
         _, output, leaf = self.projection_calls[module]
         recorded, rows = self.qkv["qkv".index(projection)], torch.arange(output.shape[-1])
         try:
-            row_indices = self.layer.qkv.split_heads(projection, rows, layout)  # (heads, channels): rows by number
+            row_indices = self.layer.qkv.split_heads(projection, rows, layout)  # (heads, channels): row numbers
         except RuntimeError:
             return False
         if recorded.ndim != 4 or recorded.shape[1] % len(row_indices) or recorded.shape[-1] != row_indices.shape[1]:
             return False
-        repeats = recorded.shape[1] // len(row_indices)  # keys may have been spread to all heads of their group
+        repeats = recorded.shape[1] // len(row_indices)  # keys may be repeated for all heads of their group
         for head in sorted({0, min(1, len(row_indices) - 1), len(row_indices) - 1}):
             head_values = recorded[:, head * repeats]  # (B, T, d)
             if projection == "v":
@@ -209,8 +212,8 @@ class LayerProbe:
             if not head_values.requires_grad:
                 return False
             generator = torch.Generator().manual_seed(head)
-            direction = torch.randn(head_values.shape, generator=generator).to(head_values)
-            # Other heads may scale it, as an RMS norm over all of them does, but not rotate it.
+            direction = torch.randn(head_values.shape, generator=generator, device="cpu").to(head_values)
+            # Other heads may scale the values, as an RMS norm over all heads does, but not rotate them.
             detached = head_values.detach()
             squared_norm = detached.square().sum(-1, keepdim=True)
             direction = direction - detached * (direction * detached).sum(-1, keepdim=True) / squared_norm.where(
@@ -219,13 +222,13 @@ class LayerProbe:
             (gradient,) = torch.autograd.grad(head_values, leaf, direction, retain_graph=True, allow_unused=True)
             if gradient is None:
                 return False
-            energy = gradient.double().square().flatten(0, -2).sum(0).cpu()  # (rows,)
+            energy = to_float64(gradient).square().flatten(0, -2).sum(0).cpu()  # (rows,)
             if energy[row_indices[head]].sum() <= (1 - MAX_FOREIGN_FRACTION) * energy.sum():
                 return False
         return True
 
     def _is_reconstructed(self, z: Tensor) -> bool:
-        """Whether maps made of what was seen, times values, are what attention found."""
+        """Return whether attention weights computed from the recorded q and k, times values, equal the recorded output."""
         if self.params is None or self.qkv is None:
             return False
         q, k, v = (x.detach() for x in self.qkv)
@@ -237,7 +240,7 @@ class LayerProbe:
         return _is_close(reconstructed.float(), z.detach().float())  # softmax may be in float32
 
     def _attends_beyond_window(self) -> bool:
-        """Whether a query was seen to look farther than the window says."""
+        """Return whether a query attends farther than the window allows."""
         window = self.layer.hook_point.window
         if window is None or self.params is None or self.qkv is None:
             return False
@@ -249,10 +252,10 @@ class LayerProbe:
 
 @gradients_enabled()
 def probe_layers(model: Any, layers: Sequence[AttachedLayer]) -> None:
-    """Call the model once, as it is outside of training, and tell each layer what was found out."""
+    """Call the model once in eval mode and store the results in each layer."""
     training_modes = [(module, module.training) for module in model.modules()]
     probes = [LayerProbe(layer) for layer in layers if layer.spec.head_ids]
-    problem, first_problem = "what it reads is not known here", ""
+    problem, first_problem = "its input format is unknown", ""
     hooks = [hook for layer in layers for hook in install_attention_hooks(layer)]
     try:
         for module, _ in training_modes:
@@ -262,7 +265,7 @@ def probe_layers(model: Any, layers: Sequence[AttachedLayer]) -> None:
             problem = _run_probes(model, inputs, probes)
             if not problem:
                 break
-            first_problem = first_problem or problem  # said to what the model itself says it reads
+            first_problem = first_problem or problem  # the first candidate is the model's main input
     finally:
         for module, training in training_modes:
             module.training = training
@@ -270,23 +273,23 @@ def probe_layers(model: Any, layers: Sequence[AttachedLayer]) -> None:
             hook.remove()
     for probe in probes:
         if problem:
-            _mark_unprobed(probe.layer, f"no call could be tried to check it ({first_problem or problem})")
+            _mark_unprobed(probe.layer, f"the model could not be called with test inputs ({first_problem or problem})")
         else:
             probe.store_probe_results()
 
 
 def check_reconstruction(layers: Sequence[AttachedLayer]) -> None:
-    """Refuse attention that is not SDPA's where what is rebuilt of it is not what it computed."""
+    """Raise an error if attention without SDPA could not be reproduced from its recorded inputs."""
     for layer in layers:
         if layer.reconstruction_problem:
-            raise HeadwiseError(
-                f"{layer.info.name} is not on SDPA, and {layer.reconstruction_problem}; it was refused rather than shown "
-                f"wrongly."
+            raise UnsupportedModelError(
+                f"{layer.info.name}: cannot be attached, for two reasons: it does not run on SDPA, and "
+                f"{layer.reconstruction_problem}. If the model supports SDPA, load it with attn_implementation='sdpa'."
             )
 
 
 def _run_probes(model: Any, inputs: dict[str, Tensor], probes: list[LayerProbe]) -> str:
-    """One call; gives why it failed, if it did."""
+    """Call the model with probes on all layers. Returns the error message, or an empty text."""
     with ExitStack() as stack, torch.random.fork_rng():
         for probe in probes:
             info = probe.layer.info
@@ -303,7 +306,7 @@ def _run_probes(model: Any, inputs: dict[str, Tensor], probes: list[LayerProbe])
             stack.callback(setattr, probe.layer, "probe", None)
         try:
             model(**inputs)
-        except Exception as error:  # whatever somebody else's model says to inputs that were guessed
+        except Exception as error:  # a model may raise any error on guessed inputs
             return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return ""
 
@@ -319,8 +322,8 @@ def _reason_entry(projection: str, reason: str) -> dict[str, str]:
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Whether numbers are the same but for rounding on the way, beside the largest."""
+    """Return whether values are equal up to rounding, relative to the largest value."""
     if not bool(expected.isfinite().all()):
         return False
-    difference = (actual.double() - expected.double()).abs().max()
-    return bool(difference <= torch.finfo(expected.dtype).eps ** 0.5 * expected.double().abs().max())
+    difference = (to_float64(actual) - to_float64(expected)).abs().max()
+    return bool(difference <= torch.finfo(expected.dtype).eps ** 0.5 * to_float64(expected).abs().max())

@@ -1,13 +1,14 @@
-"""Attention that is not on SDPA: reached from around its module, for as long as the module is called.
+"""Hooks for attention that does not run on SDPA.
 
-*eager*: modules on transformers' interface whose model has no SDPA (learned sinks, capped scores …). While such a module is
-attached, our function stands in its file for the eager one; it calls exactly the function of the file, then the hook point.
+*eager*: modules on transformers' interface whose model does not support SDPA (learned sinks, soft-capped scores …). While
+such a module is attached, our function replaces the eager function in its modeling file. It calls the original function and
+then the hook point.
 
-*traced*: modules that are not on the interface at all, named in a table. While one is called, its products are watched: the
-scores that enter its softmax, and what comes of its weights times the values, which is z. Nothing is computed otherwise.
+*traced*: modules that are not on the interface, listed in a table. While one is called, its matmuls are traced: the scores
+that enter softmax, and the product of attention weights and values, which is z. The computation itself is not changed.
 
-What was rebuilt from either is held against the numbers of a call when a model is attached (`layer_probe.py`), and refused
-if it does not give them.
+When a model is attached, `layer_probe.py` compares the reconstructed attention with the outputs of a call, and raises an
+error if they differ.
 """
 
 import inspect
@@ -38,7 +39,7 @@ _SDPA = torch.nn.functional.scaled_dot_product_attention
 
 @cache
 def has_eager_function(module_class: type[nn.Module]) -> bool:
-    """Whether a class hands the interface the eager function of its own file."""
+    """Return whether a class passes the eager function of its own file to the interface."""
     try:
         source = inspect.getsource(module_class.forward)
     except (OSError, TypeError):
@@ -50,7 +51,7 @@ def has_eager_function(module_class: type[nn.Module]) -> bool:
 
 
 def eager_function_of(layer: AttachedLayer) -> Callable[..., Any] | None:
-    """The eager function of the file that the module of a layer is from; None if the layer runs on another."""
+    """Return the eager function in the modeling file of a layer's module; None if the layer runs on another function."""
     if layer.info.backend != "eager" or not layer.spec.head_ids:
         return None
     function = type(layer.module).forward.__globals__[EAGER_FUNCTION_NAME]
@@ -58,11 +59,11 @@ def eager_function_of(layer: AttachedLayer) -> Callable[..., Any] | None:
 
 
 def install_attention_hooks(layer: AttachedLayer) -> list[Any]:
-    """Hooks around a layer's module, each with `.remove()`; none where it runs on SDPA."""
+    """Install hooks for a layer that does not run on SDPA. Each returned hook has `.remove()`."""
     if layer.info.backend == "sdpa" or not layer.spec.head_ids:
         return []
     if layer.info.backend == "eager":
-        return [EagerHook(type(layer.module))]
+        return [EagerAttentionPatch(type(layer.module))]
     hook = TracedAttentionHook(layer)
     module = layer.module
     return [
@@ -71,11 +72,11 @@ def install_attention_hooks(layer: AttachedLayer) -> list[Any]:
     ]
 
 
-class EagerHook:
-    """Until `remove`, our function stands for the eager one in the file of an attention class.
+class EagerAttentionPatch:
+    """Replaces the eager function in the modeling file of an attention class until `remove`.
 
-    The function of the file comes back with the last hook. Modules that are not attached run the function of the file, so
-    threads, and models of the same family, do not disturb each other.
+    The original function is restored with the last hook. Modules that are not attached run the original function, so threads
+    and models of the same family do not affect each other.
     """
 
     _lock = threading.Lock()
@@ -91,7 +92,7 @@ class EagerHook:
             self._is_open = True
 
     def remove(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         with self._lock:
             if self._is_open:
                 function = self._names[EAGER_FUNCTION_NAME]
@@ -100,45 +101,45 @@ class EagerHook:
                     self._names[EAGER_FUNCTION_NAME] = function.args[0]
             self._is_open = False
 
-    def __del__(self) -> None:  # an attach that was interrupted may have dropped the hook
+    def __del__(self) -> None:  # an interrupted attach may have lost the hook
         self.remove()
 
 
 class TracedAttentionHook:
-    """While a module is called, its products pass by."""
+    """Traces the matmuls of a module while it is called."""
 
     def __init__(self, layer: AttachedLayer) -> None:
         self._layer = layer
         self._traces: list[AttentionTracingMode] = []
 
     def start_trace(self, *_: Any) -> None:
-        """Before the module."""
-        _pop_traces()  # of a call that was interrupted
+        """Start tracing, before the module is called."""
+        _pop_traces()  # those of an interrupted call
         self._traces.clear()
         trace = AttentionTracingMode(self._layer)
         trace.__enter__()
         self._traces.append(trace)
 
     def end_trace(self, *_: Any) -> None:
-        """Behind it, also after an error."""
+        """Stop tracing, after the call, also after an error."""
         if self._traces:
             self._traces.pop().__exit__(None, None, None)
 
 
 class AttentionTracingMode(TorchFunctionMode):
-    """One call of a module: queries and keys, the scores that enter softmax, weights times values."""
+    """Trace of one call of a module: queries and keys, scores before softmax, and weights times values."""
 
     def __init__(self, layer: AttachedLayer) -> None:
         super().__init__()
         self._layer = layer
-        # Products so far: (…, T, d), (…, d, S), and a scale.
+        # Matmuls so far: (…, T, d), (…, d, S), and a scale.
         self._matmul_pairs: list[tuple[Tensor, Tensor, float]] = []
-        self._score_pair: tuple[Tensor, Tensor, float] | None = None  # the one that scores are of
+        self._score_pair: tuple[Tensor, Tensor, float] | None = None  # the matmul that computed the scores
         self._scores: Tensor | None = None
         self._weights: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run what is asked, and look at it."""
+        """Run a torch function and record it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func is _SDPA:
@@ -161,11 +162,11 @@ class AttentionTracingMode(TorchFunctionMode):
         return tensor.numel() == self._weights.numel() and tensor.shape[-2:] == self._weights.shape[-2:]
 
     def _on_value_matmul(self, value: Tensor, result: Tensor) -> Tensor:
-        """Weights times values: z, (…, T, e)."""
+        """Apply hooks to weights times values, which is z, (…, T, e)."""
         assert self._score_pair is not None and self._scores is not None  # noqa: PT018
         H = len(self._layer.spec.head_ids)
         q, k, v, z = (_split_heads(x, H) for x in (self._score_pair[0], self._score_pair[1].mT, value, result))
-        q, k = q.to(v.dtype), k.to(v.dtype)  # some are cast for the product alone
+        q, k = q.to(v.dtype), k.to(v.dtype)  # some models cast q and k for the matmul only
         scores, scale = _split_heads(self._scores, H), self._score_pair[2]
         self._scores = None
         return self._apply_hooks(q, k, v, lambda: _score_params(q, k, scores, scale), z, result)
@@ -173,7 +174,7 @@ class AttentionTracingMode(TorchFunctionMode):
     def _on_sdpa(
         self, result: Tensor, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, *_: Any, **kwargs: Any
     ) -> Tensor:
-        """SDPA, called by the module itself."""
+        """Apply hooks to a direct call of SDPA by the module."""
         H = q.shape[1]
         scale = kwargs.get("scale")
         mask: Mask | None = CausalMask(0) if kwargs.get("is_causal") else None
@@ -191,7 +192,7 @@ class AttentionTracingMode(TorchFunctionMode):
 
 
 def close_traces() -> None:
-    """End the traces of calls that were interrupted: torch calls no hook after a Ctrl-C."""
+    """End the traces of interrupted calls: torch runs no hooks after Ctrl-C."""
     _pop_traces()
 
 
@@ -201,7 +202,7 @@ def _pop_traces() -> None:
 
 
 def _has_weights_shape(pair: tuple[Tensor, Tensor, float], weights: Tensor) -> bool:
-    """Whether a product is as large as these weights."""
+    """Return whether a matmul has the shape of these weights."""
     left, right, _ = pair
     return (left.shape[-2], right.shape[-1]) == weights.shape[-2:] and left.numel() // left.shape[-1] * weights.shape[
         -1
@@ -209,7 +210,7 @@ def _has_weights_shape(pair: tuple[Tensor, Tensor, float], weights: Tensor) -> b
 
 
 def _split_heads(x: Tensor, H: int) -> Tensor:
-    """(B·H, …) → (B, H, …); four axes stay as they are."""
+    """Split the batch axis: (B·H, …) → (B, H, …). Four axes are unchanged."""
     return x if x.ndim == 4 else x.unflatten(0, (-1, H))
 
 
@@ -223,7 +224,7 @@ def _mask_and_bias(mask: Tensor) -> tuple[Mask, DenseBias | None]:
 
 @torch.no_grad()
 def _score_params(q: Tensor, k: Tensor, scores: Tensor, scale: float) -> ScoreParams:
-    """What makes the scores that were seen of queries and keys: the rest of them is a bias."""
+    """Derive score parameters from queries, keys and recorded scores. The difference from q·k is a bias."""
     kv_of_head = tuple(head * k.shape[1] // q.shape[1] for head in range(q.shape[1]))
     products = (q.to(scores.dtype) * scale) @ k.to(scores.dtype).mT  # (B, H, T, S)
     allowed = scores > mask_dtype_min(scores) / 2

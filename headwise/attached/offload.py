@@ -1,6 +1,6 @@
-"""Weights that accelerate keeps on disk, or on another device, and loads for each call of their module.
+"""Weights that accelerate offloads to disk or another device and loads for each call of their module.
 
-Between calls such a weight is on the meta device. A hook of its module, or of a module around it, knows where its values are.
+Between calls such a weight is on the meta device. A hook of its module, or of a parent module, can load its values.
 """
 
 import copy
@@ -10,25 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, UnsupportedModelError
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether any weights are loaded only while their module is called."""
+    """Return whether any weights are offloaded."""
     return any(_weights_map(module) is not None for module in model.modules())
 
 
 def check_in_memory(model: nn.Module) -> None:
-    """Raise an error if weights are offloaded: nothing can be changed in place then."""
+    """Raise an error if weights are offloaded, because they cannot be changed in place."""
     if is_offloaded(model):
-        raise HeadwiseError(
-            f"weights of {type(model).__name__} are offloaded, so heads cannot be cut in place. Use hw.prune(attached, …), "
-            f"which returns a pruned copy in memory."
+        raise UnsupportedModelError(
+            f"in_place=True: weights of {type(model).__name__} are offloaded, so heads cannot be pruned in place. Use "
+            f"hw.prune(attached, …), which returns a pruned copy in memory."
         )
 
 
 def copy_to_memory(model: Any) -> Any:
-    """A copy of an offloaded model with all weights in CPU memory and without accelerate's hooks."""
+    """Return a copy of an offloaded model with all weights in CPU memory and without accelerate's hooks."""
     from accelerate.hooks import remove_hook_from_module
 
     copied: Any = remove_hook_from_module(copy.deepcopy(model), recurse=True)
@@ -45,7 +45,7 @@ def copy_to_memory(model: Any) -> Any:
 
 
 def _weights_map(module: nn.Module) -> Mapping[str, Tensor] | None:
-    """The values that hooks of a module load, by name as seen from the module."""
+    """Return the values that the hooks of a module load, by name relative to the module."""
     hook: Any = module.__dict__.get("_hf_hook")
     for part in getattr(hook, "hooks", (hook,)):
         if getattr(part, "offload", False) and getattr(part, "weights_map", None) is not None:
@@ -54,7 +54,7 @@ def _weights_map(module: nn.Module) -> Mapping[str, Tensor] | None:
 
 
 def _loaded(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """The values of a parameter or buffer, which may be offloaded."""
+    """Return the values of a parameter or buffer, which may be offloaded."""
     if tensor.device.type != "meta":
         return tensor
     parts = name.split(".")
@@ -64,8 +64,8 @@ def _loaded(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
         if values is not None and own_name in values:
             return values[own_name].to("cpu", tensor.dtype)
     raise HeadwiseError(
-        f"{name} of {type(model).__name__} is on the meta device, and no hook of accelerate knows its values. Load the model "
-        f"with its weights."
+        f"{name} of {type(model).__name__} is on the meta device, and no hook of accelerate can load it. Load the model with "
+        f"its weights."
     )
 
 

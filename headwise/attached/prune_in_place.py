@@ -1,9 +1,9 @@
 """Prune heads of a transformers model in place: its projections become smaller, and its modules get the new head counts.
 
-KV heads that no head reads are removed, too. If that leaves groups of different sizes, which transformers cannot run, our
-function runs them while the model is attached. A layer without heads is replaced by one that writes its bias. The pruned
-model is tried on a few tokens: it must compute the same numbers as the model with these heads silenced. If it does not, it
-is restored, and pruning raises an error.
+KV heads without remaining heads are removed, too. If that leaves groups of different sizes, which transformers does not
+support, our attention function runs them while the model is attached. A layer without heads is replaced by one that outputs
+its bias. The pruned model is tested on a few tokens: its outputs must equal those of the model with these heads silenced. If
+they do not, the model is restored, and pruning raises an error.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,11 +30,12 @@ from headwise.attached.head_slices import (
     shares_position_bias,
 )
 from headwise.attached.layer import AttachedLayer
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, UnsupportedModelError
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import eval_mode
 from headwise.spec import Address, AttentionSpec, LayerAddress
 
-RunOutputs = tuple[list[Tensor], dict[str, list[Tensor]]]  # what the model gives, and what W_O of layers does, by path
+RunOutputs = tuple[list[Tensor], dict[str, list[Tensor]]]  # outputs of the model, and outputs of W_O by layer path
 
 
 def prune_and_verify(
@@ -44,10 +45,17 @@ def prune_and_verify(
     replace_layers: Callable[[list[AttachedLayer]], None],
     unregister_layers: Callable[[], None],
 ) -> None:
-    """Cut heads, and see that the model is what it was with them silenced, attached and as plain transformers would run it.
+    """Prune heads and verify that outputs equal those with silenced heads, both attached and in plain transformers.
 
-    `replace_layers` attaches to other layers from then on, `unregister_layers` to none. Where the cut is refused, all is as
-    it was.
+    Args:
+        model: Transformers model.
+        layers: Its layers.
+        pruned: Addresses of the heads to prune.
+        replace_layers: Attaches to new layers.
+        unregister_layers: Lets plain transformers run the modules.
+
+    Raises:
+        HeadwiseError: The heads cannot be pruned. The model is unchanged.
     """
     pruned = list(pruned)
     check_prunable(layers, pruned)
@@ -72,7 +80,7 @@ def prune_and_verify(
 
 @torch.no_grad()
 def prune_layers(layers: list[AttachedLayer], pruned: Iterable[Address]) -> list[AttachedLayer]:
-    """Take heads out of these layers; gives the layers there are now."""
+    """Prune heads of these layers. Returns the new layers."""
     heads_by_layer = _heads_by_layer(pruned)
     pruned_by_layer = [heads_by_layer.get(layer.hook_point.address) for layer in layers]
     return [
@@ -83,7 +91,7 @@ def prune_layers(layers: list[AttachedLayer], pruned: Iterable[Address]) -> list
 
 @torch.no_grad()
 def add_to_output_biases(layers: Iterable[AttachedLayer], folded_biases: Mapping[LayerAddress, Tensor]) -> None:
-    """Add to output biases, (D,) each."""
+    """Add tensors (D,) to the output biases of layers."""
     for layer in layers:
         bias = folded_biases.get(layer.hook_point.address)
         if bias is not None:
@@ -91,7 +99,7 @@ def add_to_output_biases(layers: Iterable[AttachedLayer], folded_biases: Mapping
 
 
 def check_prunable(layers: Iterable[AttachedLayer], pruned: Iterable[Address]) -> None:
-    """Refuse to cut what cannot be, before anything is touched."""
+    """Raise an error if heads cannot be pruned, before anything is changed."""
     heads_by_layer = _heads_by_layer(pruned)
     for layer in layers:
         head_ids = heads_by_layer.get(layer.hook_point.address)
@@ -102,33 +110,38 @@ def check_prunable(layers: Iterable[AttachedLayer], pruned: Iterable[Address]) -
                 and shares_position_bias(layer.info.module)
                 and not layer.pruned_spec(head_ids).head_ids
             ):
-                raise HeadwiseError(
-                    f"{layer.info.name} makes the position bias of all layers of its stack, so not all of its heads can be "
-                    f"cut; keep one, or silence them: attached.heads[…].silenced()."
+                raise UnsupportedModelError(
+                    f"{layer.info.name}: not all of its heads can be pruned, because it computes the position bias of all "
+                    f"layers of its stack. Keep one head, or silence the heads: attached.heads[…].silenced()."
                 )
 
 
 def _check_layer(layer: AttachedLayer) -> None:
     info, name = layer.info, type(layer.info.module).__name__
-    hint = "silence them instead: attached.heads[…].silenced()."
+    hint = "Silence the heads instead: attached.heads[…].silenced()."
     if layer.hook_point.is_active:
         raise HeadwiseError(
-            f"somebody looks at {layer.hook_point.address} or silences its heads now; end that before cutting."
+            f"layer {layer.hook_point.address}: a context that records or edits its heads is open. Close it before pruning."
         )
     if info.output_module is None or layer.z_path not in ("plain", "gated"):
-        raise HeadwiseError(f"heads of {name} cannot be cut: z is not seen to enter W_O as heads gave it; {hint}")
+        raise UnsupportedModelError(
+            f"heads of {name} cannot be pruned: no test could confirm that the output of each head reaches W_O separately. "
+            f"{hint}"
+        )
     all_indices = list(range(len(layer.spec.head_ids))), list(range(len(layer.spec.kv_head_ids)))
     try:
         modules = {tensor_slice.holder for tensor_slice in head_tensor_slices(layer, *all_indices)}
     except HeadwiseError as error:
-        raise HeadwiseError(f"heads of {name} cannot be cut: {str(error).rstrip('.')}; {hint}") from None
+        raise UnsupportedModelError(f"heads of {name} cannot be pruned: {str(error).rstrip('.')}. {hint}") from None
     for module in modules:
         if hasattr(module, "in_features") and not _is_linear(module):
-            raise HeadwiseError(f"{info.name} projects with {type(module).__name__}, which cannot be cut here; {hint}")
+            raise UnsupportedModelError(
+                f"{info.name}: a projection of type {type(module).__name__} cannot be pruned. {hint}"
+            )
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether weights are rows and columns: torch's own, or a class of a model's own file, which the proof then tries."""
+    """Return whether a module is nn.Linear or a subclass of it in transformers, which the verification then tests."""
     module_class = type(module)
     return module_class is nn.Linear or (
         issubclass(module_class, nn.Linear) and module_class.__module__.startswith("transformers.models.")
@@ -153,7 +166,7 @@ def _prune_layer(layer: AttachedLayer, pruned_spec: AttentionSpec) -> AttachedLa
 
 @torch.no_grad()
 def expand_kv_groups(layer: AttachedLayer) -> AttachedLayer:
-    """Give every head a key and a value of its own, so that plain transformers can run a layer of uneven groups."""
+    """Give each head its own key and value, so that plain transformers can run a layer with groups of different sizes."""
     spec = layer.spec
     _slice_all(layer, list(range(len(spec.head_ids))), list(spec.kv_of_head))
     return _rebuild_layer(layer, replace(layer.info, kv_heads=layer.info.heads, kv_expanded=True))
@@ -169,37 +182,37 @@ def _slice_all(layer: AttachedLayer, heads: list[int], kv_heads: list[int]) -> N
 
 
 def _rebuild_layer(layer: AttachedLayer, info: AttentionModuleInfo) -> AttachedLayer:
-    """The layer that a module is now."""
+    """Create the new layer of a pruned module."""
     info = replace(
         info, layouts=tuple(layer.layouts[projection] for projection in "qkv"), num_outputs=layer.num_outputs
     )
-    info.module.__dict__[PRUNED_ATTRIBUTE] = info  # whoever attaches to it again finds its numbers
+    info.module.__dict__[PRUNED_ATTRIBUTE] = info  # found again when the model is attached again
     rebuilt = AttachedLayer(info, layer.mask_converter)
     rebuilt.copy_probe_results(layer)
     for selection in activation_head_selections(layer, [], []):
         if selection.module is not layer.info.module:
-            rebuilt.withheld_reasons |= dict.fromkeys("qk", "a norm over all heads goes on to see those that were cut")
+            rebuilt.withheld_reasons |= dict.fromkeys("qk", "a norm over all heads still includes the pruned heads")
     if rebuilt.spec.head_ids:
         set_head_counts(rebuilt, (len(layer.spec.head_ids), len(layer.spec.kv_head_ids)))
     return rebuilt
 
 
 class HeadlessAttention(nn.Module):
-    """An attention layer without heads: it writes its bias, and tells a cache how many tokens have passed."""
+    """Attention layer without heads: outputs its bias and appends empty keys and values to a cache."""
 
     def __init__(
         self, output_name: str | None, output_module: nn.Module, layer_idx: int | None, num_outputs: int, config: Any
     ) -> None:
         super().__init__()
         self.layer_idx, self._output_name, self._num_outputs = layer_idx, output_name, num_outputs
-        self.config: Any = config  # which attention runs is asked of it
-        if output_name is not None:  # what writes was inside, and keeps its name there
+        self.config: Any = config  # selects the attention implementation
+        if output_name is not None:  # W_O was a child of the module and keeps its name
             self.add_module(output_name, output_module)
 
     def forward(self, hidden_states: Tensor, *args: Any, key_value_states: Any = None, **kwargs: Any) -> Any:
-        """(B, T, D) → (B, T, D), or (B, T, 0) where what writes comes behind; and nothing besides, as often as was given.
+        """Return the bias: (B, T, D) → (B, T, D), or (B, T, 0) if W_O is outside of the module.
 
-        A position bias is handed on.
+        The output tuple has the same length as that of the original module. A position bias is passed on.
         """
         from transformers import Cache
 
@@ -219,7 +232,7 @@ class HeadlessAttention(nn.Module):
 
 
 def _replace_with_headless(layer: AttachedLayer) -> AttentionModuleInfo:
-    """Put a layer without heads in a module's place."""
+    """Replace a module by a layer without heads."""
     info = layer.info
     assert info.output_module is not None
     child_names = {id(child): name for name, child in info.module.named_children()}
@@ -233,7 +246,7 @@ def _replace_with_headless(layer: AttachedLayer) -> AttentionModuleInfo:
 
 
 def slice_parameter_in_place(tensor_slice: KeptTensorSlice) -> None:
-    """Leave of a tensor what stays, and tell its module how large it is."""
+    """Slice a parameter, and update the sizes of its module."""
     holder, value = tensor_slice.holder, getattr(tensor_slice.holder, tensor_slice.name)
     index = torch.tensor(tensor_slice.indices, dtype=torch.long, device=value.device)
     setattr(holder, tensor_slice.name, _make_parameter_like(value, value.index_select(tensor_slice.axis, index)))
@@ -249,18 +262,17 @@ def _make_parameter_like(reference: Any, value: Tensor) -> nn.Parameter:
 
 
 def _add_bias(layer: AttachedLayer, shift: Tensor) -> None:
-    """Add to a layer's output bias, in float64; where there was none it begins at 0."""
+    """Add to a layer's output bias in float64. A missing bias starts at 0."""
     output_module: Any = layer.info.output_module
     old_bias = output_module.weight.new_zeros(len(shift)) if output_module.bias is None else output_module.bias.detach()
-    output_module.bias = _make_parameter_like(
-        output_module.weight, (old_bias.double() + shift.to(old_bias.device).double()).to(old_bias.dtype)
-    )
+    wide = to_float64(old_bias)
+    output_module.bias = _make_parameter_like(output_module.weight, (wide + shift.to(wide)).to(old_bias))
 
 
 # Verification.
 
 
-class RollbackSignal(Exception):  # noqa: N818 (a wish, not an error)
+class RollbackSignal(Exception):  # noqa: N818 (a signal, not an error)
     """Raised to restore a model after a successful trial."""
 
 
@@ -286,17 +298,17 @@ class PruneVerifier:
                     silencing.enter_context(layer.hook_point.scaled(gate))
             self._silenced_outputs, reason = self._run_first_working(layers)
         if self._inputs is None:
-            raise HeadwiseError(
-                f"heads of {type(model).__name__} cannot be cut: no call could be tried to see that it stays right "
-                f"({reason}); silence them instead: attached.heads[…].silenced()."
+            raise UnsupportedModelError(
+                f"heads of {type(model).__name__} cannot be pruned: the model could not be called with test inputs to verify "
+                f"the result ({reason}). Silence the heads instead: attached.heads[…].silenced()."
             )
 
     def _run_first_working(self, layers: Sequence[AttachedLayer]) -> tuple[RunOutputs, str]:
-        reason = "what it reads is not known here"
+        reason = "its input format is unknown"
         for inputs in dummy_input_candidates(self._model):
             try:
                 outputs = self._run(layers, inputs)
-            except Exception as error:  # whatever somebody else's model says to inputs that were guessed
+            except Exception as error:  # a model may raise any error on guessed inputs
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
                 continue
             self._inputs = inputs
@@ -320,7 +332,7 @@ class PruneVerifier:
             ], projection_outputs
 
     def check(self, layers: Sequence[AttachedLayer]) -> None:
-        """Refuse what computes other numbers."""
+        """Raise an error if the outputs differ from those of the model with silenced heads."""
         if not self.is_possible or self._inputs is None:
             return
         outputs, projection_outputs = self._silenced_outputs
@@ -328,25 +340,25 @@ class PruneVerifier:
             new_outputs, new_projection_outputs = self._run(layers, self._inputs)
         except HeadwiseError:
             raise
-        except Exception as error:  # shapes that do not fit any more
+        except Exception as error:  # for example, shapes that no longer match
             message = " ".join(str(error).split())[:120]
-            self._raise_unprunable(f"it cannot be called without them ({type(error).__name__}: {message})")
+            self._raise_unprunable(f"the pruned model cannot be called ({type(error).__name__}: {message})")
             raise AssertionError from error
         pairs = (
             list(zip(outputs, new_outputs, strict=True))
             if len(outputs) == len(new_outputs)
             else [(outputs[0], outputs[0].new_zeros(0))]
         )
-        for name, expected in projection_outputs.items():  # an emptied layer may write without W_O
+        for name, expected in projection_outputs.items():  # a layer without heads may not call W_O
             pairs += list(zip(expected, new_projection_outputs.get(name, expected) or expected, strict=False))
         if any(a.shape != b.shape or not _is_close(b, a) for a, b in pairs):
-            self._raise_unprunable("without them it computes other numbers than with them silenced")
+            self._raise_unprunable("the outputs of the pruned model differ from those with silenced heads")
 
     def _raise_unprunable(self, reason: str) -> None:
         names = sorted(self._names)
-        raise HeadwiseError(
-            f"heads of {type(self._model).__name__} ({names[0]}{' …' if len(names) > 1 else ''}) cannot be cut: {reason}; "
-            f"silence them instead: attached.heads[…].silenced()."
+        raise UnsupportedModelError(
+            f"heads of {type(self._model).__name__} ({names[0]}{' …' if len(names) > 1 else ''}) cannot be pruned: {reason}. "
+            f"Silence the heads instead: attached.heads[…].silenced()."
         )
 
 
@@ -360,7 +372,7 @@ def _next_token_outputs(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
         return []
     try:
         return flatten_tensors(model(input_ids=ids[:, -1:], past_key_values=prefix_output.past_key_values)[0])
-    except Exception:  # it wants to be told more than that
+    except Exception:  # the model needs more inputs
         return []
 
 
@@ -368,7 +380,7 @@ def _next_token_outputs(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
 def rollback_on_error(
     layers: list[AttachedLayer], pruned: Iterable[Any], replace_layers: Callable[[list[AttachedLayer]], None]
 ) -> Iterator[None]:
-    """Put everything back as it was, and start again from there, if what is done inside fails."""
+    """Restore the modules and layers if the body raises an error."""
     pruned_set = set(pruned)
     infos = [layer.info for layer in layers if pruned_set & set(layer.hook_point.head_addresses)]
     modules = {module for info in infos for root in (info.parent, info.module) for module in root.modules()}
@@ -390,7 +402,7 @@ def _copy_state(module: nn.Module) -> dict[str, Any]:
 
 
 def flatten_tensors(output: Any) -> list[Tensor]:
-    """Every floating tensor an output holds, in order; caches are left out."""
+    """Return all floating-point tensors of an output, in order, without caches."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, dict):
@@ -399,12 +411,12 @@ def flatten_tensors(output: Any) -> list[Tensor]:
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Whether numbers are the same but for rounding on the way, beside the largest."""
+    """Return whether values are equal up to rounding, relative to the largest value."""
     if not expected.numel():
         return True
     finite = expected.isfinite()
     if not torch.equal(finite, actual.isfinite()):
         return False
-    difference = (actual[finite].double() - expected[finite].double()).abs()
-    size = expected[finite].double().abs()
+    difference = (to_float64(actual[finite]) - to_float64(expected[finite])).abs()
+    size = to_float64(expected[finite]).abs()
     return not len(difference) or bool(difference.max() <= torch.finfo(expected.dtype).eps ** 0.5 * size.max())

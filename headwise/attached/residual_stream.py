@@ -1,7 +1,8 @@
-"""How the stream of somebody else's decoder is put together: seen on a few tokens, and checked there number by number.
+"""Find the residual stream of a transformers decoder by a test on a few tokens.
 
-Nothing here knows an architecture. One pass shows what every module is given and what it gives; who adds to the stream, and
-through which norms, follows from whose numbers are whose. What does not add up is refused, so that no share is ever wrong.
+Nothing here depends on an architecture. One forward pass records the inputs and outputs of every module; comparing values
+shows which modules add to the residual stream, and through which norms. If the parts do not add up to the recorded values,
+an error is raised, so that attributions are never wrong.
 """
 
 import re
@@ -14,30 +15,36 @@ from torch import Tensor, nn
 
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.transformers_forward import AttachedLMHead
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model.residual_stream import LinearizedNorm, ResidualLayer, ResidualStream
 
-BATCH_SIZE, SEQUENCE_LENGTH = 2, 6  # what is looked at to find out
-# Linear logits are as many times larger where states are; a power of two, so that nothing is rounded.
+BATCH_SIZE, SEQUENCE_LENGTH = 2, 6  # size of the test input
+# Linear logits scale with the hidden states. The factor is a power of two, so that scaling does not round.
 PROBE_SCALE = 128.0
 
 
 @torch.no_grad()
 def find_residual_stream(model: Any, layers: Sequence[AttachedLayer]) -> ResidualStream:
-    """The residual stream of a decoder with a language-model output, not in training mode; refused, with the reason, where it
-    is not a sum that ends in one norm and a linear output."""
+    """Find the residual stream of a decoder with an LM head, in eval mode.
+
+    Raises:
+        HeadwiseError: The residual stream is not a plain sum followed by one norm and a linear output.
+    """
     recorded = _RecordedForward(model, layers)
     blocks = [block_of(model, layer) for layer in layers]
     residual_layers = {}
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         if block not in recorded.inputs or block not in recorded.outputs:
             raise _unsupported_error(
-                model, f"{layer.info.name} is in no block that is called once and passes the stream on"
+                model, f"the block that contains {layer.info.name} does not take and return the residual stream"
             )
         if i and not torch.equal(recorded.outputs[blocks[i - 1]], recorded.inputs[block]):
             raise _unsupported_error(
-                model, f"something other than attention layers stands before layer {layer.hook_point.address}"
+                model,
+                f"the input of layer {layer.hook_point.address} is not the output of the layer before it (another module may "
+                f"be in between, or a layer may be called more than once)",
             )
         residual_layers[layer.hook_point.address.layer] = _residual_layer(model, recorded, layer, block)
     norm = _final_norm(model, recorded, blocks[-1])
@@ -49,7 +56,7 @@ def find_residual_stream(model: Any, layers: Sequence[AttachedLayer]) -> Residua
 
 
 class _RecordedForward:
-    """What modules were given and gave in one pass, as (B, T, D); those that are run more than once are left out."""
+    """Inputs and outputs of all modules in one forward pass, (B, T, D). Modules that run more than once are left out."""
 
     def __init__(self, model: Any, layers: Sequence[AttachedLayer]) -> None:
         self.inputs: dict[nn.Module, Tensor] = {}
@@ -57,7 +64,9 @@ class _RecordedForward:
         self.calls: dict[Any, AttentionCall] = {}
         table = model.get_input_embeddings().weight
         generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(len(table), (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator).to(table.device)
+        self.ids = torch.randint(len(table), (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator, device="cpu").to(
+            table.device
+        )
         with ExitStack() as stack:
             for layer in layers:
                 stack.enter_context(layer.hook_point.listen(self._on_call))
@@ -65,17 +74,17 @@ class _RecordedForward:
                 stack.callback(module.register_forward_pre_hook(self._record_input, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self._record_output).remove)
             output = model(input_ids=self.ids, use_cache=False)
-        self.logits = output.logits.double().cpu()  # (B, T, V)
+        self.logits = to_float64(output.logits).cpu()  # (B, T, V)
         self.tolerance = torch.finfo(output.logits.dtype).eps ** 0.5
 
     def is_close(self, actual: Tensor, expected: Tensor) -> bool:
-        """Whether two tensors in float64 are the same but for rounding on the way, beside their largest number."""
+        """Return whether two float64 tensors are equal up to rounding, relative to the largest value."""
         if actual.shape != expected.shape:
             return False
         return bool((actual - expected).abs().max() <= self.tolerance * expected.abs().max())
 
     def modules_reading(self, block: nn.Module, inputs: Tensor) -> list[nn.Module]:
-        """The modules of a block that were given these numbers and have given others of that shape."""
+        """Return the modules of a block that received these values and returned a tensor of the same shape."""
         return [
             module for module in block.modules() if module in self.outputs and _same(self.inputs.get(module), inputs)
         ]
@@ -94,24 +103,29 @@ class _RecordedForward:
             called_again = module in store
             store[module] = states.detach().reshape(*self.ids.shape, -1).clone().cpu()  # (B, T, D)
             if called_again:
-                store[module].fill_(float("nan"))  # equal to nothing
+                store[module].fill_(float("nan"))  # never equal to any tensor
 
 
 def block_of(model: nn.Module, layer: AttachedLayer) -> nn.Module:
-    """The part of a model that is one layer: as far as the number in its name."""
+    """Return the block of a layer: the submodule up to the number in the layer's path."""
     match = re.match(r"(?:.*?\.)?\d+(?=\.)", layer.info.name)
     return layer.info.parent if match is None else model.get_submodule(match[0])
 
 
 def _residual_layer(model: Any, recorded: _RecordedForward, layer: AttachedLayer, block: nn.Module) -> ResidualLayer:
-    """What a layer reads through, and adds."""
+    """Return the norms and the other branch of a layer."""
     info, layer_label = layer.info, f"layer {layer.hook_point.address}"
     if info.output_module is None:
-        raise _unsupported_error(model, f"which part of {info.name} writes is not known")
-    attention_output = recorded.outputs.get(info.output_module if layer.spec.head_ids else info.module)
-    if attention_output is None or not recorded.is_close(_sum_of_heads(recorded, layer), attention_output.double()):
         raise _unsupported_error(
-            model, f"what attention in {layer_label} gives is not the sum of what its heads write and a bias"
+            model,
+            f"the output projection W_O of {info.name} was not found, so the output of attention cannot be split into heads",
+        )
+    attention_output = recorded.outputs.get(info.output_module if layer.spec.head_ids else info.module)
+    if attention_output is None or not recorded.is_close(_sum_of_heads(recorded, layer), to_float64(attention_output)):
+        raise _unsupported_error(
+            model,
+            f"the output of attention in {layer_label} is not the sum of its heads and a bias, so it cannot be split into "
+            f"heads",
         )
     post_norm = next(
         (
@@ -130,49 +144,49 @@ def _residual_layer(model: Any, recorded: _RecordedForward, layer: AttachedLayer
             return ResidualLayer(norm, post_norm, module, unsupported_reason)
     raise _unsupported_error(
         model,
-        f"{layer_label} does not add to the stream just what its attention and one other part wrote: a norm or a factor "
-        f"stands in between",
+        f"{layer_label} does not add exactly two terms to the residual stream, the output of its attention and the output of "
+        f"one other module (a norm or a factor may change a term before it is added)",
     )
 
 
 def _sum_of_heads(recorded: _RecordedForward, layer: AttachedLayer) -> Tensor:
-    """Σ z W_O + b_O: (B, T, D)."""
-    bias = 0.0 if layer.b_O is None else layer.b_O.double().cpu()
+    """Compute Σ z W_O + b_O: (B, T, D)."""
+    bias = 0.0 if layer.b_O is None else to_float64(layer.b_O).cpu()
     if not layer.spec.head_ids:
         return torch.zeros(*recorded.ids.shape, layer.spec.width, dtype=torch.double) + bias
     if layer.hook_point not in recorded.calls:
         return torch.full((1,), float("nan"))
-    z, W_O = recorded.calls[layer.hook_point].z.double().cpu(), layer.hook_point.W_O.double().cpu()
+    z, W_O = to_float64(recorded.calls[layer.hook_point].z).cpu(), to_float64(layer.hook_point.W_O).cpu()
     return torch.einsum("bhte,hed->btd", z, W_O) + bias
 
 
 def _find_input_norm(
     recorded: _RecordedForward, layer: AttachedLayer, block: nn.Module
 ) -> tuple[nn.Module | None, str]:
-    """The norm that heads read the stream through; and why what they bring does not follow from the stream, if so."""
+    """Return the norm in front of the heads, and why their values do not follow from the stream (empty if they do)."""
     if not layer.spec.head_ids:
         return None, ""
     residual, layer_input = recorded.inputs[block], recorded.inputs.get(layer.module)
     if layer_input is None:
-        return None, f"what {layer.info.name} reads cannot be seen."
+        return None, f"the input of {layer.info.name} could not be recorded."
     input_norms = [
         module
         for module in recorded.modules_reading(block, residual)
         if _same(recorded.outputs[module], layer_input) and module is not block
     ]
     if not input_norms and not _same(residual, layer_input):
-        return None, f"between the stream and {layer.info.name} stands more than a norm."
+        return None, f"there is more than a norm between the residual stream and {layer.info.name}."
     if layer.info.qkv_modules is not None:
-        W_V, b_V = layer.qkv.weight_by_head("v").double().cpu(), layer.qkv.bias_by_head("v")  # (K, e, D)
-        v = torch.einsum("btd,ked->bkte", layer_input.double(), W_V)  # (B, K, T, e)
-        v = v if b_V is None else v + b_V.double().cpu()[:, None]
-        if not recorded.is_close(v, recorded.calls[layer.hook_point].v.double().cpu()):
-            return None, f"the values of {layer.info.name} are not what W_V makes of what is read."
+        W_V, b_V = to_float64(layer.qkv.weight_by_head("v")).cpu(), layer.qkv.bias_by_head("v")  # (K, e, D)
+        v = torch.einsum("btd,ked->bkte", to_float64(layer_input), W_V)  # (B, K, T, e)
+        v = v if b_V is None else v + to_float64(b_V).cpu()[:, None]
+        if not recorded.is_close(v, to_float64(recorded.calls[layer.hook_point].v).cpu()):
+            return None, f"the values of {layer.info.name} are not W_V times its input."
     return (input_norms[0] if input_norms else None), ""
 
 
 def _final_norm(model: Any, recorded: _RecordedForward, last_block: nn.Module) -> LinearizedNorm:
-    """What stands between the last layer and the output."""
+    """Return the norm between the last layer and the output."""
     block_output, head_input = recorded.outputs[last_block], recorded.inputs.get(model.get_output_embeddings())
     for module in recorded.modules_reading(model, block_output):
         if (
@@ -181,31 +195,33 @@ def _final_norm(model: Any, recorded: _RecordedForward, last_block: nn.Module) -
         ):
             return norm
     raise _unsupported_error(
-        model, "between its last layer and its output stands something other than one LayerNorm or RMSNorm"
+        model, "between its last layer and its output layer there must be one LayerNorm or RMSNorm and nothing else"
     )
 
 
 def _logit_scale(model: Any, recorded: _RecordedForward, vocabulary: Any) -> float:
-    """What logits are multiplied by behind the output layer; refused if that is not all that happens to them."""
+    """Return the factor applied to logits after the output layer. Raise an error if logits are changed in any other way."""
     states, weight = recorded.inputs[vocabulary], vocabulary.weight  # (B, T, D), (V, D)
-    bias = 0.0 if getattr(vocabulary, "bias", None) is None else vocabulary.bias.double().cpu()
-    token_scores = (states.to(weight) @ weight.mT).double().cpu()  # (B, T, V)
+    bias = 0.0 if getattr(vocabulary, "bias", None) is None else to_float64(vocabulary.bias).cpu()
+    token_scores = to_float64(states.to(weight) @ weight.mT).cpu()  # (B, T, V)
     raw, expected_scaled = token_scores + bias, token_scores * PROBE_SCALE + bias
     scale = (
         1.0 if recorded.is_close(raw, recorded.logits) else float((raw * recorded.logits).sum() / raw.square().sum())
     )
-    scaled_logits = AttachedLMHead(model)((states * PROBE_SCALE).to(weight.device)).double().cpu()  # (B, T, V)
+    scaled_logits = to_float64(AttachedLMHead(model)((states * PROBE_SCALE).to(weight.device))).cpu()  # (B, T, V)
     if not recorded.is_close(raw * scale, recorded.logits) or not recorded.is_close(
         expected_scaled * scale, scaled_logits
     ):
-        raise _unsupported_error(model, "its logits are not linear in what its output layer reads; they may be capped")
+        raise _unsupported_error(
+            model, "its logits are not a linear function of the input of its output layer (they may be capped)"
+        )
     return scale
 
 
 def _token_embedding(model: Any, recorded: _RecordedForward, first_block: nn.Module) -> nn.Module | None:
-    """The table of tokens, if the stream begins with its rows and something that does not depend on which they are."""
-    table, stream_start = model.get_input_embeddings(), recorded.inputs[first_block].double()  # (B, T, D)
-    rows = table(recorded.ids).double().cpu()  # (B, T, D)
+    """Return the token embedding if the residual stream starts with its rows, plus terms that do not depend on the tokens."""
+    table, stream_start = model.get_input_embeddings(), to_float64(recorded.inputs[first_block])  # (B, T, D)
+    rows = to_float64(table(recorded.ids)).cpu()  # (B, T, D)
     return (
         table
         if rows.shape == stream_start.shape and recorded.is_close(rows[0] - rows[1], stream_start[0] - stream_start[1])
@@ -214,11 +230,11 @@ def _token_embedding(model: Any, recorded: _RecordedForward, first_block: nn.Mod
 
 
 def _is_sum_of(total: Tensor, *parts: Tensor) -> bool:
-    """Whether a sum is one, each number up to the rounding of its own parts: (B, T, D) each."""
+    """Return whether a tensor is the sum of its parts up to rounding: (B, T, D) each."""
     if any(part.shape != total.shape for part in parts):
         return False
-    size = sum(part.double().abs() for part in parts)
-    difference = (total.double() - sum(part.double() for part in parts)).abs()
+    size = sum(to_float64(part).abs() for part in parts)
+    difference = (to_float64(total) - sum(to_float64(part) for part in parts)).abs()
     return bool((difference <= 8 * torch.finfo(total.dtype).eps * size).all())
 
 
@@ -229,7 +245,7 @@ def _same(actual: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def _unsupported_error(model: Any, reason: str) -> HeadwiseError:
-    return HeadwiseError(
-        f"what parts of {type(model).__name__} add to its logits cannot be told apart: {reason}; silence heads instead: "
+    return UnsupportedModelError(
+        f"{type(model).__name__}: its logits cannot be attributed to parts of the model: {reason}. Silence heads instead: "
         f"attached.heads[…].silenced()."
     )

@@ -1,4 +1,4 @@
-"""A clean pass through somebody else's model that stops at its attention layers; tried on a few tokens before it is used."""
+"""Resumable forward pass of an attached model, tested on a few tokens before use."""
 
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -15,9 +15,9 @@ from headwise.model import ModelProtocol, eval_mode
 from headwise.model.resumable_forward import BlockOutputCache, ReplayForward, RowSelector, forward_copies
 from headwise.spec import LayerAddress
 
-BATCH_SIZE, SEQUENCE_LENGTH, NUM_COPIES = 2, 5, 3  # what is tried
-TOLERANCE = 1e-6  # of the largest number, in float32; as many roundings in other types
-NUM_EDITED_LAYERS = 3  # layers in which a head is silenced to see that a pass from there is the whole one
+BATCH_SIZE, SEQUENCE_LENGTH, NUM_COPIES = 2, 5, 3  # sizes of the test
+TOLERANCE = 1e-6  # relative to the largest value, in float32; scaled to the precision of other dtypes
+NUM_EDITED_LAYERS = 3  # number of layers in which a head is silenced to test resuming there
 
 
 def make_resumable_forward(
@@ -28,7 +28,7 @@ def make_resumable_forward(
     select_rows: RowSelector,
     *inputs: Any,
 ) -> ReplayForward:
-    """A resumable forward over ids, attention mask, source and its mask; where blocks cannot be left out, of whole passes."""
+    """Return a resumable forward pass over ids, attention mask, source and its mask. It skips blocks if possible."""
     blocks = _blocks_by_hook_point(model, layers)
     block_of_hook_point = {
         hook_point: block for hook_point, block in blocks.items() if hook_point.address in layer_addresses
@@ -45,20 +45,20 @@ def _blocks_by_hook_point(model: Any, layers: Sequence[AttachedLayer]) -> dict[H
 
 @torch.no_grad()
 def why_not_resumable(attached: ModelProtocol, model: Any, layers: Sequence[AttachedLayer]) -> str:
-    """Why the blocks before a layer must run again in every pass, or nothing: found out on a few tokens.
+    """Test on a few tokens whether blocks before a layer can be skipped. Returns the reason if not, else an empty text.
 
-    A pass that begins at any block must give what the whole pass gave; so must one with a head silenced there, and one over
-    several copies of texts, padded or not.
+    A pass resumed at any block must give the output of the full pass, also with a head silenced there, with several copies of
+    the texts, and with padding.
     """
     blocks = _blocks_by_hook_point(model, layers)
     if not blocks:
-        return "it has no heads"
+        return "the model has no heads"
     try:
         table = model.get_input_embeddings().weight
     except (AttributeError, NotImplementedError):
-        return "it has no table of tokens"
+        return "the model has no token embedding"
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(len(table), (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator).to(table.device)
+    ids = torch.randint(len(table), (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator, device="cpu").to(table.device)
     real_tokens = torch.ones_like(ids, dtype=torch.bool)
     real_tokens[1, -2:] = False
     is_encoder_decoder = attached.spec.kind == "encoder-decoder"
@@ -77,7 +77,7 @@ def why_not_resumable(attached: ModelProtocol, model: Any, layers: Sequence[Atta
                 if problem:
                     return problem
     except (HeadwiseError, RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
-        return f"a pass that begins at a block fails ({' '.join(str(error).split())})"
+        return f"a pass resumed at a block fails ({' '.join(str(error).split())})"
     return ""
 
 
@@ -86,17 +86,17 @@ def _find_problem(forward: Any, blocks: dict[HookPoint, nn.Module], real_tokens:
     with output_cache.recording():
         clean = forward(1)  # (B, T, D)
     if output_cache.called_again:
-        return f"{type(output_cache.called_again[0]).__name__} is called several times in a pass"
+        return f"{type(output_cache.called_again[0]).__name__} is called more than once per pass"
     if set(output_cache.outputs) != set(blocks.values()):
         return "not every block with attention is called"
     for block in output_cache.outputs:
         with output_cache.skip_blocks_before(block, 1):
             if not _same(forward(1), clean, real_tokens):
-                return f"{type(block).__name__} hands on more than what it gives"
+                return f"{type(block).__name__} passes on more than its output"
     last = list(output_cache.outputs)[-1]
     with output_cache.skip_blocks_before(last, NUM_COPIES):
         if not _same(forward(NUM_COPIES), clean.repeat(NUM_COPIES, 1, 1), real_tokens.repeat(NUM_COPIES, 1)):
-            return "copies of a text do not fit beside one another"
+            return "copies of a text change each other's outputs in a batch"
     hook_points = list(blocks)
     for hook_point in {
         hook_points[index * (len(hook_points) - 1) // max(1, NUM_EDITED_LAYERS - 1)]: None
@@ -106,11 +106,11 @@ def _find_problem(forward: Any, blocks: dict[HookPoint, nn.Module], real_tokens:
             full_output = forward(1)
             with output_cache.skip_blocks_before(blocks[hook_point], 1):
                 if not _same(forward(1), full_output, real_tokens):
-                    return f"what is changed in {type(blocks[hook_point]).__name__} reaches further than what it gives"
+                    return f"an edit in {type(blocks[hook_point]).__name__} affects more than the block's output"
     return ""
 
 
 def _same(actual: Tensor, expected: Tensor, real_tokens: Tensor) -> bool:
-    """Whether states are the same at real tokens, but for the rounding of batches of another size: (B, T, D) each."""
+    """Return whether states are equal at real tokens, up to the rounding of other batch sizes: (B, T, D) each."""
     difference, size = (actual - expected)[real_tokens].abs().max(), expected[real_tokens].abs().max()
     return bool(difference <= max(TOLERANCE, 8 * torch.finfo(actual.dtype).eps) * size)

@@ -1,7 +1,8 @@
-"""Attached models in folders: as transformers writes them, with a note of what was cut; or whole again, zeros for the cut.
+"""Folders of attached models in transformers' format, with a metadata file about pruned heads, or in the original shape.
 
-A cut model has smaller tensors than its configuration says, so plain transformers refuses the folder; `hw.load` reads the
-note and cuts before it loads. Written whole, anyone can load it.
+A pruned model has smaller tensors than its configuration says, so plain transformers cannot load the folder. `hw.load` reads
+the metadata file and prunes before it loads the weights. A model saved in its original shape, with zeros for pruned heads,
+can be loaded by both.
 """
 
 import inspect
@@ -22,17 +23,17 @@ from headwise.attached.layer import AttachedLayer
 from headwise.attached.masks import MaskConverter
 from headwise.attached.offload import copy_to_memory, is_offloaded
 from headwise.attached.prune_in_place import expand_kv_groups, prune_layers
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError, HeadwiseError, MissingDependencyError, UnsupportedModelError
 from headwise.spec import LayerAddress
 from headwise.spec.migration import migrate_attached
 from headwise.spec.plan import plans_from_dicts
 
 METADATA_FILE = "headwise.json"
 FORMAT = "headwise-attached-2"
-# Ways in which rows are shared out among heads.
+# Layouts of the rows of q, k and v.
 ROW_LAYOUTS = {"separate", "padded_per_head", "padded_at_end", "fused", "per_head", ""}
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-PLANS_ATTRIBUTE = "_headwise_plans"  # where a model keeps the plans by which heads were cut from it
+PLANS_ATTRIBUTE = "_headwise_plans"  # attribute of a model that stores the plans by which it was pruned
 
 
 def save_attached(
@@ -43,36 +44,36 @@ def save_attached(
     full_shape: bool,
     exported: bool = False,
 ) -> Path:
-    """Write a model, whole or not at all; one that is `exported` replaces only what was exported before."""
+    """Write a model atomically. If `exported`, only an earlier export may be replaced."""
     from headwise.io.atomic_write import EXPORT_MARKER, atomic_folder
 
     with atomic_folder(folder, (EXPORT_MARKER if exported else "config.json",)) as temp_folder:
         if exported:
             (temp_folder / EXPORT_MARKER).write_text('{"to": "transformers"}', encoding="utf-8")
         filled = full_shape and is_pruned(layers)
-        # By its device map transformers loads weights.
+        # transformers can save offloaded weights only with a device map.
         if is_offloaded(model) and (filled or not hasattr(model, "hf_device_map")):
             model = copy_to_memory(model)
             layers = make_attached_layers(model)
         if filled:
             _unpruned_copy(model, layers).save_pretrained(temp_folder)
         else:
-            model.save_pretrained(temp_folder)  # a cut one writes its note
-        for processor in processors:  # what the model reads with: a tokenizer, or how pixels become numbers
+            model.save_pretrained(temp_folder)  # a pruned model also writes its metadata file
+        for processor in processors:  # tokenizer and image preprocessor
             if processor is not None:
                 processor.save(temp_folder)
     return Path(folder)
 
 
 def is_pruned(layers: Sequence[AttachedLayer]) -> bool:
-    """Whether heads were cut from any of these layers."""
+    """Return whether any of these layers is pruned."""
     return any(layer.info.kept_heads is not None for layer in layers)
 
 
 def patch_save_pretrained(model: Any) -> None:
-    """From now on this model, and any part of it that can be saved, writes beside its weights what was cut, attached or not.
+    """Make `save_pretrained` of a pruned model and its submodels write the metadata file, attached or not.
 
-    Weights of a cut model without that note would be of no use to anybody.
+    Weights of a pruned model cannot be loaded without it.
     """
     from transformers import PreTrainedModel
 
@@ -82,17 +83,18 @@ def patch_save_pretrained(model: Any) -> None:
 
 
 def _save_with_metadata(model: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-    """`save_pretrained` of a model from which heads were cut."""
+    """Run `save_pretrained` of a pruned model and write its metadata file."""
     from headwise.io.atomic_write import write_atomic
 
     save = type(model).save_pretrained
     bound_arguments = inspect.signature(save).bind(model, save_directory, *args, **kwargs).arguments
     if bound_arguments.get("push_to_hub"):
-        raise HeadwiseError(
-            "heads were cut from this model, and what is pushed would lack the note of that; save it, then upload the folder."
+        raise ArgumentError(
+            "push_to_hub=True: this model is pruned, and the upload would lack its metadata file. Save the model, then "
+            "upload the folder."
         )
     if "save_original_format" not in bound_arguments:
-        kwargs["save_original_format"] = False  # tensors by the names they have here: nobody else reads them
+        kwargs["save_original_format"] = False  # keep the current tensor names; only hw.load reads the folder
     save(model, save_directory, *args, **kwargs)
     if bound_arguments.get("is_main_process", True):
         write_atomic(
@@ -104,22 +106,23 @@ def _save_with_metadata(model: Any, save_directory: str | Path, *args: Any, **kw
 def load_attached(
     folder: Path, dtype: torch.dtype | None, device: torch.device | str
 ) -> tuple[Any, list[AttachedLayer]]:
-    """A transformers model from a folder, cut as its note says, and its layers."""
+    """Load a transformers model from a folder, pruned according to its metadata file. Returns the model and its layers."""
     metadata = _read_metadata(folder)
     architecture = model_class(folder, None if metadata is None else metadata["class"])
     if metadata is None:
         if not any(folder.glob("*.safetensors")):
-            raise HeadwiseError(
-                f"{folder} holds no safetensors; weights of other kinds are not read through transformers."
+            raise FileFormatError(
+                f"{folder}: contains no safetensors file. For this model family only safetensors are supported."
             )
         model, loading_info = architecture.from_pretrained(
             folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
         )
         for issue in ("missing_keys", "mismatched_keys", "error_msgs"):
-            if loading_info.get(issue):  # transformers would fill them with random numbers
+            if loading_info.get(issue):  # transformers would initialize them randomly
                 examples = ", ".join(map(str, sorted(loading_info[issue], key=str)[:5]))
-                raise HeadwiseError(
-                    f"{folder} lacks weights of {type(model).__name__} ({issue.replace('_', ' ')}): {examples}."
+                raise FileFormatError(
+                    f"{folder}: weights of {type(model).__name__} are missing or invalid ({issue.replace('_', ' ')}): "
+                    f"{examples}. Download the model again."
                 )
         return model.to(device).eval(), make_attached_layers(model)
     model = build_from_config(architecture, folder, "cpu")
@@ -133,7 +136,7 @@ def load_attached(
 
 
 def build_on_meta(folder: Path) -> tuple[Any, list[AttachedLayer]]:
-    """The same without its weights: what a model is, and nothing else."""
+    """Build a pruned or full transformers model on the meta device, without its weights. Returns the model and its layers."""
     metadata = _read_metadata(folder)
     model = build_from_config(model_class(folder, None if metadata is None else metadata["class"]), folder, "meta")
     layers = make_attached_layers(model)
@@ -141,13 +144,13 @@ def build_on_meta(folder: Path) -> tuple[Any, list[AttachedLayer]]:
 
 
 def make_attached_layers(model: Any) -> list[AttachedLayer]:
-    """The attention layers of a model."""
+    """Create the attention layers of a model."""
     mask_converter = MaskConverter()
     return [AttachedLayer(info, mask_converter) for info in find_attention_modules(model)]
 
 
 def can_attach(folder: Path) -> bool:
-    """Whether transformers is there, knows what a folder holds, and has its attention on the interface."""
+    """Return whether transformers is installed, supports the model of a folder, and runs it on its attention interface."""
     if find_spec("transformers") is None:
         return False
     try:
@@ -158,13 +161,13 @@ def can_attach(folder: Path) -> bool:
 
 
 def model_class(folder: Path, name: str | None = None) -> Any:
-    """The class that a folder's configuration names."""
+    """Return the model class that a folder's configuration names."""
     try:
         import transformers
     except ImportError:
-        raise HeadwiseError(
-            f"{folder} holds a model of a family that is not mapped here; pip install 'headwise[attach]' to reach it through "
-            f"transformers."
+        raise MissingDependencyError(
+            f"{folder}: Headwise does not implement this model family and needs transformers to load it. Run: "
+            f"pip install 'headwise[attach]'"
         ) from None
     config: Any = transformers.AutoConfig.from_pretrained(folder)
     name = name or next(iter(config.architectures or ()), None)
@@ -174,28 +177,34 @@ def model_class(folder: Path, name: str | None = None) -> Any:
         or not isinstance(architecture, type)
         or not issubclass(architecture, transformers.PreTrainedModel)
     ):
-        raise HeadwiseError(
-            f"{folder} names the architecture {name!r}, which transformers {transformers.__version__} lacks."
+        raise UnsupportedModelError(
+            f"{folder}: transformers {transformers.__version__} has no architecture {name!r}. Update it: "
+            f"pip install -U transformers"
         )
     if architecture.config_class is None or architecture.config_class.model_type != config.model_type:
-        raise HeadwiseError(f"{folder} says it is {config.model_type!r} and {name}, which do not belong together.")
+        raise FileFormatError(
+            f"{folder}: config.json names the model type {config.model_type!r} and the architecture {name}, which do not "
+            f"match. Correct the file, or download it again."
+        )
     return architecture
 
 
 def build_from_config(architecture: Any, folder: Path, device: str) -> Any:
-    """A model as a folder's configuration says, without its weights."""
+    """Build a model from a folder's configuration, without loading its weights."""
     config = architecture.config_class.from_pretrained(folder)
     with torch.device(device), torch.random.fork_rng():
         return architecture(config)
 
 
 def prune_from_metadata(layers: list[AttachedLayer], metadata: dict[str, Any]) -> list[AttachedLayer]:
-    """Layers cut to the heads a note tells."""
+    """Prune layers to the heads listed in the metadata file."""
     kept_heads = {LayerAddress.parse(name): set(heads) for name, heads in metadata["kept_heads"].items()}
     kv_expanded = {LayerAddress.parse(name) for name in metadata["kv_expanded"]}
     layer_addresses = {layer.hook_point.address for layer in layers}
     if not set(kept_heads) | kv_expanded <= layer_addresses:
-        raise HeadwiseError(f"{METADATA_FILE} names layers that the model has not; the folder is damaged.")
+        raise FileFormatError(
+            f"{METADATA_FILE}: names layers that the model does not have. The folder is damaged; save the model again."
+        )
     for layer in layers:
         layer.layouts |= metadata["layouts"].get(str(layer.hook_point.address), {})
         layer.num_outputs = metadata["num_outputs"].get(str(layer.hook_point.address), layer.num_outputs)
@@ -212,7 +221,7 @@ def prune_from_metadata(layers: list[AttachedLayer], metadata: dict[str, Any]) -
 
 
 def _prune_metadata(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, Any]:
-    """What was cut: the heads there are, layers whose heads have keys of their own since, and the plans that said so."""
+    """Return the metadata of a pruned model: remaining heads, layers with expanded KV groups, layouts, dtypes and plans."""
     return {
         "format": FORMAT,
         "class": type(model).__name__,
@@ -235,7 +244,7 @@ def _prune_metadata(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, An
 
 
 def _has_unusual_layout(layer: AttachedLayer) -> bool:
-    """Whether rows are shared out otherwise than the names of projections say."""
+    """Return whether the layout of rows differs from the default for these projection names."""
     default_layout = None if layer.info.qkv_modules is None else layer.info.qkv_modules[0]
     return default_layout is not None and set(layer.layouts.values()) != {default_layout}
 
@@ -272,12 +281,14 @@ def _read_metadata(folder: Path) -> dict[str, Any] | None:
         and set(metadata["other_dtypes"].values()) <= set(FLOATS)
     )
     if metadata.get("format") != FORMAT or not isinstance(metadata.get("class"), str) or not is_valid:
-        raise HeadwiseError(f"{file} is not a note of this version ({FORMAT}); write the model again.")
+        raise FileFormatError(
+            f"{file}: not a valid metadata file of this version ({FORMAT}). Save the model again with save_pretrained."
+        )
     return metadata
 
 
 def _load_weights(model: Any, layers: Sequence[AttachedLayer], folder: Path) -> set[str]:
-    """Load tensors into a pruned model, each in its stored dtype, and return their names; added output biases come first."""
+    """Load tensors into a pruned model in their stored dtypes, after adding output biases. Returns their names."""
     from headwise.io.resolve_path import weight_files
     from headwise.io.weight_readers import SafetensorsReader
 
@@ -294,15 +305,18 @@ def _load_weights(model: Any, layers: Sequence[AttachedLayer], folder: Path) -> 
     state = {name: reader.get(name).clone() for name in reader.shapes}
     try:
         missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    except RuntimeError as error:  # sizes
-        raise HeadwiseError(f"{folder} does not fit its note: {str(error).splitlines()[-1].strip()}") from None
+    except RuntimeError as error:  # shapes do not match
+        raise FileFormatError(
+            f"{folder}: the weights do not match {METADATA_FILE}: {str(error).splitlines()[-1].strip()} Save the model again."
+        ) from None
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
-    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # sinusoids, which the model makes itself
+    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # for example sinusoids, computed by the model
     missing = [name for name in missing if name not in tied | unsaved]
     if missing or unexpected:
         missing_text, unexpected_text = ", ".join(missing) or "nothing", ", ".join(unexpected) or "nothing"
-        raise HeadwiseError(
-            f"{folder} does not fit its note: it lacks {missing_text}, and has {unexpected_text} besides."
+        raise FileFormatError(
+            f"{folder}: the weights do not match {METADATA_FILE}. Missing: {missing_text}. Unexpected: {unexpected_text}. "
+            f"Save the model again."
         )
     model.tie_weights()
     return set(state)
@@ -322,7 +336,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _dtypes(
     architecture: Any, folder: Path, metadata: dict[str, Any], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """The dtype of each tensor of a model: as it was when the model was saved, or as transformers builds it in `dtype`."""
+    """Return the dtype of each tensor: as it was when the model was saved, or as transformers builds it in `dtype`."""
     saved_dtype = None if metadata["dtype"] is None else FLOATS[metadata["dtype"]]
     stored_dtype = saved_dtype or architecture.config_class.from_pretrained(folder).dtype or torch.float32
     before = torch.get_default_dtype()
@@ -349,7 +363,7 @@ def _cast(model: Any, dtypes: Mapping[str, torch.dtype], stored: Collection[str]
 
 
 def _unpruned_copy(model: Any, layers: Sequence[AttachedLayer]) -> Any:
-    """The model in its first shape: zeros where heads were, so that they read and write nothing."""
+    """Return a copy of the model in its original shape, with zeros for pruned heads."""
     with torch.random.fork_rng():
         full = type(model)(copy_config(model))
     dtypes: dict[str, torch.dtype] = {name: model.dtype for name, _ in _floats(full)}
@@ -360,11 +374,11 @@ def _unpruned_copy(model: Any, layers: Sequence[AttachedLayer]) -> Any:
             _copy_into_full_layer(layer, full_layers[layer.hook_point.address])
     state, full_state = model.state_dict(), full.state_dict()
     for name in state.keys() - full_state.keys():
-        raise HeadwiseError(
-            f"{name} has no place in a plain {type(model).__name__}: means were folded into a bias it does not have. Save it "
-            f"without full_shape=True."
+        raise UnsupportedModelError(
+            f"full_shape=True: pruning added the mean outputs of pruned heads to the parameter {name}, which a plain "
+            f"{type(model).__name__} does not have. Save without full_shape=True."
         )
-    # What pruning left alone.
+    # Tensors that pruning did not change.
     unchanged = {name: value for name, value in state.items() if value.shape == full_state[name].shape}
     full.load_state_dict(full_state | unchanged)
     if hasattr(model, "generation_config"):
@@ -374,7 +388,7 @@ def _unpruned_copy(model: Any, layers: Sequence[AttachedLayer]) -> Any:
 
 @torch.no_grad()
 def _copy_into_full_layer(layer: AttachedLayer, full_layer: AttachedLayer) -> None:
-    """Put what is left of a layer where it was, and zeros elsewhere."""
+    """Copy the remaining heads of a layer to their original positions, with zeros elsewhere."""
     spec, heads = layer.spec, list(layer.spec.head_ids)
     full_layer.copy_probe_results(layer)
     kv_heads = (
@@ -389,8 +403,9 @@ def _copy_into_full_layer(layer: AttachedLayer, full_layer: AttachedLayer) -> No
         value = getattr(own_slices[slice_index].holder, own_slices[slice_index].name)
         index = torch.tensor(tensor_slice.indices, device=target.device)
         target.index_copy_(tensor_slice.axis, index, value)
-        if not torch.equal(target.index_select(tensor_slice.axis, index), value):  # several heads stand in one place
-            raise HeadwiseError(
-                f"the heads of {layer.info.name} got keys of their own when the model was detached, and these have "
-                f"learned different things since: they cannot be shared again. Save it without full_shape=True."
+        if not torch.equal(target.index_select(tensor_slice.axis, index), value):  # several heads share one position
+            raise UnsupportedModelError(
+                f"full_shape=True: the heads of {layer.info.name} got separate keys and values when the model was detached, "
+                f"and these differ after training, so they cannot be merged into shared KV heads. Save it "
+                f"without full_shape=True."
             )

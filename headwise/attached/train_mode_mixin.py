@@ -1,4 +1,4 @@
-"""Whose mode counts: training, and activation checkpointing, of a model that is not ours."""
+"""Training mode and activation checkpointing of an attached model."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from torch import nn
 
 
 class TrainModeMixin(nn.Module):
-    """What a handle says of the modes of its model."""
+    """Training mode and activation checkpointing of a handle, delegated to its model."""
 
     model: Any
 
     @property
     def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the model is in training mode: theirs decides."""
+        """Whether the transformers model is in training mode."""
         model = self.__dict__.get("_modules", {}).get("model")
         return False if model is None else model.training
 
@@ -34,6 +34,6 @@ class TrainModeMixin(nn.Module):
 
 
 def _checkpointing_name(model: Any, name: str) -> str:
-    """What transformers calls it: checkpointing of activations since 5.23, of gradients before."""
+    """Return transformers' name of a method: "activation checkpointing" since 5.23, "gradient checkpointing" before."""
     newer = name.format("activation")
     return newer if hasattr(model, newer) else name.format("gradient")

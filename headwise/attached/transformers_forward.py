@@ -1,4 +1,4 @@
-"""Calling a transformers model as ours are called: ids and an attention mask in, hidden states or logits out."""
+"""Call a transformers model like one of ours: token ids and an attention mask in, hidden states or logits out."""
 
 import inspect
 import sys
@@ -9,24 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.model.loss import chunked_cross_entropy
 from headwise.spec import ModelSpec
 
 
 def validate_ids(model: Any, ids: Any, attention_mask: Tensor | None) -> Tensor:
-    """Token ids as they are; refuse what is not a batch of token ids, and models that read something else."""
+    """Return the token ids. Raise an error if they are not a batch of token ids, or if the model takes another input."""
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
-        raise HeadwiseError(
-            f"{type(model).__name__} reads {model.main_input_name}, not token ids; call the model itself, inside "
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes {model.main_input_name}, not token ids. Call the model itself inside "
             f"hw.record(attached) or attached.heads[…].silenced()."
         )
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise HeadwiseError(f"token ids are a tensor of whole numbers, (batch, tokens); got {got}.")
+        raise ArgumentError(f"ids: must be an integer tensor of shape (batch, tokens). Got {got}.")
     if attention_mask is not None and attention_mask.shape != ids.shape:
-        raise HeadwiseError(
-            f"attention_mask is {tuple(attention_mask.shape)} but ids are {tuple(ids.shape)}; True at real tokens."
+        raise ArgumentError(
+            f"attention_mask: must have the shape of ids, {tuple(ids.shape)}, and be True at real tokens. Got shape "
+            f"{tuple(attention_mask.shape)}."
         )
     return ids
 
@@ -40,10 +41,12 @@ def forward_tokens(
     source_attention_mask: Tensor | None,
     hidden: bool,
 ) -> Tensor:
-    """One pass: hidden states (B, T, D) after the last norm, or logits (B, T, V)."""
+    """Run one forward pass. Returns hidden states (B, T, D) after the last norm, or logits (B, T, V)."""
     if spec.kind == "encoder-decoder":
         if source is None:
-            raise HeadwiseError("an encoder-decoder needs what it reads: attached(ids, source=source_ids).")
+            raise ArgumentError(
+                "source: an encoder-decoder needs token ids for its encoder. Call attached(ids, source=source_ids)."
+            )
         _check_padding_side(model, spec, attention_mask, source_attention_mask)
         inputs = {
             "input_ids": _fill_padding(model, source, source_attention_mask),
@@ -55,9 +58,11 @@ def forward_tokens(
             output = model(**_drop_none(inputs), use_cache=False)
         return states[-1] if hidden else output.logits
     if source is not None:
-        raise HeadwiseError(f"this model is of kind {spec.kind} and reads no source; leave source out.")
+        raise ArgumentError(
+            f"source: only encoder-decoders take a source, and this model is of kind {spec.kind}. Remove it."
+        )
     body = model.base_model if hidden else model
-    # Whether its body has no name of its own.
+    # The body has no submodule of its own.
     body_is_inline = hidden and body is model and model.get_output_embeddings() is not None
     inputs = {"input_ids": _fill_padding(model, ids, attention_mask), "attention_mask": _long_mask(attention_mask)}
     inputs["position_ids"] = _position_ids(body, spec, attention_mask)
@@ -77,31 +82,37 @@ def forward_tokens(
         else output[0]
     )
     if not isinstance(states, Tensor) or states.shape[:2] != ids.shape:
-        raise HeadwiseError(f"{type(body).__name__} gives no hidden state for every token; call the model itself.")
+        raise UnsupportedModelError(
+            f"hidden=True: {type(body).__name__} does not return one hidden state per token. Call the transformers model "
+            f"itself: attached.model(…)."
+        )
     return states
 
 
 def _check_padding_side(model: Any, spec: ModelSpec, *attention_masks: Tensor | None) -> None:
-    """Such models take no positions, and count places from the first column: there, padding on the left moves a text."""
+    """Raise an error for left padding: these models count positions from the first column and take no position_ids."""
     is_left_padded = any(
         attention_mask is not None and not bool(attention_mask[:, 0].all()) for attention_mask in attention_masks
     )
     if is_left_padded and spec.positions != "none":
-        raise HeadwiseError(f"{type(model).__name__} counts positions from the first column; put padding on the right.")
+        raise ArgumentError(
+            f"attention_mask: {type(model).__name__} does not support left padding, because it counts positions from the "
+            f"first column. Pad on the right."
+        )
 
 
 @contextmanager
 def _explain_call_errors(model: nn.Module) -> Iterator[None]:
-    """Say so where a model needs more than token ids, or other ones."""
+    """Convert errors of a model that needs other inputs than token ids."""
     try:
         yield
     except (HeadwiseError, torch.OutOfMemoryError):
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        # Shapes that do not fit, or None where more is needed.
+        # For example shapes that do not match, or None for a required input.
         message = " ".join(str(error).split())
-        raise HeadwiseError(
-            f"{type(model).__name__} cannot be called with token ids alone ({message}); call the model itself, inside "
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be called with token ids alone ({message}). Call the model itself inside "
             f"hw.record(attached) or attached.heads[…].silenced()."
         ) from error
 
@@ -115,14 +126,15 @@ def call_transformers_model(
     hidden: bool,
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """One pass by what the model itself takes: its own output, whatever that is. Our words stand for theirs.
+    """Call the model with its own arguments and return its own output. Our argument names are translated.
 
-    Without `ids` and `source` the call is the model's own, and so is its `attention_mask`.
+    Without `ids` and `source`, `attention_mask` is passed unchanged.
     """
     if hidden:
-        raise HeadwiseError(
-            f"hidden=True gives states and {', '.join(model_kwargs)} the model's own output; leave one of them out, or ask "
-            f"for output_hidden_states=True."
+        raise ArgumentError(
+            f"hidden=True: cannot be combined with arguments of the transformers model, because with them the call returns "
+            f"the output of that model. Got {', '.join(model_kwargs)}. Remove these arguments, or pass "
+            f"output_hidden_states=True instead of hidden=True."
         )
     input_name = getattr(model, "main_input_name", "input_ids")
     inputs = {input_name: ids, "attention_mask": attention_mask if ids is None else _long_mask(attention_mask)}
@@ -131,22 +143,25 @@ def call_transformers_model(
         inputs["decoder_attention_mask"] = _long_mask(attention_mask)
     inputs = _drop_none(inputs)
     for name in inputs.keys() & model_kwargs.keys():
-        raise HeadwiseError(f"{name} is given twice, in our words and in the model's; say it once.")
+        raise ArgumentError(
+            f"{name}: given twice, as an argument of Headwise and of the transformers model. Pass it once."
+        )
     return model(**inputs, **model_kwargs)
 
 
 class AttachedLMHead:
-    """From final hidden states to logits by the model's own head, whatever it does besides multiplying."""
+    """LM head: final hidden states to logits, computed by the model's own head with all its extra operations."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """(…, D) → (…, V)"""
+        """Compute logits: (…, D) → (…, V)."""
         model, states = self._model, hidden.reshape(1, -1, hidden.shape[-1])
         if not _submodels(model):
-            raise HeadwiseError(
-                f"{type(model).__name__} does not tell its head from its body; ask the model for logits."
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no separate body, so its LM head cannot be called alone. Compute logits with "
+                f"the full model."
             )
         ids = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
         with _fixed_body_output(model, states):
@@ -154,18 +169,18 @@ class AttachedLMHead:
         return logits.reshape(*hidden.shape[:-1], -1)
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
-        """(N, D), (N,) → the mean surprise at targets, or the sum divided by `total`."""
+        """Return the mean cross-entropy of targets, or the sum divided by `total`: (N, D), (N,) → scalar."""
         vocab = self._model.get_output_embeddings().weight.shape[0]
         return chunked_cross_entropy(self, vocab, hidden, targets, total)
 
 
 @contextmanager
 def _fixed_body_output(model: nn.Module, states: Tensor) -> Iterator[None]:
-    """While open, the body of a model is not run, whichever part of it the head calls: these states are what it gives."""
+    """Replace the forward of all submodels by a function that returns these states, while the context is open."""
     from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
     class FixedBodyOutput(BaseModelOutputWithPoolingAndCrossAttentions):
-        """What a body gave, as far as a head reads it: states, and nothing besides."""
+        """Body output that contains the hidden states; all other attributes are None."""
 
         def __getattr__(self, name: str) -> None:
             if name.startswith("__"):
@@ -186,7 +201,7 @@ def _fixed_body_output(model: nn.Module, states: Tensor) -> Iterator[None]:
 
 
 def _submodels(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that are models themselves: one body, or the two stacks of an encoder-decoder."""
+    """Return the submodels of a model: its body, or the two stacks of an encoder-decoder."""
     from transformers import PreTrainedModel
 
     return [submodel for submodel in model.modules() if isinstance(submodel, PreTrainedModel) and submodel is not model]
@@ -194,7 +209,7 @@ def _submodels(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _captured_outputs(submodule: nn.Module) -> Iterator[list[Tensor]]:
-    """What a part of the model gave, call by call."""
+    """Record the outputs of a submodule, one per call."""
     states: list[Tensor] = []
     hook = submodule.register_forward_hook(lambda module, inputs, output: states.append(output[0]))
     try:
@@ -205,7 +220,7 @@ def _captured_outputs(submodule: nn.Module) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _captured_inputs(submodule: nn.Module) -> Iterator[list[Tensor]]:
-    """What a part of the model was given, call by call."""
+    """Record the inputs of a submodule, one per call."""
     states: list[Tensor] = []
     hook = submodule.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
     try:
@@ -215,7 +230,7 @@ def _captured_inputs(submodule: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _fill_padding(model: Any, ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Where nothing stands there is the padding token: some models count positions by it."""
+    """Set padded positions to the padding token, because some models derive positions from it."""
     padding_idx = position_padding_idx(model)
     pad = getattr(model.config, "pad_token_id", None) if padding_idx is None else padding_idx
     if attention_mask is None or not isinstance(pad, int) or pad < 0:
@@ -228,7 +243,7 @@ def _long_mask(attention_mask: Tensor | None) -> Tensor | None:
 
 
 def _position_ids(body: nn.Module, spec: ModelSpec, attention_mask: Tensor | None) -> Tensor | None:
-    """Where tokens stand, if padding comes before them and the model does not count for itself: (B, T)."""
+    """Return position ids (B, T) if there is left padding and the model does not compute positions itself."""
     if (
         attention_mask is None
         or bool(attention_mask[:, 0].all())
@@ -239,14 +254,14 @@ def _position_ids(body: nn.Module, spec: ModelSpec, attention_mask: Tensor | Non
 
 
 def position_padding_idx(model: nn.Module) -> int | None:
-    """The padding token by which a model counts positions, as RoBERTa does, beginning behind that token's number; or None."""
-    name = "create_position_ids_from_input_ids"  # a function of a part's class, or of its file
+    """Return the padding token from which a model counts positions, as RoBERTa does, or None."""
+    name = "create_position_ids_from_input_ids"  # a method of a module, or a function in its file
     for module in model.modules():
         token = getattr(module, "padding_idx", None)
         if isinstance(token, int) and (
             hasattr(module, name) or hasattr(sys.modules.get(type(module).__module__), name)
         ):
-            return token  # which may be another than the configuration says
+            return token  # may differ from the configuration
     return None
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headwise.cache.kv_buffer import KVBuffer, StoredRows
 from headwise.cache.sink_window_masks import ColumnSubsetMask, RingBufferMask, flatten_and_mask, gather_columns
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.kernels import Mask, ScoreParams, ScoreRequest, run_kernel, window
 from headwise.kernels.masks import CausalMask, PaddingMask
 from headwise.kernels.score_bias import DenseBias
@@ -50,7 +50,7 @@ class HeadSelection:
 
 
 class HeadGroup:
-    """KV heads of a layer that keep all tokens, and the heads that read them."""
+    """KV heads of a layer that cache all tokens, and the heads that use them."""
 
     def __init__(
         self, heads: list[int], kv_indices: list[int], kv_of_head: tuple[int, ...], bits: int, size: int | None
@@ -64,7 +64,7 @@ class HeadGroup:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, request: ScoreRequest) -> Tensor:
         """Append new tokens and attend: (B, h, T, d), (B, KV heads, T, ·) twice → (B, h, T, e).
 
-        `params` are the score params of all heads of the layer over all tokens that ever came.
+        `params` are the score params of all heads of the layer over all tokens, including evicted ones.
         """
         T = k.shape[2]
         length = tokens_before(request, T)
@@ -83,9 +83,9 @@ class HeadGroup:
         """Store the tokens from position `start` on: (B, KV heads, T, ·) twice."""
         end = start + k.shape[2]
         if self.size is not None and end > self.size:
-            raise HeadwiseError(
-                f"the cache is full: it holds {self.size} tokens, {start} are there and {end - start} more came; make it "
-                f"larger, or use a dynamic one."
+            raise ArgumentError(
+                f"cache: it is full. Its size is {self.size} tokens; it contains {start}, and {end - start} more do not fit. "
+                f"Use a larger size or a dynamic cache."
             )
         for buffer, new in ((self.k, k), (self.v, v)):
             buffer.append(new, start, self.size or end, self.max_rows)
@@ -330,7 +330,9 @@ def tokens_before(request: ScoreRequest, T: int) -> int:
 def check_causal(mask: Mask | None) -> None:
     """Raise if a query may attend to a later token."""
     if mask != CausalMask() and not any(part == CausalMask() for part in flatten_and_mask(mask)):
-        raise HeadwiseError("a head that forgets what lies behind must not look ahead; pass mask=hw.causal().")
+        raise ArgumentError(
+            "mask: streaming heads need a causal mask, because they evict earlier tokens. Pass mask=hw.causal()."
+        )
 
 
 def extra_masks(params: ScoreParams, request: ScoreRequest) -> tuple[Mask, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.kernels import ScoreParams, ScoreRequest, run_kernel, window
 from headwise.kernels.masks import and_masks
 
@@ -105,7 +105,9 @@ class LayerCache(ABC):
 
     def stored_source_kv(self, source: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the keys and values of a source for cross-attention, or None if they are not computed yet."""
-        raise HeadwiseError(f"cross-attention keeps its source in a CrossAttentionCache, got {type(self).__name__}.")
+        raise ArgumentError(
+            f"cache: cross-attention needs a CrossAttentionCache. Got {type(self).__name__}. Use model.cache()."
+        )
 
 
 class NoCache(LayerCache):
@@ -147,7 +149,10 @@ class SharedKVCache(LayerCache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> CacheResult:
         if request.required_layer.spec.cache:
-            raise HeadwiseError("heads of this layer keep different things; give it a PerHeadCache.")
+            raise ArgumentError(
+                f"cache: the KV heads of this layer have different cache policies, which {type(self).__name__} does not "
+                f"support. Use a PerHeadCache."
+            )
         return attend_to(q, *self.append(k, v), request)
 
     def reorder(self, rows: Tensor) -> None:
@@ -176,8 +181,9 @@ class SharedKVCache(LayerCache):
 
     def _check_batch(self, k: Tensor) -> None:
         if self._k is not None and self._k.shape[0] != k.shape[0]:
-            raise HeadwiseError(
-                f"the cache holds a batch of {self._k.shape[0]}, got {k.shape[0]}; start a new cache for a new batch."
+            raise ArgumentError(
+                f"cache: it contains a batch of {self._k.shape[0]}. Got a batch of {k.shape[0]}. Create a new cache "
+                f"for a new batch."
             )
 
     def _write(self, k: Tensor, v: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -190,7 +196,7 @@ class SharedKVCache(LayerCache):
 
 
 class DynamicCache(SharedKVCache):
-    """Keeps all tokens. Its memory doubles when it is full, so a token costs the same however many came before."""
+    """Keeps all tokens. Its memory doubles when it is full, so that appending a token takes amortized constant time."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         needed = self.length + k.shape[2]
@@ -204,14 +210,14 @@ class StaticCache(SharedKVCache):
     def __init__(self, size: int) -> None:
         super().__init__()
         if size < 1:
-            raise HeadwiseError(f"a cache holds at least 1 token, got size {size}.")
+            raise ArgumentError(f"size={size}: a static cache needs room for at least 1 token.")
         self.size = size
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.length + k.shape[2] > self.size:
-            raise HeadwiseError(
-                f"the cache is full: it holds {self.size} tokens, {self.length} are there and {k.shape[2]} more came; "
-                f"make it larger, or use a dynamic or sliding one."
+            raise ArgumentError(
+                f"cache: it is full. Its size is {self.size} tokens; it contains {self.length}, and {k.shape[2]} more do not "
+                f"fit. Use a larger size, or a dynamic or sliding cache."
             )
         return self._write(k, v, self.size)
 
@@ -224,11 +230,11 @@ class SlidingWindowCache(SharedKVCache):
     def __init__(self, size: int) -> None:
         super().__init__()
         if size < 1:
-            raise HeadwiseError(f"a sliding cache keeps at least 1 token, got size {size}.")
+            raise ArgumentError(f"size={size}: a sliding cache needs room for at least 1 token.")
         self.size = self.window = size
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> CacheResult:
-        # A long prompt sees no token that would have been evicted if it had come in single tokens.
+        # The window hides tokens of a long prompt that would have been evicted if tokens had come one at a time.
         return super().attend(q, k, v, replace(request, mask=and_masks(request.mask, window(self.size))))
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,8 +257,11 @@ class CrossAttentionCache(SharedKVCache):
     source: Tensor | None = None  # the tensor that the keys were computed from
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> CacheResult:
-        if self.source is None or (self._k is not None and self._k is not k):  # these keys are not of the source
-            raise HeadwiseError("a CrossAttentionCache is for cross-attention; self-attention takes one of the others.")
+        if self.source is None or (self._k is not None and self._k is not k):  # keys of self-attention
+            raise ArgumentError(
+                "cache: a CrossAttentionCache supports only cross-attention. Use a DynamicCache, StaticCache or "
+                "SlidingWindowCache for self-attention."
+            )
         return attend_to(q, *(self.kv or self.append(k, v)), request)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,8 +276,8 @@ class CrossAttentionCache(SharedKVCache):
 
     def stored_source_kv(self, source: Tensor) -> tuple[Tensor, Tensor] | None:
         if self.kv is not None and self.source is not source:
-            raise HeadwiseError(
-                "the cache holds the keys of another source; start a new CrossAttentionCache for a new source."
+            raise ArgumentError(
+                "cache: it contains the keys of another source. Create a new CrossAttentionCache for a new source."
             )
         self.source = source
         return self.kv

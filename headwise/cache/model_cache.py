@@ -14,25 +14,42 @@ from headwise.cache.layer_cache import (
     StaticCache,
 )
 from headwise.cache.per_head_cache import PerHeadCache
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.spec import AttentionSpec, LayerAddress, ModelSpec
 
 
 class ModelCache:
-    """One cache per attention layer. `dynamic` and `static` keep all that a layer can see, `sliding` the last `size` tokens.
+    """One KV cache per attention layer, created by `model.cache()`.
 
-    A layer with a window keeps only its window. A layer whose spec has cache policies has a `PerHeadCache`.
+    A layer with a window caches only its window. A layer whose spec has cache policies has a `PerHeadCache`.
+
+    Args:
+        spec: Configuration of the model.
+        kind: "dynamic" grows as needed, "static" allocates memory for `size` tokens, "sliding" caches the last `size` tokens.
+        size: Number of tokens of a static or sliding cache. The default of a static cache is the context of the model.
+
+    Attributes:
+        layers: Cache of each layer by its address.
+        length: Number of tokens seen.
+        attention_mask: (B, length), True at real tokens. None if all tokens are real.
+        memory: Encoded source of an encoder-decoder, (B, S, D).
+        source_attention_mask: (B, S), True at real tokens of the source. None if all tokens are real.
     """
 
     def __init__(self, spec: ModelSpec, kind: str = "dynamic", size: int | None = None) -> None:
         if kind not in ("dynamic", "static", "sliding"):
-            raise HeadwiseError(f"there is no cache {kind!r}; {suggest_names(kind, ['dynamic', 'static', 'sliding'])}")
+            raise ArgumentError(f"kind={kind!r}: unknown; {suggest_names(kind, ['dynamic', 'static', 'sliding'])}")
         if kind == "sliding" and size is None:
-            raise HeadwiseError("a sliding cache needs size=…, how many tokens stay visible.")
+            raise ArgumentError("size: a sliding cache needs the number of tokens that stay visible. Set size=….")
         if kind == "dynamic" and size is not None:
-            raise HeadwiseError("a dynamic cache takes no size; use kind='static' or 'sliding'.")
+            raise ArgumentError(
+                f"size={size}: a dynamic cache does not have a size. Omit it, or use kind='static' or 'sliding'."
+            )
         if kind == "sliding" and spec.cache:
-            raise HeadwiseError("this model's heads say themselves what they keep; use kind='dynamic' or 'static'.")
+            raise ArgumentError(
+                "kind='sliding': not supported, because the model has cache policies per KV head. "
+                "Use kind='dynamic' or 'static'."
+            )
         self.layers: dict[LayerAddress, LayerCache] = {}
         for layer_address in spec.layer_addresses:
             if layer_address.stack != "enc":  # the encoder runs once
@@ -40,9 +57,9 @@ class ModelCache:
                     spec.attention_at(layer_address), layer_address, kind, spec.context if size is None else size
                 )
         self.length = 0
-        self.attention_mask: Tensor | None = None  # (B, length): True at real tokens; None: all are
-        self.memory: Tensor | None = None  # (B, S, D): the encoded source
-        self.source_attention_mask: Tensor | None = None  # (B, S): True at real tokens; None: all are
+        self.attention_mask: Tensor | None = None
+        self.memory: Tensor | None = None
+        self.source_attention_mask: Tensor | None = None
 
     @contextmanager
     def atomic_step(self) -> Iterator[None]:
@@ -58,7 +75,7 @@ class ModelCache:
             raise
 
     def advance_length_and_mask(self, ids: Tensor, attention_mask: Tensor | None) -> tuple[int, Tensor | None]:
-        """Count new tokens, (B, T). Return how many came before, and the attention mask of all tokens."""
+        """Count new tokens, (B, T). Return the number of earlier tokens and the attention mask of all tokens."""
         start, self.length = self.length, self.length + ids.shape[1]
         if attention_mask is not None or self.attention_mask is not None:
             old_mask = ids.new_ones(ids.shape[0], start) if self.attention_mask is None else self.attention_mask
@@ -67,7 +84,7 @@ class ModelCache:
         return start, self.attention_mask
 
     def store_source(self, memory: Tensor | None, source_attention_mask: Tensor | None) -> Tensor | None:
-        """Keep the encoded source and its attention mask from the first step. Return the mask to use."""
+        """Store the encoded source and its attention mask in the first step. Return the mask to use."""
         if self.memory is None:
             self.memory, self.source_attention_mask = memory, source_attention_mask
         return self.source_attention_mask
@@ -94,7 +111,7 @@ class ModelCache:
 def check_model_cache(cache: ModelCache | None) -> None:
     """Raise if a cache does not come from `model.cache()`."""
     if cache is not None and not isinstance(cache, ModelCache):
-        raise HeadwiseError(f"cache must come from model.cache(), got {cache!r}.")
+        raise ArgumentError(f"cache={cache!r}: must be created by model.cache().")
 
 
 def _make_layer_cache(spec: AttentionSpec, layer_address: LayerAddress, kind: str, size: int) -> LayerCache:

@@ -1,4 +1,4 @@
-"""A cache in which each KV head keeps its own tokens: all of them or sink tokens and a window, quantized or not.
+"""A cache with its own tokens per KV head: all tokens, or sink tokens and a window, quantized or not.
 
 KV heads with the same policy form a group, which is stored together and attended to in one kernel call. Until the first
 eviction all KV heads are one group.
@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.cache.head_groups import HeadGroup, UnsplitHeadGroup, make_head_group
 from headwise.cache.layer_cache import CacheResult, CacheState, KernelInputs, LayerCache
 from headwise.cache.sink_window_masks import SinkWindowMask
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.kernels import Mask, ScoreRequest, per_head
 from headwise.kernels.quantization import fake_quantize
 from headwise.spec import AttentionSpec, CachePolicy
@@ -24,8 +24,8 @@ class PerHeadCache(LayerCache):
     Args:
         spec: The layer.
         policies: One policy per KV head of the layer.
-        size: Number of tokens to allocate at once, which is also the limit; None: memory grows.
-        all_policies: Policies of all KV heads if other processes hold some of them; None: `policies`.
+        size: Number of tokens to allocate at once, which is also the limit. None means that memory grows.
+        all_policies: Policies of all KV heads if other processes hold some of them. None means `policies`.
 
     >>> spec = AttentionSpec(width=8, heads=2)
     >>> cache = PerHeadCache(spec, (CachePolicy(), CachePolicy(sink_tokens=1, window=2)))
@@ -49,8 +49,8 @@ class PerHeadCache(LayerCache):
         all_policies: tuple[CachePolicy, ...] | None = None,
     ) -> None:
         if len(policies) != len(spec.kv_head_ids):
-            raise HeadwiseError(
-                f"the layer has {len(spec.kv_head_ids)} key heads; it was told what {len(policies)} of them keep."
+            raise ArgumentError(
+                f"policies: needs one policy per KV head. Got {len(policies)} policies for {len(spec.kv_head_ids)} KV heads."
             )
         self.policies = policies
         self.all_policies = policies if all_policies is None else all_policies
@@ -122,8 +122,8 @@ class PerHeadCache(LayerCache):
 
     def _check_batch(self, k: Tensor) -> None:
         if self._batch not in (None, len(k)):
-            raise HeadwiseError(
-                f"the cache holds a batch of {self._batch}, got {len(k)}; start a new cache for a new batch."
+            raise ArgumentError(
+                f"cache: it contains a batch of {self._batch}. Got a batch of {len(k)}. Create a new cache for a new batch."
             )
 
     def _dense_kv(self, k: Tensor, v: Tensor, row_starts: Tensor | None) -> tuple[Tensor, Tensor]:

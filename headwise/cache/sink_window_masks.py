@@ -53,7 +53,7 @@ class RingBufferMask(Mask):
     key_positions: Tensor
     sink_tokens: int
     ring_size: int
-    window: int | None = None  # of the layer: no query sees beyond it, not even sink tokens
+    window: int | None = None  # window of the layer, which hides sink tokens too
 
     def block(self, rows: range, cols: range, T: int, S: int, device: torch.device) -> Tensor:
         positions = self.key_positions[:, None, None, cols.start : cols.stop]  # (1 or B, 1, 1, C)
@@ -67,12 +67,12 @@ class RingBufferMask(Mask):
 
 @dataclass(frozen=True, eq=False)
 class ColumnSubsetMask(Mask):
-    """Columns of a mask over `num_keys` keys, in any order: `columns` is (1 or B, S); a column below 0 is no key."""
+    """Columns of a mask over `num_keys` keys, in any order: `columns` is (1 or B, S). A column below 0 is an empty slot."""
 
     mask: Mask
     columns: Tensor
     num_keys: int
-    query_range: range  # which of all `num_queries` queries these are
+    query_range: range  # indices of these queries among all `num_queries` queries
     num_queries: int
 
     def block(self, rows: range, cols: range, T: int, S: int, device: torch.device) -> Tensor:

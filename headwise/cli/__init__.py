@@ -1,6 +1,6 @@
-"""The command line. One file per verb; a verb is a thin call of one public function.
+"""Command line interface. One file per command; each command calls one public function.
 
-Standard output is the result, standard error everything else; `--json` gives every result to a program.
+Results go to standard output, progress and errors to standard error. With `--json` a result is printed as JSON.
 """
 
 import sys
@@ -64,7 +64,7 @@ def _version(show_version: bool) -> None:
 def _main_options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Multi-head attention with the head as a first-class object."""
@@ -80,9 +80,9 @@ def main() -> None:
             with flushed_output():
                 app(prog_name="headwise")
         except HeadwiseError as error:
-            if interrupts:  # a library turned Ctrl-C into an error of its own
+            if interrupts:  # a library converted Ctrl-C to an error
                 sys.exit(130)
             print(f"headwise: {error}", file=sys.stderr)
             sys.exit(2)
-        except KeyboardInterrupt:  # pressed before a command had begun
+        except KeyboardInterrupt:  # pressed before a command started
             sys.exit(130)

@@ -1,4 +1,4 @@
-"""headwise cache: key heads that keep less of a text, and what that saves and costs."""
+"""headwise cache: KV cache policies per head, their memory savings and their cost in loss."""
 
 import json
 from pathlib import Path
@@ -15,56 +15,73 @@ def run(
     corpus: CorpusArgument = None,
     fraction: Annotated[
         float | None,
-        typer.Option(help="The share of key heads that stream: they keep the first and last tokens alone."),
+        typer.Option(help="Fraction of the KV heads that stream, that is, cache only the sink tokens and the window."),
     ] = None,
     heads: Annotated[
         str | None,
-        typer.Option(help="Or the key heads that stream: 5.1, 6.*, 0-3.*", autocompletion=completion.complete_heads),
+        typer.Option(
+            help="KV heads that stream, instead of --fraction: 5.1, 6.*, 0-3.*",
+            autocompletion=completion.complete_heads,
+        ),
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Or a plan that was saved.")] = None,
-    sink_tokens: Annotated[int, typer.Option(help="Tokens at the beginning that a streaming head keeps.")] = 4,
-    window: Annotated[int, typer.Option(help="Tokens at the end that it keeps.")] = 128,
-    bits: Annotated[int, typer.Option(help="Keep keys and values of all heads at 32, 16, 8 or 4 bits.")] = 32,
+    plan: Annotated[Path | None, typer.Option(help="Saved plan to apply, instead of --fraction or --heads.")] = None,
+    sink_tokens: Annotated[int, typer.Option(help="Number of first tokens in the cache of a streaming head.")] = 4,
+    window: Annotated[int, typer.Option(help="Number of most recent tokens in the cache of a streaming head.")] = 128,
+    bits: Annotated[int, typer.Option(help="Bits of the cached keys and values of all heads: 32, 16, 8 or 4.")] = 32,
     ranking: Annotated[
-        str, typer.Option(help="Key heads are ranked by attention, output, loss, gates, role, random.")
+        str, typer.Option(help="Ranking method of the KV heads: attention, output, loss, gates, role, random.")
     ] = "output",
-    gate_steps: Annotated[int, typer.Option(help="Steps in which gates are learned.")] = 60,
+    gate_steps: Annotated[int, typer.Option(help="With --ranking gates: training steps of the gates.")] = 60,
     protected_fraction: Annotated[
-        float, typer.Option(help="This share of key heads, those that find what is repeated best, never streams.")
+        float,
+        typer.Option(
+            help="Fraction of the KV heads that never streams: those with the highest retrieval scores on repeated text."
+        ),
     ] = 0.0,
     rounds: Annotated[
-        int, typer.Option(help="Choose in so many rounds, asking again with those streaming: attention, output, loss.")
+        int,
+        typer.Option(
+            help="Number of selection rounds. Each ranks again with the selected heads streaming (attention, output, loss)."
+        ),
     ] = 1,
-    seed: Annotated[int, typer.Option(help="For random plans, gates and pass keys.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Save the model, which says what its key heads keep.")] = None,
-    save_plan: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
-    test: Annotated[Path | None, typer.Option(help="Judge by this text; none: by every other text.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of random plans, gates and passkeys.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Save the model with its cache policies in this folder.")] = None,
+    save_plan: Annotated[Path | None, typer.Option(help="Save the plan to this file (.json).")] = None,
+    test: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text to evaluate on. Default: every other text of CORPUS; KV heads are ranked on the others."
+        ),
+    ] = None,
     max_texts: Annotated[
-        int, typer.Option(help="At most so many texts; a long one is cut, and each piece counts.")
+        int, typer.Option(help="Maximum number of texts. Longer texts are split into chunks, each counted as a text.")
     ] = 8,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens of a text; none: 1024, or the model's context.")
+        int | None, typer.Option(help="Maximum number of tokens per text. Default: 1024, or the context of the model.")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="So many random plans to compare with.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Number of random plans of equal cost to compare with.")] = 3,
     passkeys: Annotated[
         int,
         typer.Option(
-            help="Also hide so many numbers in texts and ask for them, and measure the loss on repeated lists and facts."
+            help="Number of passkey retrieval tests. Also measures the loss on repeated lists and facts. 0: none."
         ),
     ] = 0,
-    curve: Annotated[bool, typer.Option("--curve", help="Also with every share streaming, and at fewer bits.")] = False,
-    fractions: Annotated[str, typer.Option(help="The shares of the curve.")] = "0.25,0.5,0.75,1",
+    curve: Annotated[bool, typer.Option("--curve", help="Also measure each of --fractions, and fewer bits.")] = False,
+    fractions: Annotated[
+        str, typer.Option(help="Fractions of streaming KV heads on the curve, comma-separated.")
+    ] = "0.25,0.5,0.75,1",
     plot: Annotated[
-        Path | None, typer.Option(help="Draw bytes of the cache against loss: .png, .svg, .pdf; or .csv, .json")
+        Path | None,
+        typer.Option(help="Write a figure of cache size against loss (.png, .svg, .pdf) or its data (.csv, .json)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let key heads keep fewer tokens or bits, and say what that saves and costs, beside random plans of equal cost."""
+    """Limit the KV cache per head to fewer tokens or bits, and compare memory and loss with random plans of equal cost."""
     from headwise.compression.cache_study import CacheStudy, cache_study
     from headwise.spec import Plan
     from headwise.text.corpus import Corpus
     from headwise.ui.cache_tables import draw_cache_curve, show_cache_curve, show_cache_plan, show_cache_report
-    from headwise.ui.figures.figure_io import check_path
+    from headwise.ui.figures.figure_with_data import check_path
     from headwise.ui.progress import show_progress
     from headwise.weights import load
 
@@ -93,14 +110,16 @@ def run(
     if result.curve:
         show_cache_curve(result)
     if out is not None:
-        print(f"saved in {out}; every verb takes it and obeys: headwise generate {out} 'Once upon a time'")
+        print(f"Saved in {out}. Every command accepts it: headwise generate {out} 'Once upon a time'")
 
 
 def _parse_fractions(fractions: str) -> tuple[float, ...]:
-    """0.25,0.5 as numbers."""
-    from headwise.errors import HeadwiseError
+    """Parse a list such as `0.25,0.5`."""
+    from headwise.errors import ArgumentError
 
     try:
         return tuple(float(fraction) for fraction in fractions.split(","))
     except ValueError:
-        raise HeadwiseError(f"shares are numbers with commas between, 0.25,0.5,1; got {fractions!r}.") from None
+        raise ArgumentError(
+            f"--fractions: not a comma-separated list of numbers. Got {fractions!r}. Use, for example, 0.25,0.5,1."
+        ) from None

@@ -1,4 +1,4 @@
-"""headwise claims: what guides say about heads, put to the test."""
+"""headwise claims: experiments that test common claims about attention heads."""
 
 import json
 import sys
@@ -12,35 +12,43 @@ from headwise.cli.shell.common_options import ExecutorOption, JsonOption
 
 
 def run(
-    names: Annotated[list[str] | None, typer.Argument(help="Claims by name or number; none: all.")] = None,
-    list_only: Annotated[bool, typer.Option("--list", help="Only say which there are.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="One seed, verdicts indicative: the default.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Three seeds, with intervals.")] = False,
-    seeds: Annotated[int | None, typer.Option(help="So many seeds instead.")] = None,
-    first_seed: Annotated[int, typer.Option(help="Seeds from this one on.")] = 0,
+    names: Annotated[list[str] | None, typer.Argument(help="Names or numbers of claims. Default: all.")] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="List the claims without running them.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One seed; verdicts are indicative. This is the default.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Three seeds, with confidence intervals.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="Number of seeds, instead of --quick or --full.")] = None,
+    first_seed: Annotated[int, typer.Option(help="First seed.")] = 0,
     model: Annotated[
-        str | None, typer.Option(help="Try those that apply on this model: a bundle, folder, file, hub id.")
+        str | None, typer.Option(help="Run the claims that apply on this model: a bundle, folder, file or hub id.")
     ] = None,
     corpus: Annotated[
-        Path | None, typer.Option(help="With --model: a file of text; none: the embedded probe set.")
+        Path | None, typer.Option(help="With --model: a text file. Default: the embedded probe set.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the page, pictures and figures into this folder.")] = None,
-    processes: Annotated[int | None, typer.Option(help="Processes side by side; as many as cores.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the report page, the figures and the numbers to this folder.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Number of parallel processes. Default: the number of cores.")
+    ] = None,
     executor: ExecutorOption = None,
-    cache: Annotated[Path | None, typer.Option(help="Where models and results are kept; $HEADWISE_CACHE.")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder of cached models and results. Default: $HEADWISE_CACHE.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run an experiment for each claim and say whether it holds. Ctrl-C stops; run it again to go on."""
-    from headwise.errors import HeadwiseError
+    """Run an experiment for each claim and report its verdict. After Ctrl-C, run the same command again to resume."""
+    from headwise.errors import ArgumentError
     from headwise.experiments.registry import find_claims
     from headwise.experiments.run_claims import claims
     from headwise.ui.experiment_tables import show_claim_list, show_claims, write_claims
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
 
     if quick and (full or seeds is not None):
-        raise HeadwiseError("--quick takes one seed, --full three, --seeds so many; give one of them.")
+        raise ArgumentError("--quick, --full, --seeds: these options exclude each other. Use one of them.")
     if corpus is not None and model is None:
-        raise HeadwiseError("--corpus is what the model of --model reads; give --model MODEL too.")
+        raise ArgumentError("--corpus: requires --model. Add --model MODEL.")
     selected = find_claims(names or [])
     if list_only:
         listing = [{"number": claim.number, "name": claim.name, "statement": claim.statement} for claim in selected]

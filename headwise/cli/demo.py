@@ -1,9 +1,8 @@
-"""headwise demo: real models first, then heads being born."""
+"""headwise demo: pretrained models first, then a small model trained from scratch."""
 
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,88 +11,67 @@ import typer
 from headwise.cli.shell.common_options import JsonOption
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headwise.spec import Plan
     from headwise.ui.demo_pretrained import Demo
-    from headwise.ui.demo_training import DemoTrainResult
+    from headwise.ui.demo_tables import StageTimer
 
-TRAINING_MINUTES = 4  # of the training, on two idle cores
+TRAINING_MINUTES = 4  # on two idle cores
+NUM_PRETRAINED_STAGES, NUM_TRAINING_STAGES = 7, 3
 
 
 def run(
-    out: Annotated[Path, typer.Option(help="The folder to write into.")] = Path("headwise-demo"),
-    train: Annotated[bool, typer.Option("--train", help="Only the second half: train, and watch heads being born.")] = (
-        False
-    ),
-    quick: Annotated[bool, typer.Option("--quick", help="Little of everything: to see that it runs.")] = False,
-    seed: Annotated[int, typer.Option(help="The seed of the training.", min=0, max=2**31 - 1)] = 0,
+    out: Annotated[Path, typer.Option(help="Output folder.")] = Path("headwise-demo"),
+    train: Annotated[bool, typer.Option("--train", help="Run only the training part.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use little data and few steps, to check that it runs.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the training.", min=0, max=2**31 - 1)] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """See real models write, look and lose heads, three minutes; then train one and watch its heads being born."""
+    """Show generation, attention, roles, pruning, quantization and export on pretrained models, then train a small one."""
     from rich.console import Console
 
+    from headwise.ui.demo_tables import StageTimer, show_next_steps
+
     console, result = Console(quiet=as_json), {}
+    timer = StageTimer(console, NUM_TRAINING_STAGES + (0 if train else NUM_PRETRAINED_STAGES))
     if not train:
-        result |= _pretrained_demo(console, out, quick)
+        result |= _pretrained_demo(timer, out, quick)
     try:
-        result |= _training_demo(console, out, quick, seed)
+        result |= _training_demo(timer, out, quick, seed)
     except KeyboardInterrupt:
-        console.print("The training was left out; nothing else is lost. Later: headwise demo --train", highlight=False)
+        console.print("Training skipped. Run it later with headwise demo --train.", highlight=False)
         result |= {"training": None}
+    show_next_steps(out, pretrained=not train, trained=result["training"] is not None, console=console)
     if as_json:
         print(json.dumps(result, indent=2))
 
 
-def _pretrained_demo(console: "Console", out: Path, quick: bool) -> dict[str, Any]:
-    """SmolLM2 writes on and is seen doing it; MiniLM's heads; heads cut from SmolLM2."""
-    from headwise.errors import HeadwiseError
+def _pretrained_demo(timer: "StageTimer", out: Path, quick: bool) -> dict[str, Any]:
+    """Run the stages on SmolLM2 and MiniLM."""
+    from headwise.errors import MissingDependencyError
     from headwise.io.resolve_path import install_commands
-    from headwise.ui.demo_pretrained import DECODER, ENCODER, PROMPT, SENTENCE, WORD, Demo
-    from headwise.ui.head_tables import show_profile, show_summary
+    from headwise.ui.demo_pretrained import DECODER, ENCODER, Demo
+    from headwise.ui.demo_tables import show_demo_pruning
     from headwise.ui.progress import show_progress
-    from headwise.ui.prune_tables import show_prune_plan, show_prune_report
-    from headwise.ui.terminal_table import make_table
 
     commands = install_commands((DECODER, ENCODER))
     if commands:
-        raise HeadwiseError(
-            f"the demo shows real models, which are packages of their own; run {' && '.join(commands)}, or leave them out: "
-            "headwise demo --train"
+        raise MissingDependencyError(
+            f"headwise demo: the pretrained models {DECODER} and {ENCODER} are separate packages and not installed. Run "
+            f"{' && '.join(commands)}, or run only the training part: headwise demo --train"
         )
-    demo, result = Demo(out, quick), {}
-    timer = _StageTimer(console)
-    timer.print_stage(1, f"{DECODER}, a model of 135 million parameters, writes on from {PROMPT!r}")
-    result["text"] = demo.generate(
-        lambda piece: console.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
-    )
-    console.print()
-    timer.print_stage(2, f"where {WORD!r} looks in: {SENTENCE}")
-    edges = demo.attention_view().top_edges(6, WORD)
-    rows = [(edge.head, edge.attended, edge.weight) for edge in edges]
-    console.print(make_table("Of 270 heads, those that look hardest", ["head", "looks at", "weight"], rows))
-    result["edges"] = [edge._asdict() for edge in edges]
-    timer.print_stage(3, f"what each of the heads of {ENCODER} does, and how sure that is")
-    with show_progress() as progress:
-        profile, best_head = demo.profile_encoder(progress)
-    show_profile(profile, {str(address) for address in profile.addresses}, console)
-    show_summary(profile, best_head, console=console)
-    report = demo.folder / ENCODER / "report.html"
-    console.print(f"The report, to open in a browser: {report}", highlight=False, soft_wrap=True)
-    _open_in_browser(report)
-    result |= {
-        "roles": {role: [str(head) for head in heads] for role, heads in profile.heads_by_role().items()},
-        "report": str(report),
-    }
+    demo = Demo(out, quick)
+    result = _inspection_demo(timer, demo)
     timer.print_stage(
-        4, f"heads cut from {DECODER}: those that are worth least, beside as many drawn by chance; then healed"
+        "Prune heads",
+        f"The least important heads of {DECODER} are pruned and the model is fine-tuned for a few steps; random pruning of "
+        "equal size shows whether the ranking matters.",
     )
-    with show_progress() as progress:
+    with show_progress(transient=True) as progress:
         pruned = demo.prune(progress)
-    show_prune_plan(pruned.plan, console)
-    show_prune_report(pruned.report, console)
-    apply_command = f"headwise prune {DECODER} --plan {pruned.plan_path} --out smaller"
-    console.print(f"The plan is in {pruned.plan_path}: {apply_command}", highlight=False, soft_wrap=True)
+    show_demo_pruning(pruned.plan, pruned.report, timer.console)
+    timer.console.print(f"Plan: {pruned.plan_path}", highlight=False, soft_wrap=True)
     result |= _cost_demo(timer, demo, pruned.plan)
     return result | {
         "pruned_heads": list(pruned.plan.pruned_heads),
@@ -102,44 +80,87 @@ def _pretrained_demo(console: "Console", out: Path, quick: bool) -> dict[str, An
     }
 
 
-def _cost_demo(timer: "_StageTimer", demo: "Demo", plan: "Plan") -> dict[str, Any]:
-    """What single heads would cost at few bits, and the cut model in llama.cpp."""
+def _inspection_demo(timer: "StageTimer", demo: "Demo") -> dict[str, Any]:
+    """Generate text, show the attention of one word, and profile an encoder."""
+    from headwise.ui.demo_pretrained import DECODER, ENCODER, PROMPT, SENTENCE, WORD
+    from headwise.ui.demo_tables import show_demo_edges, show_demo_head, show_demo_roles
+    from headwise.ui.progress import show_progress
+
+    result, console = {}, timer.console
+    timer.print_stage(
+        "Generate text",
+        f"{DECODER} (135 million parameters) continues {PROMPT!r}, which shows that published weights run unchanged.",
+    )
+    result["text"] = demo.generate(
+        lambda piece: console.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
+    )
+    console.print()
+    timer.print_stage(
+        "Attention of one word",
+        f"The heads with the largest weights from {WORD!r} show which words {DECODER} relates it to, in: {SENTENCE}",
+    )
+    edges = demo.attention_view().top_edges(6, WORD)
+    show_demo_edges(edges, console)
+    result["edges"] = [edge._asdict() for edge in edges]
+    timer.print_stage(
+        "Roles of all heads",
+        f"Every head of {ENCODER} is tested for known roles against a baseline, which shows which heads do a specific job.",
+    )
+    with show_progress(transient=True) as progress:
+        profile, best_head = demo.profile_encoder(progress)
+    show_demo_roles(profile, demo.folder / ENCODER / "profile.npz", console)
+    timer.print_stage(
+        "One head in words",
+        f"The summary of head {best_head.address} of {ENCODER} lists its roles with the evidence for each, so that you can "
+        "check them.",
+    )
+    report = demo.folder / ENCODER / "report.html"
+    show_demo_head(profile, best_head, report, console)
+    _open_in_browser(report)
+    return result | {
+        "roles": {role: [str(head) for head in heads] for role, heads in profile.heads_by_role().items()},
+        "report": str(report),
+    }
+
+
+def _cost_demo(timer: "StageTimer", demo: "Demo", plan: "Plan") -> dict[str, Any]:
+    """Measure two heads with quantized parts, and run the pruned model in llama.cpp."""
     from headwise.ui.demo_pretrained import (
         BITS,
         DECODER,
+        DEMO_HEADS,
         MISSING_MESSAGE,
         PROMPT,
         compare_with_llama_cpp,
         demo_head_cache_rows,
         measure_demo_head_sensitivity,
     )
+    from headwise.ui.demo_tables import show_demo_costs
     from headwise.ui.progress import show_progress
-    from headwise.ui.terminal_table import make_table
 
     console = timer.console
-    timer.print_stage(5, f"what two heads of {DECODER} cost, and would cost at {BITS[0]} bits, each alone")
-    with show_progress() as progress:
-        sensitivity = measure_demo_head_sensitivity(demo.decoder, min(8, demo.options.texts), progress)
-    rows = [
-        [cost.heads, cost.part, cost.loss_increase, f"{cost.low:.4f} to {cost.high:.4f}", cost.kl_divergence]
-        for cost in sensitivity
-    ]
-    columns = ["heads", "part", "loss gained", "95 % CI", "drift"]
-    console.print(
-        make_table(f"At {BITS[0]} bits, {sensitivity.metric}, {len(sensitivity.counts)} texts", columns, rows)
+    timer.print_stage(
+        "Quantize single heads",
+        f"Each part of heads {' and '.join(DEMO_HEADS)} of {DECODER} is quantized to {BITS[0]} bits alone, which shows the "
+        "heads that need more bits; heads that share a KV head are quantized together.",
     )
-    cache_table = [[*row[:3], f"{row[3]:.1f}"] for row in demo_head_cache_rows(demo.decoder)]
-    console.print(make_table("Keys and values of 4,096 tokens", ["head", "key head", "shared with", "MB"], cache_table))
-    timer.print_stage(6, "the cut model in another engine, llama.cpp, at 8 bits")
-    sample = compare_with_llama_cpp(demo.decoder, plan, demo.folder / "elsewhere", PROMPT, demo.options.max_new_tokens)
+    with show_progress(transient=True) as progress:
+        sensitivity = measure_demo_head_sensitivity(demo.decoder, min(8, demo.options.texts), progress)
+    show_demo_costs(sensitivity, demo_head_cache_rows(demo.decoder), console)
+    timer.print_stage(
+        "Run the pruned model in llama.cpp",
+        "The pruned model is exported with 8-bit weights and continues the prompt in both engines, which shows that "
+        "pruning carries over.",
+    )
+    sample = compare_with_llama_cpp(demo.decoder, plan, demo.folder / "exported", PROMPT, demo.options.max_new_tokens)
     if sample is None:
         console.print(MISSING_MESSAGE, highlight=False, soft_wrap=True)
         return {"llama_cpp": None}
     console.print(f"llama.cpp: {sample.engine_text}", highlight=False, markup=False)
-    console.print(f"here:      {sample.native_text}", highlight=False, markup=False)
+    console.print(f"headwise:  {sample.native_text}", highlight=False, markup=False)
     size = sample.file.stat().st_size / 1e6
     console.print(
-        f"The first {sample.num_equal_tokens} tokens are the same; {sample.file} has {size:.0f} MB.",
+        f"The first {sample.num_equal_tokens} new tokens are equal. File: {sample.file} ({size:.0f} MB)",
         highlight=False,
         soft_wrap=True,
     )
@@ -148,62 +169,44 @@ def _cost_demo(timer: "_StageTimer", demo: "Demo", plan: "Plan") -> dict[str, An
     }
 
 
-def _training_demo(console: "Console", out: Path, quick: bool, seed: int) -> dict[str, Any]:
-    """The second half."""
+def _training_demo(timer: "StageTimer", out: Path, quick: bool, seed: int) -> dict[str, Any]:
+    """Train a small decoder and show its learning, its roles and its pruning."""
+    from headwise.ui.demo_tables import show_demo_pruning, show_demo_roles, show_demo_training
     from headwise.ui.demo_training import run_train_prune_demo
     from headwise.ui.progress import show_progress
 
-    console.print()
-    console.print(
-        f"Next: a decoder of four layers learns a small language while its heads are watched; about "
-        f"{TRAINING_MINUTES} minutes. "
-        "Ctrl-C leaves it out, and nothing is lost.",
-        highlight=False,
+    console = timer.console
+    timer.print_stage(
+        "Train a small model",
+        f"A decoder with 4 layers learns a synthetic language in about {TRAINING_MINUTES} minutes, which shows when heads "
+        "acquire their roles. Ctrl-C skips the training.",
     )
-    with show_progress() as progress:
+    with show_progress(transient=True) as progress:
         result = run_train_prune_demo(out / "trained", quick=quick, seed=seed, progress=progress)
-    _show_training(console, result)
+    show_demo_training(result, console)
+    folder = result.folder
+    timer.print_stage(
+        "Roles of the trained heads",
+        f"All {len(result.profile)} heads are tested on held-out texts, which shows how the model divides the work.",
+    )
+    show_demo_roles(result.profile, folder / "profile.npz", console)
+    timer.print_stage(
+        "Prune the trained model",
+        "Heads are pruned while the loss on the selection texts rises by at most 1%, which shows how many heads the model "
+        "does not need.",
+    )
+    show_demo_pruning(result.plan, result.report, console)
+    console.print(
+        f"{len(result.files)} files in {folder}. Report, for the browser: {folder / 'report.html'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    _open_in_browser(folder / "report.html")
     return {"training": result.to_dict()}
 
 
-def _show_training(console: "Console", result: "DemoTrainResult") -> None:
-    from headwise.ui.head_tables import show_profile
-    from headwise.ui.prune_tables import show_prune_plan, show_prune_report
-    from headwise.ui.terminal_table import make_table
-
-    title = f"Trained {result.trained.step:,} steps in {result.trained.seconds:.0f} s; what it knows of held-out texts:"
-    console.print(make_table(title, ["probe", "questions", "right", "chance", "bigram"], result.probe_scores))
-    console.print(make_table("Heads being born", ["step", "head", "what it does", "share"], result.emergence()))
-    show_profile(result.profile, {str(address) for address in result.profile.addresses}, console)
-    show_prune_plan(result.plan, console)
-    show_prune_report(result.report, console)
-    folder = result.folder
-    for line in (
-        f"Written: {', '.join(result.files)}", f"Open {folder / 'report.html'} in a browser.",
-        f"To type sentences and switch heads off: headwise view {folder / 'model'} --profile {folder / 'profile.npz'}",
-    ):  # fmt: skip
-        console.print(line, highlight=False, soft_wrap=True)
-    _open_in_browser(folder / "report.html")
-
-
-class _StageTimer:
-    """Headings with the time that has passed."""
-
-    def __init__(self, console: "Console") -> None:
-        self.console, self.start = console, time.monotonic()
-
-    def elapsed(self) -> float:
-        return time.monotonic() - self.start
-
-    def print_stage(self, stage: int, title: str) -> None:
-        """What comes now."""
-        self.console.print(
-            f"\n{stage} of 6, after {self.elapsed():.0f} s: {title}", style="bold", highlight=False, markup=False
-        )
-
-
 def _open_in_browser(page: Path) -> None:
-    """Show a page to a person who sits in front of this machine."""
+    """Open a page in the browser if standard output is a terminal with a display."""
     has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if has_display and sys.stdout.isatty():
         import webbrowser

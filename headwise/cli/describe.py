@@ -14,22 +14,25 @@ from headwise.cli.shell.common_options import CorpusArgument, JsonOption, ModelA
 
 def run(
     model: ModelArgument,
-    head: Annotated[str, typer.Argument(help="Its address: 5.1.", autocompletion=completion.complete_heads)],
+    head: Annotated[
+        str,
+        typer.Argument(help="Address of the head, layer and number: 5.1.", autocompletion=completion.complete_heads),
+    ],
     corpus: CorpusArgument = None,
     prompts: Annotated[
         bool,
         typer.Option(
-            "--prompts", help="Also test roles on their own prompts: name movers, name and copy suppression, others."
+            "--prompts", help="Also test roles that have prompts of their own, such as name mover and copy suppression."
         ),
     ] = False,
-    show_all: Annotated[bool, typer.Option("--all", help="Every metric and every example, after the summary.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Also print all metrics and examples.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell one head's story: what it does and how sure that is, where it rests, what it writes, costs and works with."""
+    """Summarize one head: its roles with evidence, attention sinks, output, cost, and the heads it works with."""
     from headwise.analysis.head_facts import HeadFacts, measure_head_facts
     from headwise.analysis.roles.profile import profile
     from headwise.analysis.roles.profile_result import Profile
-    from headwise.compression.head_cost import CompressionCostSummary, measure_compression_cost
+    from headwise.compression.head_compression_cost import HeadCompressionCosts, measure_head_compression_cost
     from headwise.spec import Address
     from headwise.ui.head_summary import summary_lines
     from headwise.ui.head_tables import show_head, show_summary
@@ -37,19 +40,19 @@ def run(
     from headwise.weights import load
 
     corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
-    facts, cost = HeadFacts(), CompressionCostSummary()
+    facts, cost = HeadFacts(), HeadCompressionCosts()
     if Path(model).is_file() and model.endswith(".npz"):
         full_profile = Profile.load(model)
         head_profile = full_profile[head]
     else:
         loaded = load(model)
         Address.parse(head)
-        loaded.heads[head]  # a wrong address is told before the work begins
+        loaded.heads[head]  # an unknown address raises before the work starts
         with show_progress() as progress:
             full_profile = profile(loaded, corpus_input, prompts=prompts, progress=progress)
             head_profile = full_profile[head]
             facts = measure_head_facts(loaded, head_profile, corpus_input, progress)
-            cost = measure_compression_cost(loaded, head_profile, corpus_input, progress)
+            cost = measure_head_compression_cost(loaded, head_profile, corpus_input, progress)
     if as_json:
         ov_summary = facts.ov_summary
         token_effects = (

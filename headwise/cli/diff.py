@@ -1,4 +1,4 @@
-"""headwise diff: what changed from one profile to another."""
+"""headwise diff: differences between two profiles."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,12 @@ from headwise.cli.shell.common_options import JsonOption
 
 
 def run(
-    before: Annotated[Path, typer.Argument(help="A profile, as headwise profile --save wrote it.")],
-    after: Annotated[Path, typer.Argument(help="Another, of the same model at another time, or with heads cut.")],
-    max_rows: Annotated[int, typer.Option(help="How many heads to show, those that changed most first.", min=1)] = 20,
+    before: Annotated[Path, typer.Argument(help="Profile written by headwise profile --save.")],
+    after: Annotated[Path, typer.Argument(help="Profile of the same model, further trained or with pruned heads.")],
+    max_rows: Annotated[int, typer.Option(help="Maximum number of heads to show, largest change first.", min=1)] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what changed between two profiles: roles won and lost, heads gone, metrics moved."""
+    """Compare two profiles: roles gained and lost, heads removed, and changes of metrics."""
     from headwise.analysis.roles.profile_result import Profile
 
     old_profile, new_profile = Profile.load(before), Profile.load(after)

@@ -1,4 +1,4 @@
-"""headwise distill: a smaller model that learns from a larger one."""
+"""headwise distill: train a student model on the outputs of a teacher."""
 
 import json
 from dataclasses import asdict, replace
@@ -17,64 +17,79 @@ def run(
     teacher: ModelArgument,
     *,
     corpus: Annotated[
-        list[Path] | None, typer.Argument(help="Text files, or folders; none: the synthetic language.")
+        list[Path] | None, typer.Argument(help="Text files or folders. Default: the synthetic language.")
     ] = None,
     student: Annotated[
-        str | None, typer.Option(help="A model to go on with; none: a new one of the teacher's kind.")
+        str | None,
+        typer.Option(help="Student model to train further. Default: a new model of the kind of the teacher."),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks of a new student, if not the teacher's.")] = None,
-    num_heads: Annotated[int | None, typer.Option(help="Heads of its layers, if not the teacher's.")] = None,
-    width: Annotated[int | None, typer.Option(help="Its width, if not the teacher's.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of a new student. Default: those of the teacher.")] = None,
+    num_heads: Annotated[
+        int | None, typer.Option(help="Heads per layer of a new student. Default: those of the teacher.")
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Width of a new student. Default: that of the teacher.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run's folder; none: runs/distill-TEACHER. The same again goes on.")
+        Path | None,
+        typer.Option(help="Run folder. Default: runs/distill-TEACHER. Run the same command again to resume."),
     ] = None,
     losses: Annotated[
-        str, typer.Option(help="logits, hidden, maps, qkv; several: logits,maps; weighed: logits,maps=0.5.")
+        str, typer.Option(help="Distillation losses: logits, hidden, maps, qkv. Several with weights: logits,maps=0.5.")
     ] = "logits",
-    temperature: Annotated[float, typer.Option(help="Of the logits.")] = 2.0,
-    alpha: Annotated[float, typer.Option(help="The share of the teacher's logits, beside the text.")] = 0.9,
+    temperature: Annotated[float, typer.Option(help="Softmax temperature of the logits loss.")] = 2.0,
+    alpha: Annotated[float, typer.Option(help="Weight of the logits loss; the text loss has weight 1 − alpha.")] = 0.9,
     head_pairs: Annotated[
-        str, typer.Option(help="Which heads belong together: order, best, or 0.0:1.1,0.1:3.2.")
+        str,
+        typer.Option(
+            help="Pairs of student and teacher heads for maps: order, best, or a list such as 0.0:1.1,0.1:3.2."
+        ),
     ] = "best",
     ce_weight: Annotated[
-        float | None, typer.Option(help="Of the text itself; none: 1 − alpha beside logits, else 1.")
+        float | None,
+        typer.Option(help="Weight of the cross-entropy on the text. Default: 1 − alpha with the logits loss, else 1."),
     ] = None,
     hidden_layers: Annotated[
-        str | None, typer.Option(help="For hidden, student:teacher: 0:2,1:5; none: spread evenly.")
+        str | None,
+        typer.Option(help="For hidden: layer pairs student:teacher, such as 0:2,1:5. Default: evenly spaced."),
     ] = None,
     relation_layers: Annotated[
-        str | None, typer.Option(help="For qkv, student:teacher: 1:5; none: the last of each.")
+        str | None, typer.Option(help="For qkv: layer pair student:teacher, such as 1:5. Default: the last layers.")
     ] = None,
-    relation_heads: Annotated[int | None, typer.Option(help="For qkv, into how many heads channels are split.")] = None,
+    relation_heads: Annotated[
+        int | None, typer.Option(help="For qkv: number of relation heads into which the channels are split.")
+    ] = None,
     logits_folder: Annotated[
-        Path | None, typer.Option(help="A folder for the teacher's logits, for a second run.")
+        Path | None, typer.Option(help="Folder that caches the logits of the teacher for later runs.")
     ] = None,
-    valid: Annotated[Path | None, typer.Option(help="A text to evaluate on; none: the end of the text.")] = None,
+    valid: Annotated[Path | None, typer.Option(help="Validation text. Default: the end of CORPUS.")] = None,
     recipe_options: dict[str, Any],
-    precision: Annotated[str | None, typer.Option(help="Of training: float32, bfloat16, float16 or auto.")] = None,
-    teacher_precision: Annotated[str, typer.Option(help="Of the teacher: float32 or bfloat16.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Another seed, another run.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Training precision: float32, bfloat16, float16 or auto. Default: auto.")
+    ] = None,
+    teacher_precision: Annotated[str, typer.Option(help="Precision of the teacher: float32 or bfloat16.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Seed of the initialization and the data order.")] = 0,
+    device: Annotated[str | None, typer.Option(help="Torch device. Default: cuda if available, else cpu.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Distill: train a student by a teacher's logits, states, attention maps or relations. Ctrl-C saves and stops."""
+    """Train a student on the logits, hidden states, attention maps or relations of a teacher. Ctrl-C saves and stops."""
     import torch
 
     from headwise.distillation import distill
-    from headwise.errors import HeadwiseError
+    from headwise.errors import ArgumentError
     from headwise.training.default_synthetic_run import DEFAULT_RECIPE
     from headwise.ui.train_tables import show_train_result
     from headwise.weights import load
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if teacher_precision not in dtypes:
-        raise HeadwiseError(f"a teacher is read in float32 or bfloat16, got {teacher_precision!r}.")
+        raise ArgumentError(f"--teacher-precision: not supported. Got {teacher_precision!r}. Use float32 or bfloat16.")
     teacher_model = load(teacher, dtype=dtypes[teacher_precision])
     student_model: Any = (
         teacher_model.spec.resized(layers=layers, heads=num_heads, width=width) if student is None else load(student)
     )
     if student is not None and not layers is num_heads is width is None:
-        raise HeadwiseError("--layers, --heads and --width are for a new student; leave them out, or --student.")
+        raise ArgumentError(
+            "--layers, --num-heads, --width: these options are for a new student. Remove them, or remove --student."
+        )
     recipe = replace(
         Recipe() if corpus else DEFAULT_RECIPE, **recipe_options, **drop_none(precision=precision), seed=seed
     )
@@ -93,14 +108,14 @@ def run(
     if as_json:
         print(json.dumps({**summary, "recipe": asdict(result.recipe)}, indent=2))
     else:
-        show_train_result({**summary, "command": "headwise distill, as before"}, (), [])
+        show_train_result({**summary, "command": "run the same headwise distill command again"}, (), [])
     if result.stop_reason == "interrupted":
-        raise typer.Exit(130)  # as a shell says of what Ctrl-C ended
+        raise typer.Exit(130)  # exit code of a command stopped by Ctrl-C
 
 
 def _parse_loss_weights(text: str) -> dict[str, float]:
-    """`logits,maps=0.5`: what is learned from, each with its weight, 1 where none is said."""
-    from headwise.errors import HeadwiseError
+    """Parse losses such as `logits,maps=0.5`. The default weight is 1."""
+    from headwise.errors import ArgumentError
 
     weights = {}
     for part in text.split(","):
@@ -108,37 +123,40 @@ def _parse_loss_weights(text: str) -> dict[str, float]:
         try:
             weights[name] = float(weight or 1)
         except ValueError:
-            raise HeadwiseError(
-                f"a weight is a number, as in --losses logits,maps=0.5; got {part.strip()!r}."
+            raise ArgumentError(
+                f"--losses: the weight is not a number. Got {part.strip()!r}. Use, for example, --losses logits,maps=0.5."
             ) from None
     return weights
 
 
 def _parse_head_pairs(text: str) -> str | list[tuple[str, ...]]:
-    """`order`, `best`, or pairs of heads."""
+    """Parse `order`, `best`, or pairs of heads such as `0.0:1.1,0.1:3.2`."""
     return [tuple(pair.split(":")) for pair in text.split(",")] if ":" in text else text
 
 
 def _parse_layer_pairs(text: str) -> list[tuple[int, int]]:
-    """`0:2,1:5`: layers of the student, each with the teacher's."""
-    from headwise.errors import HeadwiseError
+    """Parse layer pairs student:teacher such as `0:2,1:5`."""
+    from headwise.errors import ArgumentError
 
     try:
         pairs = [tuple(int(number) for number in pair.split(":")) for pair in text.split(",")]
     except ValueError:
         pairs = []
     if not pairs or any(len(pair) != 2 for pair in pairs):
-        raise HeadwiseError(
-            f"layers are pairs of numbers, the student's and the teacher's, as in 0:2,1:5; got {text!r}."
+        raise ArgumentError(
+            f"--hidden-layers, --relation-layers: not a list of layer pairs student:teacher. Got {text!r}. "
+            "Use, for example, 0:2,1:5."
         )
     return [(pair[0], pair[1]) for pair in pairs]
 
 
 def _parse_layer_pair(text: str) -> tuple[int, int]:
-    """`1:5`: one layer of each."""
-    from headwise.errors import HeadwiseError
+    """Parse one layer pair student:teacher such as `1:5`."""
+    from headwise.errors import ArgumentError
 
     pairs = _parse_layer_pairs(text)
     if len(pairs) > 1:
-        raise HeadwiseError(f"relations are learned in one layer, as in --relation-layers 1:5; got {text!r}.")
+        raise ArgumentError(
+            f"--relation-layers: more than one layer pair. Got {text!r}. Use one pair, for example 1:5."
+        )
     return pairs[0]

@@ -1,4 +1,4 @@
-"""headwise explain: why a word looked there in a head."""
+"""headwise explain: attribution of one attention score."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -14,22 +14,25 @@ if TYPE_CHECKING:
 
 def run(
     model: ModelArgument,
-    text: Annotated[str, typer.Argument(help="What the model reads.")],
-    head: Annotated[str, typer.Option(help="The head: 18.6.", autocompletion=completion.complete_heads)],
-    query: Annotated[str, typer.Option(help="The word that looks, or its place; the#2 is the second.")],
+    text: Annotated[str, typer.Argument(help="Input text.")],
+    head: Annotated[str, typer.Option(help="Address of the head: 18.6.", autocompletion=completion.complete_heads)],
+    query: Annotated[str, typer.Option(help="Query word or position. the#2 is the second 'the'.")],
     key: Annotated[
-        str | None, typer.Option(help="The word that is looked at; left out: the most attended one.")
+        str | None, typer.Option(help="Key word or position. Default: the word with the largest attention weight.")
     ] = None,
     relative_to_mean: Annotated[
         bool,
         typer.Option(
-            "--relative-to-mean", help="Share out the lead over the mean of all visible words: what softmax sees."
+            "--relative-to-mean",
+            help="Decompose the score minus its mean over all visible keys. Softmax depends only on this difference.",
         ),
     ] = False,
-    max_rows: Annotated[int, typer.Option(help="How many pairs to show.", min=1)] = 10,
+    max_rows: Annotated[
+        int, typer.Option(help="Maximum number of pairs to show, largest contribution first.", min=1)
+    ] = 10,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell why a word looked at another: which parts of the stream at both met in the score."""
+    """Decompose an attention score into contributions of pairs of residual stream parts, one at the query, one at the key."""
     from headwise.analysis.attribution.score_attribution import explain
     from headwise.weights import load
 
@@ -48,7 +51,7 @@ def run(
 
 
 def _parse_position(value: str, text: str) -> str | int:
-    """A word, or its place in the text where it is a number that does not stand there."""
+    """Return the word, or an integer position if the value is a number that does not occur in the text."""
     return int(value) if value.removeprefix("-").isdecimal() and value not in text.split() else value
 
 
@@ -59,28 +62,28 @@ def _print(attribution: "ScoreAttribution", max_rows: int) -> None:
 
     console = Console()
     rows = [(pair.query, pair.key, pair.score, pair.fraction) for pair in attribution.pairs[:max_rows]]
-    score_name = "lead over the mean of what it sees" if attribution.relative_to_mean else "score"
+    score_name = "score minus mean over keys" if attribution.relative_to_mean else "score"
     title = (
-        f"Head {attribution.head}: {attribution.query_token} looks at {attribution.key_token} with weight "
+        f"Head {attribution.head}: {attribution.query_token} attends to {attribution.key_token} with weight "
         f"{attribution.weight:.2f}; {score_name} {attribution.score:+.3f}"
     )
     console.print(
         make_table(
             title,
-            [f"written at {attribution.query_token}", f"written at {attribution.key_token}", "adds", "share"],
+            [f"part at {attribution.query_token}", f"part at {attribution.key_token}", "contribution", "share"],
             rows,
         )
     )
     shown_sum = sum(pair.score for pair in attribution.pairs[:max_rows])
     console.print(
-        f"{len(attribution.pairs):,} pairs sum to {attribution.total:+.4f} (the model's own: {attribution.score:+.4f}); "
-        f"those shown to {shown_sum:+.3f}. Shares are of the sum of all sizes.",
+        f"{len(attribution.pairs):,} pairs sum to {attribution.total:+.4f}; the model has {attribution.score:+.4f}. "
+        f"The pairs shown sum to {shown_sum:+.3f}. share: fraction of the sum of absolute contributions.",
         highlight=False,
     )
     for side, word in (("query", attribution.query_token), ("key", attribution.key_token)):
         steps = [step for step in attribution.path if step.side == side]
         console.print(
-            f"The strongest pair, followed back from {word}: {' ← '.join(map(_format_step, steps))}", highlight=False
+            f"Path of the largest pair back from {word}: {' ← '.join(map(_format_step, steps))}", highlight=False
         )
 
 

@@ -1,4 +1,4 @@
-"""headwise export: a model for another engine."""
+"""headwise export: convert a model for another engine."""
 
 import json
 from pathlib import Path
@@ -11,23 +11,35 @@ from headwise.cli.shell.common_options import JsonOption, ModelArgument
 
 def run(
     model: ModelArgument,
-    path: Annotated[str, typer.Argument(help="Where to write it: a folder, or a file for gguf and torch.")],
-    to: Annotated[str, typer.Option(help="transformers, gguf (llama.cpp), onnx or torch.")] = "transformers",
+    path: Annotated[str, typer.Argument(help="Output folder; for gguf and torch, output file.")],
+    to: Annotated[
+        str, typer.Option(help="Target format: transformers, gguf (llama.cpp), onnx or torch.")
+    ] = "transformers",
     family: Annotated[
-        str | None, typer.Option(help="For transformers: gpt2, gpt-neo, bert or llama; left out: the one it came from.")
+        str | None,
+        typer.Option(
+            help="For transformers: gpt2, gpt-neo, bert or llama. Default: the family the model was loaded from."
+        ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="For gguf: f32, f16, q8_0 or q4_0.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="For gguf: data type of the weights, f32, f16, q8_0 or q4_0.")
+    ] = None,
     pooling: Annotated[
-        str | None, typer.Option(help="For gguf, of an encoder: how a text becomes one vector; mean, cls or none.")
+        str | None,
+        typer.Option(help="For gguf encoders: pooling of the token states into one vector, mean, cls or none."),
     ] = None,
     tokenizer: Annotated[
-        bool, typer.Option("--tokenizer/--no-tokenizer", help="For gguf: with its tokenizer, or with ids as numbers.")
+        bool, typer.Option("--tokenizer/--no-tokenizer", help="For gguf: include the tokenizer, or only token ids.")
     ] = True,
-    int8: Annotated[bool, typer.Option("--int8", help="For onnx: weights at 8 bits, by onnxruntime.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Run it in its real engine and compare.")] = False,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="For onnx: quantize the weights to 8 bits with onnxruntime.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the exported model in its engine and compare the outputs.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a model, cut or not, for an engine that people run; what it cannot hold is refused, or told."""
+    """Export a model, pruned or not, for another engine. Parts that the engine does not support raise an error or a note."""
     from headwise.exporters import export
     from headwise.weights import load
 

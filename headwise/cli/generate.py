@@ -1,4 +1,4 @@
-"""headwise generate: write on, token by token."""
+"""headwise generate: continue a text token by token."""
 
 import json
 import sys
@@ -13,31 +13,36 @@ from headwise.cli.shell.common_options import JsonOption, ModelArgument
 
 def run(
     model: ModelArgument,
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; what an encoder-decoder reads.")],
-    max_new_tokens: Annotated[int, typer.Option(help="How many tokens to write at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the best token; above, it draws.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw among the k best.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the best that hold this share of the mass.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes a draw repeatable.")] = None,
+    prompt: Annotated[str, typer.Argument(help="Text to continue, or the source text of an encoder-decoder.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the most likely tokens with this total probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling. Default: not reproducible.")] = None,
     silence: Annotated[
         str | None,
         typer.Option(
-            help="Heads to silence: 5.1, 5.*, 0-3.*, or several with commas.", autocompletion=completion.complete_heads
+            help="Heads whose output is set to zero: 5.1, 5.*, 0-3.*, or a comma-separated list.",
+            autocompletion=completion.complete_heads,
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a text; it appears as it is written."""
+    """Continue a text, printing it token by token."""
     import torch
 
-    from headwise.errors import HeadwiseError
+    from headwise.errors import UnsupportedModelError
     from headwise.weights import load
 
     loaded = load(model)
     if loaded.tokenizer is None:
-        raise HeadwiseError(f"{model} has no tokenizer, so it cannot read text.")
+        raise UnsupportedModelError(
+            f"{model}: the model has no tokenizer, so it cannot read text. Use a model saved with its tokenizer."
+        )
     gates = None if silence is None else {silence: 0.0}
-    has_source = loaded.spec.kind == "encoder-decoder"  # then the text is its source, and it writes another
+    has_source = loaded.spec.kind == "encoder-decoder"  # then the prompt is the source text
     ids = [] if has_source else loaded.tokenizer.encode(prompt)
     prompt_input = prompt if has_source else torch.tensor([ids], dtype=torch.long, device=loaded.device)  # (1, T)
     steps = loaded.stream(
@@ -57,9 +62,7 @@ def run(
             steps.close()
             break
     seconds, num_new_tokens = time.perf_counter() - start, len(ids) - prompt_length
-    stop_reason = (
-        "as many as asked for (--max-new-tokens)" if num_new_tokens >= max_new_tokens else "the model ended its text"
-    )
+    stop_reason = "reached --max-new-tokens" if num_new_tokens >= max_new_tokens else "end-of-text token"
     if as_json:
         result = {
             "prompt": prompt, "text": text, "ids": ids, "new_tokens": num_new_tokens, "seconds": seconds,
@@ -68,4 +71,4 @@ def run(
         print(json.dumps(result, indent=2))
     else:
         print(text[len(printed) :])
-        print(f"{num_new_tokens} tokens: {stop_reason}; {num_new_tokens / seconds:.1f} a second", file=sys.stderr)
+        print(f"{num_new_tokens} tokens ({stop_reason}), {num_new_tokens / seconds:.1f} tokens/s", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""headwise importance: what every head is worth."""
+"""headwise importance: loss increase without each head."""
 
 import json
 from pathlib import Path
@@ -14,22 +14,34 @@ def run(
     model: ModelArgument,
     corpus: CorpusArgument = None,
     source: Annotated[
-        Path | None, typer.Option(help="What an encoder-decoder reads; CORPUS has its answers, line by line.")
+        Path | None,
+        typer.Option(
+            help="Source texts of an encoder-decoder, one per line. CORPUS has the target texts, line by line."
+        ),
     ] = None,
     heads: Annotated[
-        str, typer.Option(help="Which heads: 5.1, 5.*, 0-3.*", autocompletion=completion.complete_heads)
+        str, typer.Option(help="Heads to measure: 5.1, 5.*, 0-3.*", autocompletion=completion.complete_heads)
     ] = "*",
-    ranking: Annotated[str, typer.Option(help="ablation (exact), gradient or attribution (quick).")] = "ablation",
-    ablation: Annotated[str, typer.Option(help="What stands in for a head: mean, zero or resample.")] = "mean",
-    metric: Annotated[str, typer.Option(help="loss (all tokens) or last (the last one).")] = "loss",
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
+    ranking: Annotated[
+        str, typer.Option(help="Ranking method: ablation (exact), gradient or attribution (fast estimate).")
+    ] = "ablation",
+    ablation: Annotated[
+        str, typer.Option(help="Replacement of the head output: mean, zero or resample (its output on another text).")
+    ] = "mean",
+    metric: Annotated[str, typer.Option(help="loss (mean over all tokens) or last (loss of the last token).")] = "loss",
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of tokens per chunk of plain text. Default: 256, or the context of the model."
+        ),
+    ] = None,
     max_texts: Annotated[
-        int, typer.Option(help="At most so many texts; a long one is cut, and each piece counts.")
+        int, typer.Option(help="Maximum number of texts. Longer texts are split into chunks, each counted as a text.")
     ] = 32,
-    max_rows: Annotated[int, typer.Option(help="How many heads to show.")] = 20,
+    max_rows: Annotated[int, typer.Option(help="Maximum number of heads to show, most important first.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Take heads away one by one and say what the model loses, with intervals."""
+    """Ablate heads one at a time and show the increase of the loss, with 95% confidence intervals."""
     from dataclasses import fields
 
     from rich.console import Console
@@ -53,5 +65,9 @@ def run(
         return
     columns = [field.name.replace("_", " ") for field in fields(HeadImportance)]
     Console().print(
-        make_table(f"What the model loses without a head, by {ranking}", columns, result.table_rows()[:max_rows])
+        make_table(
+            f"Head importance by {ranking}, with 95% CI; above layer: relative to the other heads of the layer",
+            columns,
+            result.table_rows()[:max_rows],
+        )
     )

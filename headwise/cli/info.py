@@ -1,4 +1,4 @@
-"""headwise info: what a model is."""
+"""headwise info: sizes of a model."""
 
 import json
 from dataclasses import asdict
@@ -10,7 +10,7 @@ def run(
     model: ModelArgument,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what a model is: its sizes, heads, parameters, memory and tokenizer. Weights are not read."""
+    """Show the architecture, head counts, parameters, memory and tokenizer of a model, without loading its weights."""
     from rich.console import Console
 
     from headwise.ui.terminal_table import make_table

@@ -1,4 +1,4 @@
-"""headwise layout: what each of several processes holds and sends."""
+"""headwise layout: memory and traffic of each process under each parallel strategy."""
 
 import json
 from dataclasses import asdict
@@ -11,14 +11,18 @@ from headwise.cli.shell.common_options import JsonOption, ModelArgument
 
 def run(
     model: ModelArgument,
-    processes: Annotated[int, typer.Option(help="Among how many processes the model is shared out.")] = 8,
-    context: Annotated[int | None, typer.Option(help="Tokens of a text; the model's own context.")] = None,
-    batch: Annotated[int, typer.Option(help="Texts read at once.")] = 1,
-    element_bytes: Annotated[int, typer.Option(help="Bytes of a number, but training is in float32.")] = 2,
-    head_processes: Annotated[int, typer.Option(help="How many share heads in the grid, fsdp+heads.")] = 2,
+    processes: Annotated[int, typer.Option(help="Number of processes.")] = 8,
+    context: Annotated[int | None, typer.Option(help="Tokens per text. Default: the context of the model.")] = None,
+    batch: Annotated[int, typer.Option(help="Texts per batch.")] = 1,
+    element_bytes: Annotated[
+        int, typer.Option(help="Bytes per element at inference. Training is counted in float32.")
+    ] = 2,
+    head_processes: Annotated[
+        int, typer.Option(help="For fsdp+heads: number of processes among which the heads are divided.")
+    ] = 2,
     as_json: JsonOption = False,
 ) -> None:
-    """Count memory and traffic of each process, by how a model is laid out over them. MODEL may be a preset."""
+    """Compute the memory and traffic of each process for ddp, fsdp and head parallelism. MODEL may be a preset."""
     from rich.console import Console
 
     from headwise.distributed.parallel_cost import forward_flops_per_token, layout
@@ -30,7 +34,17 @@ def run(
     if as_json:
         print(json.dumps([asdict(cost) for cost in costs], indent=2))
         return
-    columns = ["layout", "texts × heads", "weights", "cache", "training", "gathered", "sent, forward", "sent, step", ""]
+    columns = [
+        "layout",
+        "data × heads",
+        "weights",
+        "cache",
+        "training",
+        "gathered",
+        "sent per forward",
+        "sent per step",
+        "",
+    ]
     rows = [
         [cost.name, cost.mesh_shape, *([""] * 6 if cost.error else map(_gigabytes, sizes)), cost.error]
         for cost in costs
@@ -46,7 +60,9 @@ def run(
         ]
     ]
     flops = forward_flops_per_token(spec, context) / 1e9
-    Console().print(make_table(f"{model}, {processes} processes, GB each; {flops:,.3g} GFLOP a token", columns, rows))
+    Console().print(
+        make_table(f"{model}: GB per process with {processes} processes; {flops:,.3g} GFLOPs per token", columns, rows)
+    )
 
 
 def _gigabytes(size: int) -> str:

@@ -1,4 +1,4 @@
-"""headwise maps: one sentence, and where its words look."""
+"""headwise maps: attention weights on one text."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -14,36 +14,44 @@ if TYPE_CHECKING:
 
 def run(
     model: ModelArgument,
-    text: Annotated[str, typer.Argument(help="What the model reads; of one that reads pixels, the path of a picture.")],
+    text: Annotated[str, typer.Argument(help="Input text. For a vision model, the path of an image.")],
     heads: Annotated[
         str | None,
         typer.Option(
-            help="A head, 5.1, or several, 5.*; left out: all, and the hardest looks are shown.",
+            help="Heads to show: 5.1 or 5.*. Default: the largest weights over all heads.",
             autocompletion=completion.complete_heads,
         ),
     ] = None,
     query: Annotated[
         str | None,
-        typer.Option(help="Show where this word looks; the#2 is the second; of a picture a patch, 2,5."),
+        typer.Option(help="Query word. the#2 is the second 'the'. For an image, a patch: 2,5 (row, column)."),
     ] = None,
-    key: Annotated[str | None, typer.Option(help="With --query: rank heads by how hard it looks at this word.")] = None,
-    no_words: Annotated[bool, typer.Option("--no-words", help="Keep the tokens of a word apart.")] = False,
-    source: Annotated[str | None, typer.Option(help="What an encoder-decoder reads; TEXT is what it writes.")] = None,
-    max_rows: Annotated[int, typer.Option(help="How many lines to show for a word, or in all.", min=1)] = 8,
+    key: Annotated[
+        str | None, typer.Option(help="With --query: rank heads by the weight from the query word to this word.")
+    ] = None,
+    no_words: Annotated[bool, typer.Option("--no-words", help="Show tokens instead of words.")] = False,
+    source: Annotated[
+        str | None, typer.Option(help="Source text of an encoder-decoder. TEXT is the target text.")
+    ] = None,
+    max_rows: Annotated[int, typer.Option(help="Maximum number of rows to show, per word or in total.", min=1)] = 8,
     heatmap: Annotated[
         str | None,
-        typer.Option(help="Draw a heat map, by default of the three hardest heads: .svg .png .pdf .csv .json"),
+        typer.Option(
+            help="Write a heat map (.svg, .png, .pdf) or its data (.csv, .json), by default of the three strongest heads."
+        ),
     ] = None,
-    arcs: Annotated[str | None, typer.Option(help="Draw lines between words, likewise.")] = None,
+    arcs: Annotated[
+        str | None, typer.Option(help="Write a figure with lines between words, for the same heads and file types.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show where the words of a sentence look."""
+    """Show the attention weights between the words of a text."""
     from headwise.analysis.recording.attention_maps import attention_maps
-    from headwise.errors import HeadwiseError
+    from headwise.errors import ArgumentError
     from headwise.weights import load
 
     if key is not None and query is None:
-        raise HeadwiseError("--key needs --query, the word that looks.")
+        raise ArgumentError("--key: requires a query word. Add --query WORD.")
     view = attention_maps(load(model), text, "*" if heads is None else heads, words=not no_words, source=source)
     if heatmap or arcs:
         from headwise.ui.figures import sentence_maps as draw
@@ -60,7 +68,7 @@ def run(
 
 
 def _result_dict(view: "AttentionView", heads: str | None, query: str | None, key: str | None, max_rows: int) -> dict:
-    """What was asked, as data: heads for a pair, the hardest looks, where one word looks, or whole maps."""
+    """Return heads ranked for a word pair, the largest weights, the weights of one query word, or full maps."""
     common = {"text": view.text, "words": list(view.words)}
     if query is not None and key is not None:
         scores = view.top_heads_for_pair(query, key, max_rows)
@@ -89,24 +97,24 @@ def _print(view: "AttentionView", heads: str | None, query: str | None, key: str
     console, token_noun = Console(), "word" if view.image is None else "patch"
     if query is not None and key is not None:
         rows = [(name, weight, _bar(weight)) for name, weight in view.top_heads_for_pair(query, key, max_rows)]
-        title = f"Heads in which {query} looks at {key}"
+        title = f"Heads ranked by attention from {query} to {key}"
         console.print(make_table(title, ["head", "weight", ""], rows))
     elif heads is None:
         edge_rows = [
             (edge.head, edge.word, edge.attended, edge.weight, _bar(edge.weight))
             for edge in view.top_edges(max_rows, query)
         ]
-        title = "The hardest looks" if query is None else f"The hardest looks of {query}"
-        columns = ["head", token_noun, "looks at", "weight", ""]
-        console.print(make_table(f"{title} (not at itself, the first or a special token)", columns, edge_rows))
+        title = "Largest attention weights" if query is None else f"Largest attention weights from {query}"
+        columns = ["head", token_noun, "attends to", "weight", ""]
+        console.print(make_table(f"{title}, without itself, the first token and special tokens", columns, edge_rows))
     else:
         for name in view.heads:
             rows = _rows(view, name, query, max_rows)
-            console.print(make_table(f"Head {name}", [token_noun, "looks at", "weight", ""], rows))
+            console.print(make_table(f"Head {name}", [token_noun, "attends to", "weight", ""], rows))
 
 
 def _rows(view: "AttentionView", head: str, query: str | None, max_rows: int) -> list[tuple[str, str, float, str]]:
-    """One line per look: all of one word's, or the three hardest of each."""
+    """Return one row per key: all rows of one query word, or the three largest weights of each word."""
     query_groups = view.query_key_groups(head)[0]
     query_positions = [query_groups.find(query)] if query is not None else range(len(query_groups.unique_labels))
     max_edges = max_rows if query is not None else min(max_rows, 3)
@@ -119,6 +127,6 @@ def _rows(view: "AttentionView", head: str, query: str | None, max_rows: int) ->
 
 
 def _bar(weight: float, width: int = 24) -> str:
-    """A bar in eighths of a cell."""
+    """Return a bar with a resolution of an eighth of a character."""
     eighths = round(weight * width * 8)
     return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).ljust(width)

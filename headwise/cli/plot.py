@@ -1,4 +1,4 @@
-"""headwise plot: a figure of a model's heads, or the numbers in it."""
+"""headwise plot: figures of the heads of a model, or their data."""
 
 import csv
 import json
@@ -11,46 +11,51 @@ import typer
 from headwise.cli.shell.common_options import CorpusArgument
 
 if TYPE_CHECKING:
-    from headwise.ui.figures.figure_io import FigureWithData
+    from headwise.ui.figures.figure_with_data import FigureWithData
 
-# What can be drawn, and what it is drawn from.
+# Figures and the input of each.
 FIGURE_KINDS = {
-    "roles": "the grid of heads with their roles; from a model, or a profile saved by headwise profile --save",
-    "offsets": "attention by distance; likewise",
-    "depth": "metrics from the first layer to the last; likewise",
-    "embedding": "heads as far apart as they are in where they look; from a model",
-    "clusters": "the tree of heads that look at the same; from a model",
-    "history": "a metric of every head over training; from a run of headwise train --watch-heads, or its heads.npz",
-    "pruning": "loss against the share of heads kept; from a model",
-    "tradeoff": "loss against anything; from a .csv or .json of rows with x, mean and perhaps low, high, line",
-    "diagram": "how the heads of a layer stand beside each other; from a preset or a model",
+    "roles": "grid of all heads with their roles; from a model or a profile saved by headwise profile --save",
+    "offsets": "attention by distance; from a model or a saved profile",
+    "depth": "metrics by layer; from a model or a saved profile",
+    "embedding": "heads in two dimensions, by the distance between their attention maps; from a model",
+    "clusters": "hierarchical clustering of heads by their attention maps; from a model",
+    "history": "a metric of every head over training; from a run of headwise train --watch-heads or its heads.npz",
+    "pruning": "loss by fraction of remaining heads; from a model",
+    "tradeoff": "any curve with intervals; from a .csv or .json with columns x, mean and optionally low, high, line",
+    "diagram": "the heads of a layer and their matrices; from a preset or a model",
 }
 KINDS_HELP = "; ".join(f"{kind}: {description.split(';')[0]}" for kind, description in FIGURE_KINDS.items())
 
 
 def run(
-    kind: Annotated[str, typer.Argument(help=f"One of: {KINDS_HELP}.")],
-    model_or_file: Annotated[str, typer.Argument(help="A model, a saved profile, or what the figure is drawn from.")],
+    kind: Annotated[str, typer.Argument(help=f"Kind of figure. {KINDS_HELP}.")],
+    model_or_file: Annotated[str, typer.Argument(help="Model, saved profile, or data file of the figure.")],
     corpus: CorpusArgument = None,
-    out: Annotated[Path, typer.Option(help="A picture: .png, .svg, .pdf; or its numbers: .csv, .json")] = Path(
+    out: Annotated[Path, typer.Option(help="Output file: figure (.png, .svg, .pdf) or data (.csv, .json).")] = Path(
         "heads.png"
     ),
     heads: Annotated[
-        str | None, typer.Option(help="offsets, embedding, clusters: these heads only, 5.1 or 0-3.*")
+        str | None, typer.Option(help="For offsets, embedding, clusters: heads to draw, 5.1 or 0-3.*. Default: all.")
     ] = None,
-    metrics: Annotated[list[str] | None, typer.Option(help="depth, history: this metric; may be given again.")] = None,
-    causal: Annotated[bool, typer.Option(help="Test roles causally, by ablations, when a profile is made.")] = False,
+    metrics: Annotated[
+        list[str] | None, typer.Option(help="For depth, history: metric to draw. Repeat the option for several.")
+    ] = None,
+    causal: Annotated[bool, typer.Option(help="Include causal tests if a profile is computed.")] = False,
     max_texts: Annotated[
-        int, typer.Option(help="pruning: at most so many texts; each piece of a long one counts.")
+        int,
+        typer.Option(
+            help="For pruning: maximum number of texts. Longer texts are split into chunks, each counted as a text."
+        ),
     ] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figure's numbers as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the data of the figure as JSON.")] = False,
 ) -> None:
     """Draw a figure and write it to a file."""
-    from headwise.errors import HeadwiseError, suggest_names
-    from headwise.ui.figures.figure_io import check_path
+    from headwise.errors import ArgumentError, suggest_names
+    from headwise.ui.figures.figure_with_data import check_path
 
     if kind not in FIGURE_KINDS:
-        raise HeadwiseError(f"there is no figure {kind!r}; {suggest_names(kind, FIGURE_KINDS)}")
+        raise ArgumentError(f"kind={kind!r}: unknown kind of figure; {suggest_names(kind, FIGURE_KINDS)}")
     check_path(out)
     corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
     draw_functions: dict[str, Callable[[], FigureWithData]] = {
@@ -101,7 +106,7 @@ def _draw_comparison(kind: str, model_or_file: str, corpus: Any, heads: str | No
 
 def _draw_history(run_or_file: str, metrics: list[str] | None) -> "FigureWithData":
     from headwise.analysis.roles.head_history import HeadHistory
-    from headwise.ui.figures.training_history import draw_history
+    from headwise.ui.figures.head_history_plots import draw_history
 
     path = Path(run_or_file)
     history = HeadHistory.load(path / "heads.npz" if path.is_dir() else path)
@@ -138,8 +143,8 @@ def _draw_diagram(model_or_preset: str) -> "FigureWithData":
 
 
 def _read_rows(data_path: str) -> Any:
-    """Rows of a .csv or .json, numbers as numbers."""
-    from headwise.errors import HeadwiseError
+    """Read the rows of a .csv or .json file and convert numbers."""
+    from headwise.errors import FileFormatError
 
     path = Path(data_path)
     try:
@@ -149,8 +154,12 @@ def _read_rows(data_path: str) -> Any:
             with path.open(encoding="utf-8", newline="") as file:
                 return [{name: _parse_number(value) for name, value in row.items()} for row in csv.DictReader(file)]
     except (OSError, ValueError) as error:
-        raise HeadwiseError(f"{data_path} could not be read ({error}); give a .csv or .json of rows.") from None
-    raise HeadwiseError(f"a curve is drawn from a .csv or .json of rows; got {data_path!r}.")
+        raise FileFormatError(
+            f"{data_path}: cannot read the file ({error}). Use a .csv or .json file of rows."
+        ) from None
+    raise FileFormatError(
+        f"{data_path}: not a .csv or .json file. Use a .csv or .json file whose rows have the columns `x` and `mean`."
+    )
 
 
 def _parse_number(value: str) -> float | str | None:

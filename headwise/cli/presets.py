@@ -1,4 +1,4 @@
-"""headwise presets: the well-known configurations."""
+"""headwise presets: published model configurations."""
 
 import json
 
@@ -6,7 +6,7 @@ from headwise.cli.shell.common_options import JsonOption
 
 
 def run(as_json: JsonOption = False) -> None:
-    """List the well-known configurations with their sizes."""
+    """List the built-in configurations of published models, with their sizes."""
     from rich.console import Console
 
     from headwise.spec.presets import PRESETS, preset

@@ -1,4 +1,4 @@
-"""headwise profile: what every head does."""
+"""headwise profile: roles of all heads, with evidence."""
 
 import csv
 import json
@@ -29,53 +29,69 @@ if TYPE_CHECKING:
     from headwise.spec import Address
 
 
-MAX_IMAGES = 6  # shown in a report
+MAX_IMAGES = 6  # images in a report
 
 
 def run(
     model: ModelArgument,
     corpus: CorpusArgument = None,
-    treebank: Annotated[Path | None, typer.Option(help="Documents with gold relations: .conllu, .jsonl, .tsv.")] = None,
+    treebank: Annotated[
+        Path | None, typer.Option(help="Documents with gold relations (.conllu, .jsonl, .tsv).")
+    ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Take relations from the probe set, whatever the text.")
+        bool, typer.Option("--probe", help="Measure relations on the embedded probe set instead of CORPUS.")
     ] = False,
-    show_layers: Annotated[str | None, typer.Option(help="Show these layers only: 0-3, or 5,7.")] = None,
+    show_layers: Annotated[str | None, typer.Option(help="Layers to show: 0-3, or 5,7. Default: all.")] = None,
     role: Annotated[
-        str | None, typer.Option(help="Show heads with this role only.", autocompletion=completion.complete_roles)
+        str | None, typer.Option(help="Show only heads with this role.", autocompletion=completion.complete_roles)
     ] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of tokens per chunk of plain text. Default: 512, or the context of the model."
+        ),
+    ] = None,
     control: Annotated[
-        str | None, typer.Option(help="random-init, random-attention or shuffled: profile this control instead.")
+        str | None,
+        typer.Option(
+            help="Profile a control instead of the model: random-init, random-attention or shuffled (word order)."
+        ),
     ] = None,
-    no_causal: Annotated[bool, typer.Option("--no-causal", help="Leave the ablations out: quicker.")] = False,
+    no_causal: Annotated[
+        bool, typer.Option("--no-causal", help="Skip the causal tests by ablation. This is faster.")
+    ] = False,
     prompts: Annotated[
         bool,
         typer.Option(
-            "--prompts", help="Also test roles on their own prompts: name movers, name and copy suppression, others."
+            "--prompts", help="Also test roles that have prompts of their own, such as name mover and copy suppression."
         ),
     ] = False,
-    row_stride: Annotated[int, typer.Option(help="For long texts: look at one block of 64 rows in so many.")] = 1,
-    save: Annotated[Path | None, typer.Option(help="Write the whole profile to this file.")] = None,
+    row_stride: Annotated[
+        int, typer.Option(help="For long texts: measure one of every ROW_STRIDE blocks of 64 rows.")
+    ] = 1,
+    save: Annotated[Path | None, typer.Option(help="Save the profile to this file (.npz).")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="For large corpora: work shard by shard into this folder; run again, it goes on."),
+        typer.Option(
+            help="For large corpora: profile shard by shard and store results in this folder. Run again to resume."
+        ),
     ] = None,
-    shard_characters: Annotated[int | None, typer.Option(help="With --out: characters of a shard.")] = None,
-    processes: Annotated[int | None, typer.Option(help="With --out: processes side by side.")] = None,
+    shard_characters: Annotated[int | None, typer.Option(help="With --out: characters per shard.")] = None,
+    processes: Annotated[int | None, typer.Option(help="With --out: number of parallel processes.")] = None,
     executor: ExecutorOption = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write a page that shows every head, offline: heads.html.")
+        Path | None, typer.Option(help="Write a self-contained report page with every head, such as heads.html.")
     ] = None,
     sensitivity: SensitivityOption = None,
     plan: PlanOption = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, a record per head.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, one record per head.")] = False,
 ) -> None:
-    """Say what every head of a model does, how sure that is, and what shows it. MODEL may be a saved profile, .npz."""
+    """Assign roles to all heads of a model, with evidence and examples. MODEL may be a saved profile (.npz)."""
     from headwise.analysis.roles.profile import profile
     from headwise.analysis.roles.profile_result import Profile
     from headwise.analysis.roles.sharded_profile import profile_shards
-    from headwise.errors import HeadwiseError
+    from headwise.errors import ArgumentError
     from headwise.text.corpus import Corpus
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
     from headwise.weights import load
@@ -86,8 +102,9 @@ def run(
             row_stride > 1, shard_characters, processes, executor,
         )  # fmt: skip
         if any(exclusive_options):
-            raise HeadwiseError(
-                f"{model} is a profile that was made before; it is shown as it is, with --show-layers and --role."
+            raise ArgumentError(
+                f"{model}: a saved profile is only displayed, not computed again. Use only --show-layers, --role, --csv or "
+                "--json with it, or give the model instead."
             )
         _print_profile(Profile.load(model), show_layers, role, as_csv, as_json)
         return
@@ -101,10 +118,12 @@ def run(
     if treebank is not None and corpus_input is None:
         corpus_input, relations = treebank, None
     if loaded.image_input is None:
-        check_filters(loaded, show_layers, role, corpus_input, relations, prompts)  # before the work begins
+        check_filters(loaded, show_layers, role, corpus_input, relations, prompts)  # fail before the work starts
     elif out is not None or relations is not None:
-        raise HeadwiseError(f"{model} reads pictures: give a folder of them, without relations and without --out.")
-    is_rank_zero = not int(os.environ.get("RANK", "0"))  # under torchrun the first process speaks for all
+        raise ArgumentError(
+            f"{model}: --treebank, --probe and --out are not supported for vision models. Use a folder of images as CORPUS."
+        )
+    is_rank_zero = not int(os.environ.get("RANK", "0"))  # under torchrun only the first process prints
     with show_progress() if is_rank_zero else nullcontext() as progress:
         profile_options: dict[str, Any] = {
             "relations": relations, "max_length": max_length, "row_stride": row_stride, "causal": not no_causal,
@@ -136,22 +155,24 @@ def _check_options(
     has_shard_options: bool,
     has_report_inputs: bool,
 ) -> None:
-    from headwise.errors import HeadwiseError
+    from headwise.errors import ArgumentError
 
     if out is None and has_shard_options:
-        raise HeadwiseError(
-            "--shard-characters, --processes and --executor are for work into a folder; give --out FOLDER too."
+        raise ArgumentError(
+            "--shard-characters, --processes, --executor: these options require --out. Add --out FOLDER."
         )
     if out is not None and (control or not has_corpus):
-        raise HeadwiseError("--out is for a corpus of your own, without --control; give files or a folder.")
+        raise ArgumentError(
+            "--out: requires a corpus and excludes --control. Add files or a folder, and remove --control."
+        )
     if has_report_inputs and report is None:
-        raise HeadwiseError("--sensitivity and --plan are shown on the page; say where it goes: --report heads.html.")
+        raise ArgumentError("--sensitivity, --plan: shown on the report page only. Add --report heads.html.")
 
 
 def _write_report(
     result: "Profile", path: Path, model: Any, name: str, corpus: Any, report_inputs: dict[str, Any]
 ) -> None:
-    """Write the report page. It shows one text at a time, so an encoder-decoder has no sentences."""
+    """Write the report page. It shows single texts, so the page of an encoder-decoder has no sentences."""
     from headwise.analysis.recording.input_image import read_images
     from headwise.ui.report import DEFAULT_SENTENCES
 
@@ -162,7 +183,7 @@ def _write_report(
 
 
 def _print_profile(profile: "Profile", layers: str | None, role: str | None, as_csv: bool, as_json: bool) -> None:
-    """Print some heads of a profile, or all."""
+    """Print the selected heads of a profile."""
     selected = selected_heads(profile, layers, role)
     if as_json:
         heads = [head.to_dict() for head in profile if str(head.address) in selected]
@@ -181,12 +202,12 @@ def _print_profile(profile: "Profile", layers: str | None, role: str | None, as_
 def check_filters(
     model: "ModelProtocol", layers: str | None, role: str | None, corpus: Any, relations: Any, prompts: bool = False
 ) -> None:
-    """Whether there are such layers, and whether there may be such a role."""
+    """Raise if the model has no such layer, or if no head can have the role."""
     from headwise.analysis.recording.batching import reachable_hook_points
     from headwise.analysis.recording.tokenized_corpus import default_corpus
-    from headwise.analysis.roles.prompt_roles import PROMPT_ROLES
+    from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES
     from headwise.analysis.roles.roles import role_names
-    from headwise.errors import HeadwiseError, suggest_names
+    from headwise.errors import ArgumentError, suggest_names
     from headwise.text.annotated_document import Document
     from headwise.text.corpus import Corpus
 
@@ -201,29 +222,29 @@ def check_filters(
             prompted_roles if prompts else set()
         )
         if role in prompted_roles and not prompts:
-            raise HeadwiseError(f"{role} is asked on prompts of its own; give --prompts too.")
+            raise ArgumentError(f"--role {role}: this role is measured on prompts of its own. Add --prompts.")
         if role not in valid_roles:
-            raise HeadwiseError(f"there is no role {role!r}; {suggest_names(role, valid_roles)}")
+            raise ArgumentError(f"--role {role!r}: not a role; {suggest_names(role, valid_roles)}")
 
 
 def selected_heads(profile: "Profile", layers: str | None, role: str | None) -> set[str]:
-    """The heads to show."""
-    from headwise.errors import HeadwiseError
+    """Return the addresses of the heads to show."""
+    from headwise.errors import ArgumentError
 
     selected = {str(address) for address in heads_in_layers(layers, profile.addresses)}
     if role is not None:
         heads_by_role = profile.heads_by_role()
         if role not in heads_by_role:
             available = (
-                f"roles found here: {', '.join(heads_by_role)}" if heads_by_role else "no head here has any role"
+                f"Use one of: {', '.join(heads_by_role)}" if heads_by_role else "No head of this profile has a role"
             )
-            raise HeadwiseError(f"no head here has the role {role!r}; {available}.")
+            raise ArgumentError(f"--role {role!r}: no head has this role. {available}.")
         selected &= {str(address) for address in heads_by_role[role]}
     return selected
 
 
 def heads_in_layers(layers: str | None, addresses: "Sequence[Address]") -> "Sequence[Address]":
-    """The heads of some layers, `0-3` or `5,7`; of all, if none are named."""
+    """Return the heads of the given layers, such as `0-3` or `5,7`. None selects all."""
     from headwise.spec.address import select
 
     return addresses if layers is None else select(",".join(f"{part}.*" for part in layers.split(",")), addresses)

@@ -1,4 +1,4 @@
-"""headwise prune: a smaller model, and what it costs."""
+"""headwise prune: remove heads and measure the cost in loss."""
 
 import json
 from pathlib import Path
@@ -14,47 +14,70 @@ def run(
     model: ModelArgument,
     corpus: CorpusArgument = None,
     source: Annotated[
-        Path | None, typer.Option(help="What an encoder-decoder reads; CORPUS has its answers, line by line.")
+        Path | None,
+        typer.Option(
+            help="Source texts of an encoder-decoder, one per line. CORPUS has the target texts, line by line."
+        ),
     ] = None,
-    keep: Annotated[float | None, typer.Option(help="The share of heads that stays: 0.7")] = None,
+    keep: Annotated[float | None, typer.Option(help="Fraction of the heads that remain: 0.7")] = None,
     heads: Annotated[
-        str | None, typer.Option(help="Or the heads that go: 5.1, 6.*, 0-3.*", autocompletion=completion.complete_heads)
+        str | None,
+        typer.Option(
+            help="Heads to prune, instead of --keep: 5.1, 6.*, 0-3.*", autocompletion=completion.complete_heads
+        ),
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Or a plan that was saved.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Saved plan to apply, instead of --keep or --heads.")] = None,
     ranking: Annotated[str, typer.Option(help="Ranking method: ablation, gradient, gates or random.")] = "ablation",
-    fold_mean: Annotated[bool, typer.Option(help="Leave behind what cut heads gave on average.")] = True,
-    rounds: Annotated[int, typer.Option(help="Cut in so many rounds, ranking what is left anew.")] = 1,
-    seed: Annotated[int, typer.Option(help="For random cuts and gates.")] = 0,
-    gate_steps: Annotated[int, typer.Option(help="Steps in which gates are learned.")] = 200,
+    fold_mean: Annotated[
+        bool, typer.Option(help="Fold the mean output of pruned heads into the output bias of their layer.")
+    ] = True,
+    rounds: Annotated[
+        int, typer.Option(help="Number of pruning rounds. Each round ranks the remaining heads again.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of random rankings and gates.")] = 0,
+    gate_steps: Annotated[int, typer.Option(help="With --ranking gates: training steps of the gates.")] = 200,
     recover_steps: Annotated[
-        int, typer.Option(help="Then train it so many steps on the texts heads were chosen on.")
+        int, typer.Option(help="Steps of recovery fine-tuning, on the texts on which heads were ranked.")
     ] = 0,
     recover_losses: Annotated[
         str | None,
         typer.Option(
-            help="What it learns from then: the whole model's logits (the default), hidden, maps, qkv; or text."
+            help="Loss of recovery fine-tuning: text, or distillation from the full model by logits, hidden, maps, qkv. "
+            "Default: logits."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Save the smaller model in this folder.")] = None,
-    save_plan: Annotated[Path | None, typer.Option(help="Save the plan to this file.")] = None,
-    test: Annotated[Path | None, typer.Option(help="Judge by this text; none: by every other text.")] = None,
-    test_source: Annotated[Path | None, typer.Option(help="What belongs to --test, for an encoder-decoder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the pruned model in this folder.")] = None,
+    save_plan: Annotated[Path | None, typer.Option(help="Save the plan to this file (.json).")] = None,
+    test: Annotated[
+        Path | None,
+        typer.Option(help="Text to evaluate on. Default: every other text of CORPUS; heads are ranked on the others."),
+    ] = None,
+    test_source: Annotated[Path | None, typer.Option(help="Source texts of --test, for an encoder-decoder.")] = None,
     max_texts: Annotated[
-        int, typer.Option(help="At most so many texts; a long one is cut, and each piece counts.")
+        int, typer.Option(help="Maximum number of texts. Longer texts are split into chunks, each counted as a text.")
     ] = 64,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
-    seeds: Annotated[int, typer.Option(help="So many random cuts to compare with.")] = 3,
-    curve: Annotated[bool, typer.Option("--curve", help="Also cut at every share, by several ways.")] = False,
-    fractions: Annotated[str, typer.Option(help="The shares of the curve.")] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1",
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve into this file: .png, .svg, .pdf")] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of tokens per chunk of plain text. Default: 256, or the context of the model."
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Number of random prunings of the same size to compare with.")] = 3,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Also prune to each of --fractions, by several ranking methods.")
+    ] = False,
+    fractions: Annotated[
+        str, typer.Option(help="Fractions of remaining heads on the curve, comma-separated.")
+    ] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1",
+    plot: Annotated[Path | None, typer.Option(help="Write a figure of the curve (.png, .svg, .pdf).")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Cut heads from a model and say what that brought and cost, beside random cuts of the same size."""
+    """Prune heads and compare size, speed and loss with the full model and with random pruning of the same size."""
     from headwise.compression.prune_request import PruneRequest
     from headwise.compression.prune_study import PruneStudy, prune_study
     from headwise.spec import Plan
     from headwise.text.corpus import Corpus
-    from headwise.ui.figures.figure_io import check_path
+    from headwise.ui.figures.figure_with_data import check_path
     from headwise.ui.figures.tradeoff_curves import draw_pruning
     from headwise.ui.progress import show_progress
     from headwise.ui.prune_tables import show_prune_plan, show_prune_report, show_pruning_curve
@@ -95,14 +118,16 @@ def run(
         if section is not None:
             show(section)  # pyright: ignore[reportArgumentType]
     if out is not None:
-        print(f"saved in {out}; hw.load({str(out)!r}) brings it back, and every verb takes it: headwise profile {out}")
+        print(f"Saved in {out}. Load it with hw.load({str(out)!r}); every command accepts it: headwise profile {out}")
 
 
 def _parse_fractions(fractions: str) -> tuple[float, ...]:
-    """0.9,0.5 as numbers."""
-    from headwise.errors import HeadwiseError
+    """Parse a list such as `0.9,0.5`."""
+    from headwise.errors import ArgumentError
 
     try:
         return tuple(float(fraction) for fraction in fractions.split(","))
     except ValueError:
-        raise HeadwiseError(f"shares are numbers with commas between, 0.9,0.5,0.1; got {fractions!r}.") from None
+        raise ArgumentError(
+            f"--fractions: not a comma-separated list of numbers. Got {fractions!r}. Use, for example, 0.9,0.5,0.1."
+        ) from None

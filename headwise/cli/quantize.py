@@ -1,4 +1,4 @@
-"""headwise quantize: a model with its weights at few bits."""
+"""headwise quantize: weights stored with fewer bits, per head and part."""
 
 import json
 from pathlib import Path
@@ -13,39 +13,54 @@ def run(
     model: ModelArgument,
     corpus: CorpusArgument = None,
     weights: Annotated[
-        str, typer.Option(help="Bits: 16, 8, 4, 3 or 2; or by head and part: '*=8,5.1=4,5.2:qk=3,mlp=8,vocabulary=8'.")
+        str,
+        typer.Option(
+            help="Bits of all weights (16, 8, 4, 3 or 2), or per head and part: '*=8,5.1=4,5.2:qk=3,mlp=8,vocabulary=8'."
+        ),
     ] = "8",
-    group_size: Annotated[int, typer.Option(help="Numbers along the input that share a scale.")] = 32,
-    activation_bits: Annotated[int, typer.Option(help="8: round what weights are multiplied by as well.")] = 32,
-    basis: Annotated[str, typer.Option(help="given, or balanced: heads in their balanced basis.")] = "given",
+    group_size: Annotated[int, typer.Option(help="Weights along the input dimension that share a scale.")] = 32,
+    activation_bits: Annotated[int, typer.Option(help="Bits of the activations: 32, or 8 to quantize them too.")] = 32,
+    basis: Annotated[
+        str, typer.Option(help="Basis of the head matrices before quantization: given or balanced.")
+    ] = "given",
     mean_bits: Annotated[
-        float | None, typer.Option(help="Share out bits among heads, so many on average; needs --sensitivity.")
+        float | None,
+        typer.Option(help="Allocate bits to heads with this mean number of bits per weight. Requires --sensitivity."),
     ] = None,
     megabytes: Annotated[
-        float | None, typer.Option(help="Or so many megabytes for all heads, scales counted; needs --sensitivity.")
+        float | None,
+        typer.Option(
+            help="Allocate bits to heads within this many megabytes, scales included. Requires --sensitivity."
+        ),
     ] = None,
     sensitivity: Annotated[
-        Path | None, typer.Option(help="What headwise sensitivity --out has kept of this model.")
+        Path | None, typer.Option(help="File written by headwise sensitivity --out for this model.")
     ] = None,
-    choices: Annotated[str, typer.Option(help="Bits to share out, with commas between.")] = "8,4,3,2",
-    seeds: Annotated[int, typer.Option(help="Random mixes of equal cost to show the shared out bits beside.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="Save the new model in this folder.")] = None,
-    max_texts: Annotated[int, typer.Option(help="Judge it on at most so many texts; 0: do not.")] = 16,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
+    choices: Annotated[str, typer.Option(help="Bits that the allocation may use, comma-separated.")] = "8,4,3,2",
+    seeds: Annotated[int, typer.Option(help="Number of random allocations of equal size to compare with.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Save the quantized model in this folder.")] = None,
+    max_texts: Annotated[int, typer.Option(help="Maximum number of texts to evaluate on. 0: no evaluation.")] = 16,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of tokens per chunk of plain text. Default: 256, or the context of the model."
+        ),
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the bits of every head: .png, .svg, .pdf; or .csv, .json")
+        Path | None,
+        typer.Option(help="Write a figure of the bits per head (.png, .svg, .pdf) or its data (.csv, .json)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Store weights at few bits, by head and part, and say what that saves and costs."""
+    """Quantize weights, per head and part if wanted, and show the memory saved and the increase of the loss."""
     from headwise.analysis.ablation.head_outputs import eval_corpus
-    from headwise.analysis.ablation.sensitivity import Sensitivity
+    from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
     from headwise.compression.allocate_bits import allocate_bits, report_allocation
-    from headwise.compression.quantization_report import compare_quantized
     from headwise.compression.quantize import quantize
-    from headwise.errors import HeadwiseError
+    from headwise.compression.quantized_model_comparison import compare_quantized
+    from headwise.errors import ArgumentError
     from headwise.text.corpus import Corpus
-    from headwise.ui.figures.figure_io import check_path
+    from headwise.ui.figures.figure_with_data import check_path
     from headwise.ui.progress import show_progress
     from headwise.ui.quantization_tables import draw_bits
     from headwise.weights import load
@@ -53,10 +68,11 @@ def run(
     if plot is not None:
         check_path(plot)
     if mean_bits is not None and megabytes is not None:
-        raise HeadwiseError("a budget is of --mean-bits or of --megabytes; give one of them.")
+        raise ArgumentError("--mean-bits, --megabytes: these options exclude each other. Use one of them.")
     if (mean_bits is None and megabytes is None) != (sensitivity is None):
-        raise HeadwiseError(
-            "--mean-bits, or --megabytes, shares out bits by what --sensitivity tells of each head; give both."
+        raise ArgumentError(
+            "--sensitivity: bits are allocated from a sensitivity file and a budget. Use --sensitivity FILE together with "
+            "--mean-bits or --megabytes."
         )
     loaded: Any = load(model)
     bits, allocation, allocation_report = _parse_bits(weights), None, None
@@ -108,22 +124,24 @@ def _print_result(report: Any, allocation_report: Any, out: Path | None, *, as_j
     if allocation_report is not None:
         show_allocation_losses(allocation_report)
     if out is not None:
-        print(f"saved in {out}; hw.load({str(out)!r}) brings it back, and every verb takes it: headwise info {out}")
+        print(f"Saved in {out}. Load it with hw.load({str(out)!r}); every command accepts it: headwise info {out}")
 
 
 def _parse_choices(text: str) -> list[int]:
-    """4,3 as numbers."""
-    from headwise.errors import HeadwiseError
+    """Parse a list such as `4,3`."""
+    from headwise.errors import ArgumentError
 
     try:
         return [int(item) for item in text.split(",")]
     except ValueError:
-        raise HeadwiseError(f"choices are bits with commas between, 4,3; got {text!r}.") from None
+        raise ArgumentError(
+            f"--choices: not a comma-separated list of integers. Got {text!r}. Use, for example, 4,3."
+        ) from None
 
 
 def _parse_bits(text: str) -> int | dict[str, int]:
-    """4, or *=8,5.1=4 as a mapping."""
-    from headwise.errors import HeadwiseError
+    """Parse `4`, or a list such as `*=8,5.1=4`."""
+    from headwise.errors import ArgumentError
 
     try:
         if "=" not in text:
@@ -131,4 +149,6 @@ def _parse_bits(text: str) -> int | dict[str, int]:
         pairs = [item.rpartition("=") for item in text.split(",")]
         return {part.strip(): int(bits) for part, _, bits in pairs}
     except ValueError:
-        raise HeadwiseError(f"weights are bits, 4, or bits by part, '*=8,5.1=4,mlp=8'; got {text!r}.") from None
+        raise ArgumentError(
+            f"--weights: not a number of bits. Got {text!r}. Use, for example, 4, or bits per part: '*=8,5.1=4,mlp=8'."
+        ) from None

@@ -1,4 +1,4 @@
-"""headwise sensitivity: what few bits cost, head by head."""
+"""headwise sensitivity: loss increase when one head at a time is quantized."""
 
 import json
 import math
@@ -15,37 +15,49 @@ from headwise.cli.shell.common_options import CorpusArgument, JsonOption, ModelA
 def run(
     model: ModelArgument,
     corpus: CorpusArgument = None,
-    bits: Annotated[str, typer.Option(help="Bits, with commas between: 8,4,3,2")] = "4",
-    parts: Annotated[str, typer.Option(help="qk, vo (weights), keys, values (cached), with commas between.")] = "qk,vo",
+    bits: Annotated[str, typer.Option(help="Bits to test, comma-separated: 8,4,3,2")] = "4",
+    parts: Annotated[
+        str, typer.Option(help="Parts to quantize, comma-separated: qk and vo (weights), keys and values (cache).")
+    ] = "qk,vo",
     heads: Annotated[
-        str, typer.Option(help="Which heads: 5.1, 5.*, 0-3.*", autocompletion=completion.complete_heads)
+        str, typer.Option(help="Heads to measure: 5.1, 5.*, 0-3.*", autocompletion=completion.complete_heads)
     ] = "*",
-    group_size: Annotated[int, typer.Option(help="Numbers along the input that share a scale.")] = 32,
+    group_size: Annotated[int, typer.Option(help="Weights along the input dimension that share a scale.")] = 32,
     basis: Annotated[
-        str | None, typer.Option(help="given, balanced or random; none: balanced, where it is known.")
+        str | None,
+        typer.Option(
+            help="Basis in which heads are quantized: given, balanced or random. Default: balanced, if supported."
+        ),
     ] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a unit of plain text.")] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of tokens per chunk of plain text. Default: 256, or the context of the model."
+        ),
+    ] = None,
     max_texts: Annotated[
-        int, typer.Option(help="At most so many texts; a long one is cut, and each piece counts.")
+        int, typer.Option(help="Maximum number of texts. Longer texts are split into chunks, each counted as a text.")
     ] = 8,
     out: Annotated[
-        Path | None, typer.Option(help="Keep every answer in this file; the same call goes on with it.")
+        Path | None, typer.Option(help="Write each result to this file. Run the same command again to resume.")
     ] = None,
-    max_rows: Annotated[int, typer.Option(help="How many rows to show.")] = 20,
-    plot: Annotated[Path | None, typer.Option(help="Draw a grid of heads: .png, .svg, .pdf; or .csv, .json")] = None,
+    max_rows: Annotated[int, typer.Option(help="Maximum number of rows to show, largest loss increase first.")] = 20,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a figure of all heads (.png, .svg, .pdf) or its data (.csv, .json).")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Store one head at a time at few bits and say what the model loses, with intervals."""
+    """Quantize one head at a time and show the increase of the loss, with 95% confidence intervals."""
     from dataclasses import fields
     from typing import Any
 
     from rich.console import Console
 
     from headwise.analysis.ablation.head_outputs import eval_corpus
-    from headwise.analysis.ablation.sensitivity import QuantizationCost, sensitivity
-    from headwise.errors import HeadwiseError
+    from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost, sensitivity
+    from headwise.errors import ArgumentError
     from headwise.text.corpus import Corpus
-    from headwise.ui.figures.figure_io import check_path
+    from headwise.ui.figures.figure_with_data import check_path
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
     from headwise.ui.quantization_tables import draw_quantization_costs
     from headwise.ui.terminal_table import make_table
@@ -54,7 +66,9 @@ def run(
     if plot is not None:
         check_path(plot)
     if not all(item.strip().isdigit() for item in bits.split(",")):
-        raise HeadwiseError(f"bits are numbers with commas between, 4,3; got {bits!r}.")
+        raise ArgumentError(
+            f"--bits: not a comma-separated list of integers. Got {bits!r}. Use, for example, --bits 4,3."
+        )
     loaded: Any = load(model)
     tokenized = eval_corpus(loaded, Corpus.from_cli_arguments(corpus, None), max_length).first(max_texts)
     with resume_hint_on_interrupt() if out is not None else nullcontext(), show_progress() as progress:
@@ -69,11 +83,11 @@ def run(
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
         return
-    columns = [field.name for field in fields(QuantizationCost)]
-    baseline_note = "" if result.clean_loss is None else f"; untouched {result.clean_loss:.3f}"
-    title = f"What few bits cost, {result.metric}, {len(result.counts)} texts{baseline_note}"
+    columns = [field.name.replace("_", " ") for field in fields(QuantizationCost)]
+    baseline_note = "" if result.clean_loss is None else f"; loss of the unquantized model {result.clean_loss:.3f}"
+    title = f"Cost of quantization, {result.metric}, {len(result.counts)} texts, with 95% CI{baseline_note}"
     rows = [
         [f"{item:.5f}" if isinstance(item, float) and math.isfinite(item) else item for item in row]
         for row in result.table_rows()[:max_rows]
     ]
-    Console().print(make_table(title, columns, rows))  # a single head moves the loss by less than three digits show
+    Console().print(make_table(title, columns, rows))  # one head changes the loss in the fourth digit

@@ -1,4 +1,4 @@
-"""headwise train: a transformer from scratch, on the synthetic language or on any text."""
+"""headwise train: train a transformer from scratch on the synthetic language or on text files."""
 
 import json
 from dataclasses import asdict, replace
@@ -24,38 +24,57 @@ def run(
     typer_context: typer.Context,
     *,
     corpus: Annotated[
-        list[Path] | None, typer.Argument(help="Text files, or folders; none: the synthetic language.")
+        list[Path] | None, typer.Argument(help="Text files or folders. Default: the synthetic language.")
     ] = None,
     source: Annotated[
-        Path | None, typer.Option(help="What an encoder-decoder reads; CORPUS has its answers, line by line.")
+        Path | None,
+        typer.Option(
+            help="Source texts of an encoder-decoder, one per line. CORPUS has the target texts, line by line."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run's folder; none: runs/ and the text's name. The same again goes on.")
+        Path | None, typer.Option(help="Run folder. Default: runs/CORPUS. Run the same command again to resume.")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, as it was asked for.")] = None,
-    valid: Annotated[Path | None, typer.Option(help="A text to evaluate on; none: the end of the text.")] = None,
-    valid_source: Annotated[Path | None, typer.Option(help="What belongs to --valid, for an encoder-decoder.")] = None,
-    preset: Annotated[str, typer.Option(help="The model to begin from: headwise presets.")] = "synthetic",
-    layers: Annotated[int | None, typer.Option(help="Blocks, if not the preset's.")] = None,
-    num_heads: Annotated[int | None, typer.Option(help="Heads of a layer, if not the preset's.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width, if not the preset's.")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens in a row, if not the preset's.")] = None,
-    head_dropout: Annotated[float, typer.Option(help="How likely a head is silent in a step.")] = 0.0,
-    head_dropout_schedule: Annotated[str, typer.Option(help="constant, ramp or v.")] = "constant",
-    tokenizer: Annotated[str | None, typer.Option(help="byte, character, word or bpe:SIZE.")] = None,
-    masked: Annotated[bool, typer.Option("--masked", help="An encoder that fills gaps, not a decoder.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="Resume the run in this folder with its original options.")
+    ] = None,
+    valid: Annotated[Path | None, typer.Option(help="Validation text. Default: the end of CORPUS.")] = None,
+    valid_source: Annotated[Path | None, typer.Option(help="Source texts of --valid, for an encoder-decoder.")] = None,
+    preset: Annotated[str, typer.Option(help="Model configuration, one of headwise presets.")] = "synthetic",
+    layers: Annotated[int | None, typer.Option(help="Number of layers. Default: that of the preset.")] = None,
+    num_heads: Annotated[int | None, typer.Option(help="Heads per layer. Default: that of the preset.")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Width of the residual stream. Default: that of the preset.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens per sequence. Default: that of the preset.")] = None,
+    head_dropout: Annotated[float, typer.Option(help="Probability that a head is silenced in a training step.")] = 0.0,
+    head_dropout_schedule: Annotated[
+        str, typer.Option(help="Schedule of --head-dropout over training: constant, ramp or v.")
+    ] = "constant",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokenizer: byte, character, word or bpe:SIZE. Default: word for the synthetic language, else byte."
+        ),
+    ] = None,
+    masked: Annotated[
+        bool, typer.Option("--masked", help="Train an encoder by masked language modeling instead of a decoder.")
+    ] = False,
     recipe_options: dict[str, Any],
     watch_heads: Annotated[
-        bool, typer.Option("--watch-heads", help="Measure every head at each evaluation, into heads.npz of the folder.")
+        bool,
+        typer.Option(
+            "--watch-heads", help="Measure every head at each evaluation and write heads.npz to the run folder."
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Another seed, another run.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, …")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the initialization and the data order.")] = 0,
+    device: Annotated[str | None, typer.Option(help="Torch device. Default: cuda if available, else cpu.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a transformer; on the synthetic language, with the synthetic evaluation at the end. Ctrl-C saves and stops."""
+    """Train a transformer from scratch. Models of the synthetic language are evaluated at the end. Ctrl-C saves and stops."""
     from headwise.analysis.roles.head_history import HeadHistory
     from headwise.distributed.process_group import is_rank_zero
-    from headwise.errors import HeadwiseError
+    from headwise.errors import ArgumentError
     from headwise.spec import preset as load_preset
     from headwise.text.corpus import Corpus
     from headwise.training import TrainRequest, run_request
@@ -78,8 +97,8 @@ def run(
         tokenizer=tokenizer,
     )
     if watch_heads and recipe_options.get("parallel", "ddp") != "ddp":
-        raise HeadwiseError(
-            "--watch-heads looks at the whole model in one process; leave it out, or use --parallel ddp."
+        raise ArgumentError(
+            "--watch-heads: requires the full model in each process. Use --parallel ddp, or remove --watch-heads."
         )
     leads = is_rank_zero()
     history = HeadHistory.load_or_create(out / HISTORY_FILE) if watch_heads and leads else None
@@ -91,17 +110,17 @@ def run(
         return
     _print_result(result, history, out, is_synthetic=not corpus, as_json=as_json)
     if result.stop_reason == "interrupted":
-        raise typer.Exit(130)  # as a shell says of what Ctrl-C ended
+        raise typer.Exit(130)  # exit code of a command stopped by Ctrl-C
 
 
 def _print_result(result: Any, history: Any, out: Path, *, is_synthetic: bool, as_json: bool) -> None:
-    """Print the run. A model of the synthetic language is also evaluated on its probes."""
+    """Print the result. A model of the synthetic language is also evaluated on cloze probes."""
     from headwise.model import Transformer
     from headwise.training.synthetic_evaluation import supports_synthetic_eval, synthetic_eval
     from headwise.ui.train_tables import show_train_result
 
     is_evaluated = is_synthetic and supports_synthetic_eval(result.model) and result.stop_reason != "interrupted"
-    is_sharded = result.recipe.parallel != "ddp"  # a partition alone is not evaluated
+    is_sharded = result.recipe.parallel != "ddp"  # a partition cannot be evaluated alone
     model = Transformer.reopen(out / "model") if is_evaluated and is_sharded else result.model
     probe_scores, trajectories = (
         synthetic_eval(model) if is_evaluated else (),
@@ -126,14 +145,14 @@ def _print_result(result: Any, history: Any, out: Path, *, is_synthetic: bool, a
 
 
 def _check_resume_options(context: typer.Context) -> None:
-    """A run that is gone on with keeps what it was asked for; only where it runs and what is shown may be said anew."""
-    from headwise.errors import HeadwiseError
+    """Raise if --resume is combined with options that the run folder already fixes."""
+    from headwise.errors import ArgumentError
 
     allowed = {"resume", "device", "watch_heads", "as_json"}
     conflicting = [name for name in context.params if name not in allowed and _is_on_command_line(context, name)]
     if conflicting:
         names = ", ".join("CORPUS" if name == "corpus" else "--" + name.replace("_", "-") for name in conflicting)
-        raise HeadwiseError(f"--resume goes on with a run as it was asked for; leave out {names}.")
+        raise ArgumentError(f"--resume: a resumed run uses its original options. Remove {names}.")
 
 
 def _is_on_command_line(context: typer.Context, name: str) -> bool:

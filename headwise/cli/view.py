@@ -1,4 +1,4 @@
-"""headwise view: the live page, on this machine."""
+"""headwise view: the interactive page, served locally."""
 
 import json
 import os
@@ -21,26 +21,27 @@ if TYPE_CHECKING:
     from headwise.model import ModelProtocol
 
 DEFAULT_PORT = 8642
-NUM_SENTENCES = 3  # texts to begin with
+NUM_SENTENCES = 3  # initial texts
 
 
 def run(
     model: ModelArgument,
     corpus: CorpusArgument = None,
     profile: Annotated[
-        Path | None, typer.Option(help="What headwise profile --save wrote; left out: a quick one is made now.")
+        Path | None,
+        typer.Option(help="Profile written by headwise profile --save. Default: compute one without causal tests."),
     ] = None,
     sensitivity: SensitivityOption = None,
     plan: PlanOption = None,
-    host: Annotated[str, typer.Option(help="Where to listen; elsewhere than on this machine a token is asked for.")] = (
+    host: Annotated[str, typer.Option(help="Host to listen on. Hosts other than this machine require a token.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(help="The port; 0 takes one that is free.", min=0, max=65535)] = DEFAULT_PORT,
-    token: Annotated[bool, typer.Option("--token", help="Ask for a token on this machine, too.")] = False,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON, when it is answered.")] = False,
+    port: Annotated[int, typer.Option(help="Port. 0 selects a free one.", min=0, max=65535)] = DEFAULT_PORT,
+    token: Annotated[bool, typer.Option("--token", help="Require a token on this machine too.")] = False,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the URL without opening a browser.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the URL as JSON once the server responds.")] = False,
 ) -> None:
-    """Type a sentence, switch heads off and on, and watch what changes; Ctrl-C ends it."""
+    """Open an interactive page to inspect a text and to silence heads. Ctrl-C stops the server."""
     from headwise.ui.live_session import LiveSession
     from headwise.ui.report_data import make_report_data, page_files
     from headwise.ui.request_guard import is_loopback, make_token
@@ -50,7 +51,7 @@ def run(
 
     report_inputs = load_report_inputs(sensitivity, plan)
     auth_token = make_token() if token or not is_loopback(host) else None
-    with bind_socket(host, port) as sock:  # before the work begins
+    with bind_socket(host, port) as sock:  # fail early if the port is in use
         loaded = load(model)
         session = LiveSession(loaded)
         corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
@@ -73,18 +74,18 @@ def run(
             sock,
             lambda: _announce(address, as_json, not no_browser, loaded.image_input is not None),
         )
-    # Nothing is left to save, so nobody waits for a forward pass in its thread, nor for Python to take torch apart.
+    # Nothing is left to save, so exit without waiting for a running forward pass or for the teardown of torch.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _load_profile(model: "ModelProtocol", corpus: Any, profile_path: Path | None) -> "Profile":
-    """What every head does: as it was saved, or measured now, without the ablations."""
+    """Load the profile, or compute one without causal tests."""
     from headwise.analysis.recording.batching import reachable_hook_points
     from headwise.analysis.roles.profile import profile
     from headwise.analysis.roles.profile_result import Profile
-    from headwise.errors import HeadwiseError
+    from headwise.errors import ArgumentError
     from headwise.ui.progress import show_progress
 
     if profile_path is None:
@@ -94,14 +95,15 @@ def _load_profile(model: "ModelProtocol", corpus: Any, profile_path: Path | None
     if list(loaded_profile.addresses) != [
         address for hook_point in reachable_hook_points(model) for address in hook_point.head_addresses
     ]:
-        raise HeadwiseError(
-            f"{profile_path} tells of {len(loaded_profile.addresses)} heads that are not this model's; make it anew."
+        raise ArgumentError(
+            f"{profile_path}: the {len(loaded_profile.addresses)} heads of this profile are not those of the model. "
+            "Create a new profile with headwise profile MODEL --save FILE."
         )
     return loaded_profile
 
 
 def _initial_sentences(model: "ModelProtocol", corpus: Any) -> list[Any]:
-    """A few texts to begin with: the first ones given, or of what a model reads where nothing is. Or pictures."""
+    """Return the first texts of the corpus or of the default corpus. For a vision model, return images."""
     from itertools import islice
 
     from headwise.analysis.recording.input_image import read_images
@@ -115,17 +117,17 @@ def _initial_sentences(model: "ModelProtocol", corpus: Any) -> list[Any]:
 
 
 def _announce(address: str, as_json: bool, open_browser: bool, reads_images: bool) -> None:
-    """Called when the server listens."""
-    url = address + "#view=sentence"  # where the box for a text is
+    """Print the URL once the server listens."""
+    url = address + "#view=sentence"  # the view with the text box
     print(json.dumps({"url": address}) if as_json else url, flush=True)
     if not as_json:
         text_hint = (
-            "Type a sentence and press Look; point at a word to see where each head looks from it;\n"
-            "switch heads off and press Predict to see what changes."
+            "Type a sentence and press Look. Point at a word to see its attention in each head.\n"
+            "Silence heads and press Predict to see the change of the prediction."
         )
-        image_hint = "Point at a patch of a picture to see where each head looks from it."
+        image_hint = "Point at a patch of an image to see its attention in each head."
         print(
-            f"Open it in a browser. {image_hint if reads_images else text_hint} Ctrl-C here ends it.",
+            f"Open this URL in a browser. {image_hint if reads_images else text_hint} Ctrl-C stops the server.",
             file=sys.stderr,
             flush=True,
         )

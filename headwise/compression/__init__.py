@@ -5,7 +5,7 @@ from headwise.compression.cache_study import CacheStudy, cache_study
 from headwise.compression.plan import apply, plan_pruning, plan_streaming, prune
 from headwise.compression.prune_request import PruneRequest
 from headwise.compression.prune_study import PruneStudy, prune_study
-from headwise.compression.pruning_curve import PruningCurve, pruning_curve
+from headwise.compression.pruning_curve import PruningCurves, pruning_curve
 from headwise.compression.quantize import dequantize, quantize
 from headwise.compression.streaming_selection import StreamingRequest
 
@@ -13,7 +13,7 @@ __all__ = [
     "CacheStudy",
     "PruneRequest",
     "PruneStudy",
-    "PruningCurve",
+    "PruningCurves",
     "StreamingRequest",
     "allocate_bits",
     "apply",

@@ -1,10 +1,10 @@
-"""Bits by head under a budget: where they cost least by measured sensitivity, beside uniform bits and random mixes.
+"""Allocate weight bits to heads under a budget, and compare with uniform bits and random allocations.
 
-What counts is the drift (`headwise.analysis.ablation.sensitivity`), which knows a pair's cost better than the loss on as
-many texts. Each pair of matrices (qk, vo) of a key head, and of all heads that read it, gets one of the `choices`. All
-begin at the most bits; then that step down is taken which costs least a bit saved, until the budget is kept. Of a pair's
-choices only those are steps that lie on the lower hull of cost against bits, and a cost measured to fall with fewer bits is
-taken as none.
+The cost of quantizing is the KL divergence that `headwise.analysis.ablation.quantization_sensitivity` measures. It has less
+noise than the loss on the same number of texts. Each pair of matrices (qk or vo) of a KV head and its query heads gets one of
+the `choices`.
+All pairs start at the most bits. The step with the smallest cost per saved bit is taken until the budget is met. Steps go
+along the lower convex hull of cost against bits, and a cost that falls with fewer bits counts as 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,47 +13,66 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.ablation.sensitivity import Sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
 from headwise.compression.quantize import Basis, quantize
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.model import Transformer
 from headwise.model.weights_digest import weights_digest
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec
 from headwise.spec.weight_bits import WEIGHT_BITS, check_bits, row_bytes
 
-MatrixPair = tuple[str, str]  # key head, qk or vo
+MatrixPair = tuple[str, str]  # address of the KV head, and "qk" or "vo"
 
 
 @dataclass(frozen=True)
 class BitAllocation:
-    """Bits for every pair of matrices, and how they were chosen."""
+    """Bits of every pair of matrices.
+
+    Attributes:
+        pairs: KV head address and part ("qk" or "vo") of each pair.
+        heads: Addresses of the query heads of each pair.
+        parameters: Number of weights of each pair.
+        bits: Bits per weight of each pair.
+        budget: Allowed mean bits per weight, without scales.
+        expected_cost: Sum of the measured costs of all pairs.
+    """
 
     pairs: tuple[MatrixPair, ...]
-    heads: tuple[tuple[str, ...], ...]  # of each pair, who reads it
-    parameters: tuple[int, ...]  # in each pair
+    heads: tuple[tuple[str, ...], ...]
+    parameters: tuple[int, ...]
     bits: tuple[int, ...]
-    budget: float  # mean bits a number, scales not counted
-    expected_cost: float  # what the bits cost if costs added up
+    budget: float
+    expected_cost: float
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import bit_allocation_table
+
+        return bit_allocation_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import bit_allocation_table
+
+        return bit_allocation_table(self).as_html()
 
     @property
     def mean_bits(self) -> float:
-        """Mean bits a number, scales not counted."""
+        """Mean bits per weight, without scales."""
         return float(np.dot(self.parameters, self.bits) / sum(self.parameters))
 
     @property
     def bits_by_head_and_part(self) -> dict[str, int]:
-        """As `hw.quantize` takes it: {"0.0,0.1,0.2:qk": 4, …}."""
+        """Bits in the format of `hw.quantize`: {"0.0,0.1,0.2:qk": 4, …}."""
         rows = zip(self.pairs, self.heads, self.bits, strict=True)
         return {f"{','.join(heads)}:{pair}": bits for (_, pair), heads, bits in rows}
 
     def parts_per_bits(self) -> dict[int, int]:
-        """How many pairs have so many bits."""
+        """Number of pairs for each number of bits."""
         return {bits: self.bits.count(bits) for bits in sorted(set(self.bits), reverse=True)}
 
     def shuffled(self, seed: int) -> "BitAllocation":
-        """A random mix that costs the same: bits dealt anew among pairs of the same size."""
+        """Return a random allocation of equal size: bits are permuted among pairs of the same size."""
         rng, bits = np.random.default_rng(seed), np.array(self.bits)
         for size in sorted(set(self.parameters)):
             same_size = [i for i, count in enumerate(self.parameters) if count == size]
@@ -70,12 +89,25 @@ def allocate_bits(
     megabytes: float | None = None,
     choices: Sequence[int] = WEIGHT_BITS,
 ) -> BitAllocation:
-    """Bits for the heads of a model so that their weights keep a budget: of mean bits, or of megabytes with scales.
+    """Allocate bits to the heads of a model so that their weights fit a budget at the smallest measured cost.
 
-    A cost that was not measured at a choice is taken from the nearest one that was, by the square of the step between
-    codes: 4 bits to 3 is (7 / 3)² times as much.
+    The cost at bits that were not measured is extrapolated from the nearest measured bits by the square of the quantization
+    step: from 4 bits to 3 it grows by a factor of (7 / 3)².
 
-    >>> from headwise.analysis.ablation.sensitivity import sensitivity
+    Args:
+        model: The model that was measured.
+        sensitivity: Result of `hw.sensitivity(model, corpus)` for all heads and both parts, "qk" and "vo".
+        mean_bits: Budget as mean bits per weight of the heads, without scales.
+        megabytes: Budget as megabytes (1e6 bytes) of the heads, with scales. Give either this or `mean_bits`.
+        choices: Bits to choose from.
+
+    Returns:
+        The bits of each pair of matrices. Pass `bits_by_head_and_part` to `hw.quantize`.
+
+    Raises:
+        ArgumentError: If no choice of bits fits the budget, or the sensitivity belongs to another model.
+
+    >>> from headwise.analysis.ablation.quantization_sensitivity import sensitivity
     >>> from headwise.spec import AttentionSpec, ModelSpec
     >>> from headwise.text.build_tokenizers import byte_tokenizer
     >>> model = Transformer(ModelSpec(vocab=257, context=32, layers=2, attention=AttentionSpec(width=16, heads=2)))
@@ -87,8 +119,9 @@ def allocate_bits(
     """
     choices = _sorted_choices(mean_bits, megabytes, choices)
     if sensitivity.metadata["model"] != weights_digest(model):
-        raise HeadwiseError(
-            "the sensitivities are those of another model; measure this one: hw.sensitivity(model, corpus)."
+        raise ArgumentError(
+            "sensitivity: it was measured on another model or with other weights. "
+            "Measure this model: hw.sensitivity(model, corpus)."
         )
     pairs, heads = _measured_pairs(model.spec, sensitivity)
     parameters = [
@@ -109,16 +142,19 @@ def allocate_bits(
 
 def _sorted_choices(mean_bits: float | None, megabytes: float | None, choices: Sequence[int]) -> list[int]:
     if (mean_bits is None) == (megabytes is None):
-        raise HeadwiseError("give one budget: mean_bits=3.5, or megabytes=20.")
+        raise ArgumentError(
+            "mean_bits, megabytes: exactly one budget is needed. "
+            f"Got mean_bits={mean_bits}, megabytes={megabytes}. Use mean_bits=3.5 or megabytes=20."
+        )
     for bits in choices:
         check_bits(bits)
     if not choices:
-        raise HeadwiseError("give the bits to choose from: choices=(8, 4, 3).")
+        raise ArgumentError("choices: at least one number of bits is needed. Got none. Use choices=(8, 4, 3).")
     return sorted(set(choices), reverse=True)
 
 
 def _measured_pairs(spec: ModelSpec, sensitivity: Sensitivity) -> tuple[list[MatrixPair], list[tuple[str, ...]]]:
-    """The pairs that were measured; they must be all that the model has."""
+    """Return the measured pairs and their heads. Raise if they do not cover all heads."""
     heads_of_pair: dict[MatrixPair, tuple[str, ...]] = {
         (setting.kv_head, setting.part): setting.heads
         for setting in sensitivity.targets
@@ -126,8 +162,9 @@ def _measured_pairs(spec: ModelSpec, sensitivity: Sensitivity) -> tuple[list[Mat
     }
     measured = {head for (_, part), heads in heads_of_pair.items() for head in heads if part == "qk"}
     if {part for _, part in heads_of_pair} != {"qk", "vo"} or measured != set(map(str, spec.head_addresses)):
-        raise HeadwiseError(
-            "bits are shared out among all heads, by both of their pairs; measure them all: hw.sensitivity(model, corpus)."
+        raise ArgumentError(
+            "sensitivity: bits are allocated to all heads, but some heads or one of the parts qk and vo were not measured. "
+            "Measure all heads: hw.sensitivity(model, corpus)."
         )
     return list(heads_of_pair), list(heads_of_pair.values())
 
@@ -143,7 +180,7 @@ def _expected_cost(sensitivity: Sensitivity, pair: MatrixPair, bits: int) -> flo
 
 
 def _matrix_shapes(spec: ModelSpec, kv_head: str, pair: str, heads: int) -> list[tuple[int, int]]:
-    """Rows and numbers a row, of each matrix of a pair."""
+    """Return (rows, row length) of each matrix of a pair."""
     layer = spec.attention_at(Address.parse(kv_head).layer_address)
     input_slices = layer.heads if layer.head_input == "slice" else 1
     if pair == "qk":
@@ -156,7 +193,7 @@ def _parameter_count(spec: ModelSpec, kv_head: str, pair: str, heads: int) -> in
 
 
 def _budget_usage(spec: ModelSpec, pair: MatrixPair, heads: int, bits: int, group_size: int, as_bytes: bool) -> int:
-    """What a pair takes of the budget: bits without scales, or bytes with them."""
+    """Return the budget that a pair uses: bits without scales, or bytes with scales."""
     if not as_bytes:
         return _parameter_count(spec, *pair, heads) * bits
     return sum(
@@ -165,7 +202,7 @@ def _budget_usage(spec: ModelSpec, pair: MatrixPair, heads: int, bits: int, grou
 
 
 def _choose_bits(costs: list[list[float]], usage: list[list[int]], max_usage: float, unit: str) -> list[int]:
-    """For each pair the place of its choice; choices have the most bits first."""
+    """Return the index of the choice of each pair. Choices are sorted by bits, largest first."""
     steps: list[tuple[float, int, int, int]] = []
     for pair, (cost, pair_usage) in enumerate(zip(costs, usage, strict=True)):
         monotone_cost = np.maximum.accumulate(np.maximum(cost, 0.0))
@@ -190,44 +227,57 @@ def _choose_bits(costs: list[list[float]], usage: list[list[int]], max_usage: fl
         total_usage -= usage[pair][choices[pair]] - usage[pair][target]
         choices[pair] = target
     if total_usage > max_usage:
-        raise HeadwiseError(
-            f"no choice keeps that budget: {total_usage:,.0f} {unit} are the least, {max_usage:,.0f} were allowed."
+        raise ArgumentError(
+            f"budget: no choice of bits fits. The smallest choice needs {total_usage:,.0f} {unit}. "
+            f"Got a budget of {max_usage:,.0f} {unit}. Increase the budget, or add smaller numbers of bits to choices."
         )
     return choices
 
 
 @dataclass(frozen=True)
 class BitAllocationReport:
-    """A mix beside uniform bits and random mixes of equal cost, on texts it was not chosen on; intervals over texts."""
+    """Loss of an allocation, of uniform bits and of random allocations, on held-out texts. Intervals are over texts.
+
+    Attributes:
+        metric: Unit of the losses.
+        texts: Number of texts.
+        mean_bits: Mean bits per weight of the allocation, without scales.
+        counts: Number of matrix pairs for each number of bits.
+        full_loss: Loss of the model before quantization.
+        mixed: Loss increase of the allocation over the full model.
+        uniform: Loss increase with all heads at the same bits, by bits.
+        random: Loss increase of each random allocation.
+        mixed_minus_random: Loss of the allocation minus the mean loss of the random allocations.
+    """
 
     metric: str
     texts: int
     mean_bits: float
     counts: dict[int, int]
     full_loss: LossEstimate
-    mixed: LossEstimate  # loss − clean
-    uniform: dict[int, LossEstimate]  # loss − clean, all heads at so many bits
-    random: tuple[float, ...]  # loss − clean of random mixes, a seed each
-    mixed_minus_random: LossEstimate | None  # the mix − their mean
+    mixed: LossEstimate
+    uniform: dict[int, LossEstimate]
+    random: tuple[float, ...]
+    mixed_minus_random: LossEstimate | None
 
     @property
     def beats_random(self) -> bool:
-        """Whether the mix costs less than every random one."""
+        """Whether the allocation increases the loss less than every random allocation."""
         return bool(self.random) and self.mixed.mean < min(self.random)
 
     def loss_rows(self) -> list[list[str | float]]:
-        """What, mean bits, loss − clean, low, high; of random mixes the mean, the least and the most."""
+        """Return rows of label, mean bits, loss increase, low and high. Random allocations: mean, minimum and maximum."""
         rows: list[list[str | float]] = [["mix", self.mean_bits, *asdict(self.mixed).values()]]
         rows += [["uniform", bits, *asdict(estimate).values()] for bits, estimate in self.uniform.items()]
         if self.random:
             mean_min_max = [float(np.mean(self.random)), min(self.random), max(self.random)]
-            rows.append([f"random, {len(self.random)} mixes: mean, least, most", self.mean_bits, *mean_min_max])
+            rows.append([f"random, {len(self.random)} mixes: mean, min, max", self.mean_bits, *mean_min_max])
         if self.mixed_minus_random is not None:
             rows.append(["mix − random", "", *asdict(self.mixed_minus_random).values()])
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """Return the report as plain data."""
         return asdict(self, dict_factory=nan_to_none) | {"beats_random": self.beats_random}
 
 
@@ -242,9 +292,20 @@ def report_allocation(
     basis: Basis = "given",
     progress: Progress | None = None,
 ) -> BitAllocationReport:
-    """Ask the model, the mix, uniform bits and random mixes about texts.
+    """Evaluate an allocation, uniform bits and random allocations on texts.
 
-    `other_bits` are bits of MLPs and vocabulary in all.
+    Args:
+        model: The model before quantization.
+        allocation: Bits of the heads.
+        corpus: Texts, preferably none of those on which the sensitivity was measured.
+        other_bits: Bits of the MLPs and the vocabulary in all evaluated models, {"mlp": 8, "vocabulary": 8}.
+        uniform: Numbers of bits at which all heads are evaluated for comparison.
+        seeds: Number of random allocations.
+        basis: Basis in which the weights of heads are quantized.
+        progress: Called with a label, the work done and the total.
+
+    Returns:
+        Losses with 95% confidence intervals over texts.
     """
     evaluation, extra_bits = PairedEvaluator.of(model, corpus), dict(other_bits or {})
     bit_settings = [
@@ -256,7 +317,7 @@ def report_allocation(
     for weights in bit_settings:
         losses.append(evaluation.losses_per_text(quantize(model, weights | extra_bits, basis=basis)))
         if progress is not None:
-            progress("models at few bits", len(losses), len(bit_settings))
+            progress("quantized models", len(losses), len(bit_settings))
     mixed_losses, uniform_losses, random_losses = losses[0], losses[1 : 1 + len(uniform)], losses[1 + len(uniform) :]
     return BitAllocationReport(
         metric=evaluation.metric,

@@ -1,4 +1,4 @@
-"""`cache_study`: key heads that keep less, what that saves and costs, beside random plans. What `headwise cache` calls."""
+"""Reduce the KV cache and measure the result against random plans of equal size. Called by `headwise cache`."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,10 +14,10 @@ from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator
 from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
 from headwise.compression.plan import apply, plan_pruning, plan_streaming
 from headwise.compression.plan_report import apply_random_compression
-from headwise.compression.streaming_cost import StreamingCost, StreamingEvaluator
+from headwise.compression.streaming_cost import StreamingEvaluator, TextKindStreamingCost
 from headwise.compression.streaming_selection import StreamingRequest
 from headwise.distributed.parallel_cost import cache_bytes
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.io.atomic_write import atomic_folder
 from headwise.model import Transformer
 from headwise.progress import Progress
@@ -26,54 +26,77 @@ from headwise.spec.cache_policy import CACHE_BITS as CACHE_BITS
 from headwise.spec.cache_policy import KEEP_ALL
 from headwise.text.corpus import Corpus
 
-DEFAULT_LENGTH = 1024  # tokens of a text
+DEFAULT_LENGTH = 1024  # tokens per text
 CACHE_USAGE = (
-    "say what key heads keep: fraction=0.5 chooses some that stream, heads='5.*' names them, bits=8 rounds; or plan=…."
+    "fraction, heads, bits, plan: say how to reduce the cache. Use fraction=0.5 (select streaming KV heads), heads='5.*' "
+    "(name them), bits=8 (quantize the cache), or a saved plan; at most one of fraction, heads and plan."
 )
 
 
 @dataclass(frozen=True)
 class CacheStudy:
-    """What key heads shall keep, and how that is judged: by texts they were not chosen on.
+    """Options of `cache_study`: the cache policies of KV heads and the texts that evaluate them.
 
-    `corpus` (None: the embedded probe set, one sentence after the other) is read up to `max_texts` texts of `max_length`
-    tokens. Key heads are chosen on one half of them and judged on the other, unless there is another text to judge by,
-    `test`. Judged are the tokens that come after something was forgotten: earlier ones cannot differ.
+    KV heads are ranked on one half of the corpus and evaluated on the other half, unless `test` gives separate texts. Only
+    tokens after the first eviction are evaluated, because earlier tokens cannot differ.
+
+    Attributes:
+        fraction: Fraction of the KV heads that stream, selected by `ranking`.
+        heads: KV heads that stream, by address or pattern, instead of `fraction`.
+        sink_tokens: First tokens of a text that a streaming KV head caches.
+        window: Last tokens that it caches.
+        bits: Bits of the cached keys and values of all KV heads.
+        ranking: Ranking method of `StreamingRequest`.
+        plan: A plan made before, instead of the fields above.
+        corpus: A text, a list of texts, a path or a Corpus. None: the embedded probe set, its sentences joined.
+        test: Texts for the evaluation. None takes half of the corpus.
+        max_texts: Maximum number of texts of the corpus and of `test`.
+        max_length: Tokens per text. None: 1024, or the context of the model if it is shorter.
+        seed: Seed of random rankings, gates and pass keys.
+        gate_steps: Training steps of learned gates.
+        rounds: Number of selection rounds.
+        protected_fraction: Fraction of the KV heads that never stream: those that find repeated or copied tokens best.
+        seeds: Number of random plans to compare with.
+        fractions: Also measure a curve with each of these fractions of KV heads streaming.
+        passkeys: Number of pass-key prompts of `max_length` tokens. If positive, losses on retrieval texts are also measured.
+
+    >>> CacheStudy(fraction=0.5, window=64).applies_plan
+    True
     """
 
-    fraction: float | None = None  # of the key heads that stream, chosen by `ranking`
-    heads: str | None = None  # or those that stream, by name
-    sink_tokens: int = 4  # what streaming heads keep
+    fraction: float | None = None
+    heads: str | None = None
+    sink_tokens: int = 4
     window: int = 128
-    bits: int = 32  # at which all key heads keep keys and values
+    bits: int = 32
     ranking: str = "output"
-    plan: Plan | None = None  # made before, in place of all these
+    plan: Plan | None = None
     corpus: Any = None
     test: Any = None
     max_texts: int = 8
-    max_length: int | None = None  # None: 1024, or the model's context
+    max_length: int | None = None
     seed: int = 0
-    gate_steps: int = 60  # in which gates learn
-    rounds: int = 1  # in which key heads are chosen, a few at a time
-    # The part of the key heads that never streams: those that find what is repeated best.
+    gate_steps: int = 60
+    rounds: int = 1
     protected_fraction: float = 0.0
-    seeds: int = 3  # random plans to compare with
-    fractions: tuple[float, ...] = ()  # also with each of these shares streaming: a curve
-    passkeys: int = 0  # numbers hidden in texts of that length and asked for; with it, also losses on retrieval texts
+    seeds: int = 3
+    fractions: tuple[float, ...] = ()
+    passkeys: int = 0
 
     def __post_init__(self) -> None:
         selections = [self.fraction is not None, self.heads is not None, self.plan is not None]
         if sum(selections) > 1 or not (any(selections) or self.bits != KEEP_ALL.bits or self.fractions):
-            raise HeadwiseError(CACHE_USAGE)
+            raise ArgumentError(CACHE_USAGE)
         if self.plan is not None and (not self.plan.cache or self.plan.pruned_heads or self.plan.weight_rules):
-            raise HeadwiseError(
-                "the plan does other things to heads than letting caches keep less; use hw.apply(plan, model)."
+            raise ArgumentError(
+                "plan: a cache study needs a plan that changes only caches, and this plan prunes heads, quantizes weights or "
+                "has no cache rules. Use hw.apply(plan, model), or make a plan with hw.plan_streaming(model)."
             )
-        CachePolicy(self.bits, self.sink_tokens, self.window)  # refuses what no cache can be
+        CachePolicy(self.bits, self.sink_tokens, self.window)  # raises if the policy is not valid
 
     @property
     def applies_plan(self) -> bool:
-        """Whether a plan is asked for, or a curve alone."""
+        """Whether the study changes caches. If False, it only measures a curve."""
         return (
             self.fraction is not None or self.heads is not None or self.plan is not None or self.bits != KEEP_ALL.bits
         )
@@ -98,71 +121,101 @@ class CacheStudy:
 
     @property
     def needs_corpus_split(self) -> bool:
-        """Whether key heads are chosen on texts, which must not judge them."""
+        """Whether KV heads are selected on texts, so that other texts must be held out for the evaluation."""
         return self.fraction is not None or bool(self.fractions)
 
 
 @dataclass(frozen=True)
 class CacheCurvePoint:
-    """One plan. `loss_increase` is paired with the whole cache's loss, text by text; of random plans:
-    mean, least and most."""
+    """One point of the curve.
+
+    Attributes:
+        label: Ranking method, "random" or "all at fewer bits".
+        streaming_heads: Number of streaming KV heads.
+        bits: Bits of cached keys and values.
+        cache_bytes: Bytes of a cache of `length` tokens.
+        loss_increase: Loss minus the loss with the full cache, paired by text. Random plans: mean, minimum and maximum.
+    """
 
     label: str
-    streaming_heads: int  # key heads
+    streaming_heads: int
     bits: int
-    cache_bytes: int  # of a cache of `length` tokens
+    cache_bytes: int
     loss_increase: LossEstimate
 
 
 @dataclass(frozen=True)
 class CacheReport:
-    """A cache that keeps less beside a whole one; losses are of tokens past what every head keeps, intervals over texts."""
+    """Size and loss of a reduced cache, compared with the full cache. Confidence intervals are over texts.
+
+    Attributes:
+        metric: Unit of the losses.
+        texts: Number of texts.
+        skip_tokens: First tokens of each text that are not evaluated, because no KV head has evicted a token yet.
+        length: Number of tokens for which cache bytes are given.
+        bytes_before: Bytes of the full cache.
+        bytes_after: Bytes of the reduced cache.
+        loss_before: Loss with the full cache.
+        loss_after: Loss with the reduced cache.
+        loss_increase: Loss after minus loss before.
+        random: Loss of each random plan of equal size.
+        increase_over_random: Loss of the plan minus the mean loss of the random plans.
+        passkeys: (n, m): the full cache finds m pass keys, and the reduced cache finds n of these.
+        retrieval: Loss increases on repeated lists and on questions about facts.
+    """
 
     metric: str
     texts: int
-    skip_tokens: int  # tokens that nobody has forgotten: not asked about
-    length: int  # tokens that bytes are told for
+    skip_tokens: int
+    length: int
     bytes_before: int
     bytes_after: int
     loss_before: LossEstimate
     loss_after: LossEstimate
     loss_increase: LossEstimate
-    random: tuple[float, ...] = ()  # the loss of random plans of equal cost, a seed each
+    random: tuple[float, ...] = ()
     increase_over_random: LossEstimate | None = None
-    passkeys: tuple[int, int] | None = None  # of those the whole cache finds, how many are kept; and how many those are
-    retrieval: tuple[StreamingCost, ...] = ()  # increases on repeated lists and on facts asked for later
+    passkeys: tuple[int, int] | None = None
+    retrieval: tuple[TextKindStreamingCost, ...] = ()
 
     @property
     def compression_ratio(self) -> float:
-        """How many times fewer bytes."""
+        """Bytes of the full cache divided by bytes of the reduced cache."""
         return self.bytes_before / self.bytes_after
 
     def loss_rows(self) -> list[list[str | float]]:
-        """What, mean, low, high."""
+        """Return rows of label, mean, low and high."""
         estimates = {
-            "whole cache": self.loss_before,
+            "full cache": self.loss_before,
             "this plan": self.loss_after,
-            "this plan − whole": self.loss_increase,
+            "this plan − full cache": self.loss_increase,
         }
         if self.increase_over_random is not None:
-            seeds = f"random plans, {len(self.random)} seeds: mean, least, most"
+            seeds = f"random plans, {len(self.random)} seeds: mean, min, max"
             mean_min_max = LossEstimate(float(np.mean(self.random)), min(self.random), max(self.random))
             estimates |= {seeds: mean_min_max, "this plan − random": self.increase_over_random}
-        estimates |= {f"this plan − whole, {cost.kind}": cost.loss_increase for cost in self.retrieval}
+        estimates |= {f"this plan − full cache, {cost.kind}": cost.loss_increase for cost in self.retrieval}
         return [[name, *asdict(estimate).values()] for name, estimate in estimates.items()]
 
 
 @dataclass(frozen=True, eq=False)
 class CacheStudyResult:
-    """What came of it; None where it was not asked for."""
+    """Result of `cache_study`.
+
+    Attributes:
+        plan: The plan that was applied. None if only a curve was measured.
+        model: The model with the cache policies of the plan in its spec. None if only a curve was measured.
+        report: Sizes and losses. None if only a curve was measured.
+        curve: Points of the curve. Empty if it was not requested.
+    """
 
     plan: Plan | None
-    model: Transformer | None  # whose spec says what key heads keep
+    model: Transformer | None
     report: CacheReport | None
     curve: tuple[CacheCurvePoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain data."""
+        """Return the result as plain data."""
         plan, report_dict = self.plan, None
         if self.report is not None:
             report_dict = asdict(self.report, dict_factory=nan_to_none) | {
@@ -186,10 +239,17 @@ def cache_study(
     save_plan: str | Path | None = None,
     progress: Progress | None = None,
 ) -> CacheStudyResult:
-    """Let key heads keep less, and say what that saves and costs. The given model stays as it is.
+    """Reduce the KV cache of a model and report bytes and loss, compared with random plans of equal size.
 
-    `out` is a folder for the model whose spec says so, `save_plan` a file for the plan; both are written before anything is
-    judged.
+    Args:
+        model: A headwise decoder with a tokenizer. It is not changed.
+        study: Cache policies, texts and baselines.
+        out: Folder for the model with the new cache policies. None writes no model.
+        save_plan: File for the plan. None writes no plan. Model and plan are written before the evaluation starts.
+        progress: Called with a label, the work done and the total.
+
+    Returns:
+        The plan, the model, the report and the curve. A part that was not requested is None or empty.
 
     >>> from headwise.spec import AttentionSpec, ModelSpec
     >>> from headwise.text.build_tokenizers import byte_tokenizer
@@ -204,7 +264,7 @@ def cache_study(
     length = min(DEFAULT_LENGTH, model.spec.context) if study.max_length is None else study.max_length
     selection_corpus, test_corpus = _split_texts(model, study, length)
     plan = changed_model = report = None
-    # The folder is asked for first: long work must not end before a folder that cannot be written.
+    # Open the output folder first, so that an unwritable folder raises before the long computation.
     with nullcontext() if out is None else atomic_folder(out, ("spec.json", "headwise.json")) as folder:
         if study.applies_plan:
             plan = _make_plan(model, study, selection_corpus, length, progress)
@@ -250,7 +310,9 @@ def _make_report(
     same_everywhere = len(changed_model.spec.cache) == 1 and len(changed_model.spec.cache[0].heads) == len(
         changed_model.spec.cached_kv_head_addresses
     )
-    for seed in range(0 if same_everywhere else study.seeds):  # where all keep alike there is nothing to draw
+    for seed in range(
+        0 if same_everywhere else study.seeds
+    ):  # with one policy for all KV heads, no random plan differs
         random_losses.append(
             evaluation.losses_per_text(apply_random_compression(model, changed_model.spec, None, seed))
         )
@@ -283,8 +345,8 @@ def _make_report(
 
 def _retrieval(
     model: Transformer, changed_model: Transformer, test_corpus: TokenizedCorpus
-) -> tuple[StreamingCost, ...]:
-    """Loss increases on texts longer than the longest window of the plan; none if no KV head streams."""
+) -> tuple[TextKindStreamingCost, ...]:
+    """Return loss increases on texts longer than the longest window of the plan. Empty if no KV head streams."""
     policies = [rule.policy for rule in changed_model.spec.cache if rule.policy.window is not None]
     if not policies:
         return ()
@@ -301,7 +363,7 @@ def _make_curve(
     length: int,
     progress: Progress | None,
 ) -> tuple[CacheCurvePoint, ...]:
-    """Every share streaming, by the way asked for (ranked once) and at random; and all key heads at fewer bits."""
+    """Return points for each fraction, by the requested ranking and at random, and for all KV heads at fewer bits."""
     ranked_plan = plan
     if ranked_plan is None or not ranked_plan.cache_scores:
         fraction = max(study.fractions)
@@ -333,7 +395,7 @@ def _make_curve(
 def _streaming_policies(
     streaming_heads: Sequence[Address], policy: CachePolicy, heads: Sequence[Address]
 ) -> dict[str, CachePolicy | int]:
-    """Some key heads streaming, the others whole, all at the same bits."""
+    """Return policies with some KV heads streaming and the others with a full cache, all at the same bits."""
     policies: dict[str, CachePolicy | int] = (
         {} if policy.bits == KEEP_ALL.bits else {",".join(map(str, heads)): policy.bits}
     )
@@ -349,7 +411,7 @@ def _curve_point(
     bits: int,
     policy_sets: list[dict[str, CachePolicy | int]],
 ) -> CacheCurvePoint:
-    """Of one plan its interval, of several the mean, the least and the most."""
+    """Return the loss increase of one plan with its interval, or the mean, minimum and maximum over several plans."""
     models = [model.prune((), cache=rules) if rules else model for rules in policy_sets]
     losses = [evaluation.losses_per_text(item) for item in models]
     differences = [evaluation.difference(model_losses, evaluation.full_losses_per_text) for model_losses in losses]
@@ -363,7 +425,7 @@ def _curve_point(
 
 
 def _tokens_before_eviction(study: CacheStudy, plan: Plan | None) -> int:
-    """Tokens that no head of the plan, or of the curve, has forgotten: all are judged by what comes behind."""
+    """Return the number of first tokens that no KV head of the plan or the curve has evicted yet."""
     rules = () if plan is None else plan.cache
     capacities = [rule.policy.sink_tokens + rule.policy.window for rule in rules if rule.policy.window is not None]
     capacities += [study.sink_tokens + study.window] if study.fractions else []
@@ -371,9 +433,9 @@ def _tokens_before_eviction(study: CacheStudy, plan: Plan | None) -> int:
 
 
 def _split_texts(model: Transformer, study: CacheStudy, length: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
-    """What key heads are chosen on, and what the choice is judged by."""
+    """Return the texts on which KV heads are ranked and the texts for the evaluation."""
     corpus = study.corpus
-    if corpus is None:  # sentences are too short to forget anything
+    if corpus is None:  # single sentences are shorter than the window
         corpus = " ".join(item.text for item in Corpus.probe_set().items())
     texts = TokenizedCorpus.of(model, corpus, length).first(study.max_texts)
     if study.test is not None:
@@ -382,14 +444,20 @@ def _split_texts(model: Transformer, study: CacheStudy, length: int) -> tuple[To
 
 
 def _check(model: Transformer, study: CacheStudy, saves_output: bool) -> None:
-    model.check_native("caches by head are for headwise's own models")
+    model.check_native("cache policies per KV head are supported only for headwise's own models")
     if model.spec.kind != "decoder":
-        raise HeadwiseError(f"a cache is what a decoder writes on with; this is an {model.spec.kind}, which has none.")
+        raise UnsupportedModelError(
+            f"model: only a decoder generates text with a KV cache. Got an {model.spec.kind}. Use a decoder."
+        )
     if model.tokenizer is None or model.output is None:
-        raise HeadwiseError(
-            "this model cannot be asked for tokens, so a cache cannot be judged; use hw.plan_pruning(model, cache=…)."
+        raise UnsupportedModelError(
+            "model: it has no tokenizer or no language modeling head, so the loss with a smaller cache cannot be measured. "
+            "Make a plan without evaluation: hw.plan_pruning(model, cache=…)."
         )
     if saves_output and not study.applies_plan:
-        raise HeadwiseError(CACHE_USAGE)
+        raise ArgumentError(CACHE_USAGE)
     if study.max_texts < 2 and study.needs_corpus_split and study.test is None:
-        raise HeadwiseError("a single text cannot both choose key heads and judge the choice; raise max_texts.")
+        raise ArgumentError(
+            "max_texts: ranking KV heads and evaluating them need different texts, so at least 2. "
+            f"Got {study.max_texts}. Increase max_texts, or give test=…."
+        )

@@ -1,8 +1,8 @@
-"""Gates that learn to close: the loss itself finds the heads to keep, all of them weighed together.
+"""Rank heads with learned L0 gates: training on the loss selects all heads to keep jointly.
 
-A hard-concrete gate (https://arxiv.org/abs/1712.01312) is a random number that is often exactly 0 or exactly 1, and yet has a
-slope in log α, which says where it mostly lies. Each head gets one (https://arxiv.org/abs/1905.09418), drawn anew for every
-text, and the expected share of open gates is led down to what shall be kept.
+A hard-concrete gate (https://arxiv.org/abs/1712.01312) is a random number that is often exactly 0 or 1, but differentiable
+in its location parameter log α. Each head has one gate (https://arxiv.org/abs/1905.09418), sampled for every text. During
+training the expected fraction of open gates is lowered to the fraction of heads to keep.
 """
 
 import copy
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from headwise.analysis.ablation.eval_targets import TargetBatch, check_metric, evaluable_samples, make_target_batch
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.kernels.enable_grad import gradients_enabled
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.loss import IGNORE_INDEX
@@ -29,11 +29,15 @@ from headwise.training.batch_samplers import ShuffledWindowSampler
 from headwise.training.optimizer import make_optimizer, trainable_parameters
 from headwise.training.recipe import Recipe
 
-BETA, GAMMA, ZETA = 0.33, -0.1, 1.1  # how soft a gate is, and how far it is stretched below 0 and above 1
-INITIAL_LOG_ALPHA = 2.0  # log α at first: nearly every gate is open
-ANNEAL_FRACTION = 0.5  # the share of the steps in which the share of open gates goes down; then it stays
-DEFAULT_MAX_LENGTH = 128  # tokens of a text, where nobody has said it
-WEIGHT_RECIPE = Recipe(learning_rate=1e-4, weight_decay=0.0)  # how weights learn beside the gates
+BETA, GAMMA, ZETA = (
+    0.33,
+    -0.1,
+    1.1,
+)  # temperature, and the interval to which gates are stretched before clipping to [0, 1]
+INITIAL_LOG_ALPHA = 2.0  # nearly all gates are open at the start
+ANNEAL_FRACTION = 0.5  # fraction of the steps in which the fraction of open gates is lowered
+DEFAULT_MAX_LENGTH = 128  # tokens per text
+WEIGHT_RECIPE = Recipe(learning_rate=1e-4, weight_decay=0.0)  # for weights that are trained together with the gates
 
 
 def learn_gates(
@@ -49,16 +53,29 @@ def learn_gates(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[Address, float]:
-    """How probably each head's gate is open when the share `keep` of all is: near 1 for heads worth keeping.
+    """Train gates and return the probability that the gate of each head is open.
 
-    What is made small is what `importance` measures: the loss on the texts of `corpus`, or how far the mean state of a model
-    without output has moved. A step reads `batch` texts, long ones cut at `context` tokens (None: 128, or what the model
-    can read). The model stays as it is, unless `train_weights` is True: then its weights learn beside the gates, in
-    place.
+    The training loss is the loss that `importance` measures: that of the texts, or the change of the mean hidden state if the
+    model has no language modeling head.
+
+    Args:
+        model: The model. It is not changed unless `train_weights` is True.
+        corpus: A text, a list of texts, a path or a Corpus.
+        keep: Expected fraction of open gates at the end of training.
+        steps: Training steps.
+        rate: Learning rate of the gates.
+        batch: Texts per step.
+        context: Maximum number of tokens per text; longer texts are truncated. None: 128, or the context of the model.
+        train_weights: Also train the weights of the model, in place.
+        seed: Seed of gates and batches.
+        progress: Called with a label, the work done and the total.
+
+    Returns:
+        Probability of an open gate for each head: near 1 for heads to keep.
     """
     _check(model, keep, steps, rate, batch)
     samples = _select_samples(model, corpus, context, steps * batch)
-    # The order of training; a window is one text.
+    # Shuffles the texts: each window is the index of one text.
     sampler = ShuffledWindowSampler(np.arange(len(samples) + 1), context=1, seed=seed)
     with gradients_enabled(model), gate_training(model, train_weights), torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -76,7 +93,10 @@ def learn_gates(
                 optimizer.zero_grad()
             loss = _gated_loss(model, reference_model, target_batch, gates.sample(batch))
             if not loss.isfinite():
-                raise HeadwiseError(f"the loss is {loss.item()} at step {step + 1}; are all weights finite numbers?")
+                raise HeadwiseError(
+                    f"loss: it is not finite. Got {loss.item()} at step {step + 1}. "
+                    "Check the model weights for NaN and infinity."
+                )
             loss.backward()
             add_sparsity_gradient(gates)
             if train_weights:
@@ -92,7 +112,7 @@ def learn_gates(
 
 
 class LearnedGates(nn.Module):
-    """A hard-concrete gate for each of N heads; what is learned is `log_alpha` (N,), layer after layer.
+    """Hard-concrete gates of N heads. The parameter `log_alpha` (N,) is ordered by layer.
 
     >>> gates = LearnedGates({LayerAddress("", 0): 4, LayerAddress("", 1): 2}, initial_log_alpha=0.0)
     >>> {str(layer): tuple(gate.shape) for layer, gate in gates.sample(3).items()}
@@ -107,35 +127,35 @@ class LearnedGates(nn.Module):
         self.log_alpha = nn.Parameter(torch.full((sum(self.heads.values()),), initial_log_alpha))
 
     def sample(self, B: int) -> dict[LayerAddress, Tensor]:
-        """Gates for B texts, drawn anew: (B, H) for each layer, with a slope in log α."""
+        """Sample gates for B texts, (B, H) for each layer, differentiable in log α."""
         u = torch.rand(B, len(self.log_alpha), device=self.log_alpha.device)  # (B, N)
         noise = u.logit(eps=torch.finfo(u.dtype).eps)  # log u − log(1 − u)
         return self._split_by_layer(torch.sigmoid((noise + self.log_alpha) / BETA))
 
     def deterministic_gates(self) -> dict[LayerAddress, Tensor]:
-        """Gates without chance: (H,) for each layer; 0 where log α is below −2.398, 1 where it is above 2.398."""
+        """Return gates without noise, (H,) for each layer: 0 if log α is below −2.398, 1 if it is above 2.398."""
         return self._split_by_layer(torch.sigmoid(self.log_alpha))
 
     def open_probability(self) -> Tensor:
-        """How probable it is that a drawn gate is not 0: (N,)."""
+        """Return the probability that a sampled gate is not 0, (N,)."""
         return torch.sigmoid(self.log_alpha - BETA * math.log(-GAMMA / ZETA))
 
     def open_fraction(self) -> Tensor:
-        """The share of all gates expected to be open."""
+        """Return the expected fraction of open gates."""
         return self.open_probability().mean()
 
     @torch.no_grad()
     def set_open_fraction(self, fraction: float) -> None:
-        """Move all log α by the same amount, so that this share of gates is expected to be open."""
+        """Shift all log α by the same amount, so that this fraction of gates is expected to be open."""
         low, high = -100.0, 100.0
         start = self.log_alpha.clone()
-        for _ in range(50):  # the share rises with the amount, so halving finds it
+        for _ in range(50):  # bisection: the fraction is monotonic in the shift
             shift = (low + high) / 2
             self.log_alpha.copy_(start + shift)
             low, high = (shift, high) if self.open_fraction().item() < fraction else (low, shift)
 
     def _split_by_layer(self, gates: Tensor) -> dict[LayerAddress, Tensor]:
-        """Stretch what lies between 0 and 1, cut it off there, and share it out: (…, N) → (…, H) each."""
+        """Stretch gates to [GAMMA, ZETA], clip them to [0, 1] and split them by layer: (…, N) → (…, H) each."""
         clipped = (gates * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
         return dict(zip(self.heads, clipped.split(list(self.heads.values()), -1), strict=True))
 
@@ -143,15 +163,18 @@ class LearnedGates(nn.Module):
 def _check(model: ModelProtocol, keep: float, steps: int, rate: float, batch: int) -> None:
     check_metric(model, "loss")
     if not model.spec.head_addresses:
-        raise HeadwiseError("this model has no heads left, so there is nothing to gate.")
+        raise UnsupportedModelError("model: it has no heads, so there is nothing to gate. Use a model with heads.")
     if not 0 <= keep <= 1:
-        raise HeadwiseError(f"keep is the share of heads that shall stay, from 0 to 1; got {keep}.")
+        raise ArgumentError(f"keep: the fraction of remaining heads must be from 0 to 1. Got {keep}. Use keep=0.5.")
     if steps < 1 or batch < 1 or not 0 < rate < math.inf:
-        raise HeadwiseError(f"steps and batch must be at least 1, the rate above 0; got {steps}, {batch} and {rate}.")
+        raise ArgumentError(
+            "steps, batch, rate: steps and batch must be at least 1, and rate a finite number above 0. "
+            f"Got steps={steps}, batch={batch}, rate={rate}. Use the defaults: steps=200, batch=8, rate=0.1."
+        )
 
 
 def _select_samples(model: ModelProtocol, corpus: Any, context: int | None, max_samples: int) -> list[TextSample]:
-    """The texts that will be read, no more of a large corpus than that."""
+    """Return at most `max_samples` texts that can be evaluated, without tokenizing the remaining corpus."""
     max_length = min(DEFAULT_MAX_LENGTH, model.spec.context) if context is None else context
     if isinstance(corpus, TokenizedCorpus):
         max_length = min(max_length, corpus.chunking.max_length)
@@ -162,7 +185,7 @@ def _select_samples(model: ModelProtocol, corpus: Any, context: int | None, max_
 
 @contextmanager
 def gate_training(model: ModelProtocol, train_weights: bool) -> Iterator[None]:
-    """While open, weights that do not learn ask for no gradient; afterwards flags, gradients and modes are as before."""
+    """Disable gradients of weights that are not trained inside the context. Restore flags, gradients and modes after it."""
     saved = {parameter: (parameter.requires_grad, parameter.grad) for parameter in model.parameters()}
     with eval_mode(model):
         try:
@@ -180,7 +203,7 @@ def gate_training(model: ModelProtocol, train_weights: bool) -> Iterator[None]:
 def _gated_loss(
     model: ModelProtocol, reference_model: ModelProtocol, batch: TargetBatch, gates: dict[LayerAddress, Tensor]
 ) -> Tensor:
-    """The mean loss of a token with these gates; without an output, how far each text's mean state moved, on average."""
+    """Return the mean loss per token with these gates, or the mean change of the mean hidden states without an output."""
     hidden = batch.select_target_rows(batch.final_hidden_states(model, gates))  # (B, R, D)
     if batch.targets is None:
         with torch.no_grad():
@@ -195,10 +218,10 @@ def _gated_loss(
 
 
 def add_sparsity_gradient(gates: LearnedGates) -> None:
-    """Add the price of an open gate, λ · Σ P(open), to the slope of the loss: λ such that the sum leads neither up nor down.
+    """Add λ · ∂ Σ P(open) / ∂ log α to the gradient, with λ such that the sum of open probabilities does not change.
 
-    So λ need not be guessed: it is the Lagrange multiplier of the constraint that so many gates are open, as the slopes of
-    this step give it. Heads worth more than that open, the others close.
+    λ is the Lagrange multiplier of the constraint on the number of open gates, computed from the gradients of this step, so
+    that it is not a hyperparameter. Gates of heads that lower the loss by more than λ open, and the others close.
     """
     grad = gates.log_alpha.grad  # (N,)
     assert grad is not None

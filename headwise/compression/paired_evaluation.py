@@ -1,4 +1,4 @@
-"""What a change costs: the same texts asked of the full model and of smaller ones, text by text, with intervals."""
+"""Measure the loss of changed models against the full model on the same texts, with confidence intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,20 +13,27 @@ from headwise.analysis.ablation.eval_targets import TargetBatch, check_metric, e
 from headwise.analysis.ablation.head_outputs import eval_corpus
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval, bootstrap_interval
 from headwise.analysis.recording.batching import make_batches
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 
-BATCH_TOKENS = 2048  # run at once
+BATCH_TOKENS = 2048  # tokens per batch
 
 
 def nan_to_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `asdict`: what is not known, NaN, is None, as JSON has it."""
+    """Build a dict for `asdict` in which NaN and infinity are None, for JSON."""
     return {name: None if isinstance(value, float) and not np.isfinite(value) else value for name, value in items}
 
 
 @dataclass(frozen=True)
 class LossEstimate:
-    """A mean with its 95 % interval."""
+    """A mean with its 95% confidence interval.
+
+    Attributes:
+        mean: Mean.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+    """
 
     mean: float
     low: float
@@ -35,23 +42,36 @@ class LossEstimate:
 
 @dataclass(frozen=True, eq=False)
 class PairedEvaluator:
-    """Texts to ask models for, and the full model's answers.
+    """Evaluation texts, and the scores of the full model on them.
 
-    A decoder is asked for every next token, an encoder for hidden ones, an encoder-decoder for the text of a pair; without
-    an output, the loss of a text is how far its mean state has turned from the full model's, 1 − cosine.
+    The loss of a decoder is that of each next token, of an encoder that of masked tokens, and of an encoder-decoder that of
+    the target text. Without a language modeling head, the loss of a text is 1 − cosine between the mean hidden states of the
+    changed and the full model.
+
+    Attributes:
+        batches: Batches of texts with their targets.
+        full_answers: Score of the full model on each batch.
+        counts: Number of targets of each text, (texts,).
     """
 
     batches: tuple[TargetBatch, ...]
-    full_answers: tuple[Tensor, ...]  # for each batch the full model's answers
-    counts: np.ndarray  # (texts,): how many answers each gives
+    full_answers: tuple[Tensor, ...]
+    counts: np.ndarray
 
     @staticmethod
     def of(
         model: ModelProtocol, corpus: Any, max_length: int | None = None, *, skip_tokens: int = 0
     ) -> "PairedEvaluator":
-        """Read texts and ask the full model; plain text is cut into units of `max_length` tokens, as `importance` does.
+        """Tokenize texts and evaluate the full model.
 
-        With `skip_tokens`, next tokens are asked for only behind the first so many of each text.
+        Args:
+            model: The full model.
+            corpus: A text, a list of texts, a path or a Corpus.
+            max_length: Maximum number of tokens per text. Longer plain texts are split into chunks, as in `importance`.
+            skip_tokens: Number of first tokens of each text that are not evaluated.
+
+        Returns:
+            An evaluator with the scores of the full model.
         """
         check_metric(model, "loss")
         samples = evaluable_samples(model, eval_corpus(model, corpus, max_length))
@@ -60,8 +80,9 @@ class PairedEvaluator:
             for batch in make_batches(samples, BATCH_TOKENS, device=model.device)
         )
         if not sum(float(target_batch.targets_per_text.sum()) for target_batch in batches):
-            raise HeadwiseError(
-                f"no text is longer than {skip_tokens + 1} tokens, so there is nothing to judge by; give longer ones."
+            raise ArgumentError(
+                f"corpus: no text is longer than {skip_tokens + 1} tokens, so no token can be evaluated. "
+                "Give longer texts."
             )
         return PairedEvaluator.of_batches(model, batches)
 
@@ -73,35 +94,36 @@ class PairedEvaluator:
 
     @property
     def metric(self) -> str:
-        """What is measured."""
-        return "1 − cosine" if self.batches[0].targets is None else "nats a token"
+        """Unit of the loss."""
+        return "1 − cosine" if self.batches[0].targets is None else "nats per token"
 
     @property
     def full_losses_per_text(self) -> np.ndarray:
-        """The full model's summed loss on each text, (texts,)."""
+        """Summed loss of the full model on each text, (texts,)."""
         return self._losses(self.full_answers)
 
     def losses_per_text(self, model: ModelProtocol) -> np.ndarray:
-        """A smaller model's summed loss on each text, (texts,)."""
+        """Return the summed loss of a changed model on each text, (texts,)."""
         return self._losses([_answers(model, target_batch) for target_batch in self.batches])
 
     def mean_loss(self, losses: np.ndarray) -> LossEstimate:
-        """The mean loss."""
+        """Return the mean loss with its interval over texts."""
         return _estimate(losses.sum() / self.counts.sum(), bootstrap_interval(losses, self.counts))
 
     def difference(self, losses: np.ndarray, others: np.ndarray) -> LossEstimate:
-        """How much more is lost than by others, on the same texts."""
+        """Return the mean loss minus that of other losses on the same texts, paired by text."""
         mean = (losses - others).sum() / self.counts.sum()
         return _estimate(mean, bootstrap_difference_interval(losses, self.counts, others, self.counts))
 
     def difference_from_random(
         self, losses: np.ndarray, others: Sequence[np.ndarray], level: float = 0.95
     ) -> LossEstimate:
-        """How much more is lost than by others that were drawn by chance, on average over all that could be drawn.
+        """Return the mean loss minus the expected loss of random plans.
 
-        Other texts would have given another mean, and so would other draws. Each has Student's interval, by its own degrees
-        of freedom, for three draws know little of their own spread; the squares of the two half-widths are added. That is
-        exact where one of the two rules, and rather too wide between. Of one draw, or one text, there is none: NaN.
+        The interval covers the choice of texts and the choice of random plans. Each has a Student t interval with its own
+        degrees of freedom, because three random plans say little about their variance. The squares of the two half-widths
+        are added. This is exact if one source dominates, and conservative otherwise. The interval is NaN for a single
+        random plan or a single text.
         """
         counts, random_losses = self.counts[self.counts > 0], np.stack(others)[:, self.counts > 0]  # (n,), (S, n)
         gaps, total = losses[self.counts > 0] - random_losses, counts.sum()
@@ -121,12 +143,12 @@ class PairedEvaluator:
             batch.loss_increase(answer, full_answer).clamp(min=0) if batch.targets is None else answer
             for batch, answer, full_answer in pairs
         ]
-        return torch.cat(text_losses).double().cpu().numpy()
+        return to_float64(torch.cat(text_losses)).cpu().numpy()
 
 
 @torch.no_grad()
 def _answers(model: ModelProtocol, batch: TargetBatch) -> Tensor:
-    """Summed surprise of each text, (B,), or its mean state, (B, D)."""
+    """Return the summed loss of each text, (B,), or its mean hidden state, (B, D)."""
     with eval_mode(model):
         return batch.score_hidden_states(model, batch.select_target_rows(batch.final_hidden_states(model)))
 

@@ -1,6 +1,6 @@
-"""A number hidden in a long text and asked for at its end: what a loss hardly shows, and a head that forgets may lose.
+"""Pass-key test: retrieve a number hidden in a long text. A head that evicts tokens may fail it at nearly the same loss.
 
-Judged on the cases the whole model answers: what it cannot do, nothing can be said about.
+Only cases that the full model answers correctly are evaluated.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import torch
 
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.cache import ModelCache
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.model import Transformer
 from headwise.text.corpus import Corpus
 
@@ -23,7 +23,13 @@ KEY_DIGITS = 5
 
 @dataclass(frozen=True)
 class PasskeyCase:
-    """A prompt of token ids, the digits that should follow, and how deep they were hidden, 0 being the beginning."""
+    """A pass-key prompt.
+
+    Attributes:
+        ids: Token ids of the prompt.
+        key: Digits that should follow.
+        depth: Relative position of the key in the text, from 0 (start) to 1 (end).
+    """
 
     ids: tuple[int, ...]
     key: str
@@ -32,15 +38,23 @@ class PasskeyCase:
 
 @dataclass(frozen=True)
 class PasskeyResults:
-    """Which cases a model answered; `retained` compares with the whole model's."""
+    """Results of a model on pass-key prompts.
+
+    Attributes:
+        cases: The prompts.
+        correct: Whether the model generated the key, for each prompt.
+    """
 
     cases: tuple[PasskeyCase, ...]
     correct: tuple[bool, ...]
 
     def count_retained(self, full: "PasskeyResults") -> tuple[int, int]:
-        """Of the cases the whole model answers, how many this one answers too; and how many those are."""
+        """Return how many of the cases that the full model answers this model answers too, and how many the full one does."""
         if self.cases != full.cases:
-            raise HeadwiseError("two models are compared on the same cases; ask both for the same ones.")
+            raise ArgumentError(
+                "full: the results of the full model are on other cases than the results of this model. "
+                "Run both models on the same cases: run_passkeys(model, cases)."
+            )
         answered = [
             own_correct for own_correct, full_correct in zip(self.correct, full.correct, strict=True) if full_correct
         ]
@@ -53,7 +67,7 @@ class PasskeyResults:
 def make_passkey_cases(
     model: Transformer, corpus: Any, length: int, count: int = 10, seed: int = 0
 ) -> tuple[PasskeyCase, ...]:
-    """Prompts of just `length` tokens out of a corpus, a pass key in each, at depths from beginning to end."""
+    """Return prompts of exactly `length` tokens with a pass key each, at depths from start to end of the text."""
     tokenizer = tokenizer_of(model)
     prefix, suffix = tokenizer.template_ids
 
@@ -68,9 +82,9 @@ def make_passkey_cases(
         needle, question = encode_bare(KEY_TEMPLATE.format(key=key)), encode_bare(QUESTION)
         hay_tokens = length - len(prefix) - len(needle) - len(question)
         if hay_tokens < 2 or len(haystack) < hay_tokens:
-            raise HeadwiseError(
-                f"a prompt of {length} tokens holds a pass key, and at least {max(2, hay_tokens)} tokens of text around it; "
-                f"the text has {len(haystack)}."
+            raise ArgumentError(
+                f"length: a prompt of {length} tokens needs a pass key, its question and {max(2, hay_tokens)} tokens of "
+                f"other text. Got a text of {len(haystack)} tokens. Give more text, or a length that fits."
             )
         start = int(rng.integers(0, len(haystack) - hay_tokens + 1))
         depth = (index + 0.5) / count
@@ -84,9 +98,15 @@ def make_passkey_cases(
 def run_passkeys(
     model: Transformer, cases: Sequence[PasskeyCase], make_cache: Callable[[], ModelCache] | None = None
 ) -> PasskeyResults:
-    """Let a model write on after each prompt; right is who writes the digits of the key first.
+    """Generate tokens after each prompt. A case is correct if the text starts with the digits of the key.
 
-    `make_cache` makes the cache of each case; None: what the model's spec says.
+    Args:
+        model: The model.
+        cases: Prompts from `make_passkey_cases`.
+        make_cache: Function that makes the cache for each case. None: the cache of the model's spec.
+
+    Returns:
+        Whether each case is correct.
     """
     tokenizer, correct = tokenizer_of(model), []
     for case in cases:

@@ -1,7 +1,7 @@
-"""Make plans and apply them. `prune` does both in one call.
+"""Make pruning and streaming plans, and apply them. `prune` does both in one call.
 
-A layer computes Σ_h z[h] W_O[h] + b_O. Pruning a head removes its term from the sum. Folding keeps the mean of the term:
-b_O + mean(z[h]) W_O[h], the mean over a corpus, at no cost.
+An attention layer computes Σ_h z[h] W_O[h] + b_O. Pruning head h removes its term from the sum. Folding adds the mean of the
+removed term over a corpus to the output bias, b_O + mean(z[h]) W_O[h], which costs nothing at inference.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from headwise.compression.quantize import quantize_to_spec
 from headwise.compression.rankers import RANKERS
 from headwise.compression.select_heads import compute_folded_biases, select_heads_to_prune
 from headwise.compression.streaming_selection import STREAM_RANKERS, StreamingRequest, select_streaming_heads
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.head import HeadPattern
 from headwise.model import ModelProtocol, Transformer, check_model
 from headwise.model.prune import heads_to_prune
@@ -42,21 +42,27 @@ def prune(
     gate_steps: int = 200,
     progress: Progress | None = None,
 ) -> M:
-    """Return a smaller model without the named or the lowest-ranked heads. The given model stays unchanged.
+    """Return a smaller model without the named or the lowest-ranked heads. The given model is not changed.
 
-    `plan_pruning` makes the plan alone, to be printed, saved and applied later. `prune_study` also reports the cost.
+    `plan_pruning` makes only the plan, to print, save or apply later. `prune_study` also reports the loss increase.
 
     Args:
-        model: The model.
-        keep: Fraction of the heads that remain.
+        model: The model to prune.
+        keep: Fraction of the heads that remain, above 0 and at most 1.
         heads: Heads to prune, by address or pattern, instead of `keep`.
         ranking: Ranking method: ablation, gradient, random or gates.
         fold_mean: Fold the mean output of each pruned head over `corpus` into the output bias of its layer.
-        corpus: A text, a list of texts, a path or a Corpus, on which heads are ranked and means are taken.
+        corpus: A text, a list of texts, a path or a Corpus. Heads are ranked and means are taken on it.
         rounds: Number of pruning rounds. Each round ranks the remaining heads again.
         seed: Seed of random rankings and gates.
         gate_steps: Training steps of learned gates.
         progress: Called with a label, the work done and the total.
+
+    Returns:
+        A new model of the same class. The remaining heads keep their addresses.
+
+    Raises:
+        ArgumentError: If neither or both of `keep` and `heads` are given, or a needed corpus is missing.
 
     >>> from headwise.spec import preset
     >>> small = prune(Transformer(preset("nano")), keep=0.5, ranking="random", fold_mean=False)
@@ -81,36 +87,39 @@ def plan_pruning(
     means: MeanActivations | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Plan which heads are pruned, what KV heads cache, and at how many bits weights are stored.
+    """Plan pruned heads, cache policies of KV heads, and weight bits of a model.
 
     Args:
-        model: The model.
-        request: Heads to prune. None plans caches and weights alone.
-        cache: Cache policies of KV heads, {"5.*": CachePolicy(sink_tokens=4, window=128), "0.1": 8}; a number is bits. KV
-            heads that are not named keep their policy. `plan_streaming` chooses KV heads.
-        weights: Bits of the weights of the remaining heads, as in `hw.quantize`.
-            `hw.allocate_bits(…).bits_by_head_and_part` chooses them.
-        group_size: Numbers along the input that share a scale.
+        model: The model. It is not changed.
+        request: Heads to prune. None plans only caches and weights.
+        cache: Cache policies of KV heads, {"5.*": CachePolicy(sink_tokens=4, window=128), "0.1": 8}. A number means bits.
+            KV heads that are not named keep their policy. `plan_streaming` selects KV heads automatically.
+        weights: Bits of the weights of the remaining heads, in the format of `hw.quantize`.
+            `hw.allocate_bits(…).bits_by_head_and_part` selects them automatically.
+        group_size: Number of consecutive input weights that share a quantization scale.
         basis: Basis in which the weights of heads are quantized.
         activation_bits: Bits of the activations that quantized weights are multiplied by.
-        means: Mean activations of the heads over the corpus of the request, if they are known already.
+        means: Mean activations of the heads over the corpus of the request, if they were computed before.
         progress: Called with a label, the work done and the total.
+
+    Returns:
+        A plan for this model. `apply` returns the changed model.
 
     >>> from headwise.spec import preset
     >>> model = Transformer(preset("nano"))
     >>> plan = plan_pruning(model, PruneRequest(heads="5.1,3.*", fold_mean=False))
     >>> print(plan)
-    7 of 36 heads are cut, named by hand; nothing is folded.
-      layer 3 loses 0 1 2 3 4 5, all it had
+    7 of 36 heads are pruned, named by hand; nothing is folded.
+      layer 3 loses 0 1 2 3 4 5 (all heads)
       layer 5 loses 1
     >>> len(apply(plan, model).spec.head_addresses)
     29
     >>> print(plan_pruning(model, cache={"0-1.*": CachePolicy(sink_tokens=4, window=64), "2.0": 8}))
-    13 of 36 key heads keep less, named by hand.
+    13 of 36 KV heads cache less, named by hand.
       streaming 4 + 64: 0.0 0.1 0.2 0.3 0.4 0.5 1.0 1.1 1.2 1.3 1.4 1.5
       8 bits: 2.0
     >>> print(plan_pruning(model, weights={"*": 8, "5.1": 4, "mlp": 8}))
-    Weights are stored at few bits, in groups of 32.
+    Weights are quantized in groups of 32.
       mlp: 8 bits
       W_Q: 35 at 8 bits, 1 at 4 bits
       W_K: 35 at 8 bits, 1 at 4 bits
@@ -123,7 +132,7 @@ def plan_pruning(
         request = PruneRequest()
     rules = model.spec.cache if cache is None else _merged_cache_rules(model, cache)
     if weights is not None:
-        model.check_native("weights are packed by head in headwise's own models")
+        model.check_native("weights can be quantized per head only in headwise's own models")
         # Raises for wrong bits before long work.
         model.spec.quantized(weights, group_size=group_size, activation_bits=activation_bits)
     if request is not None:
@@ -133,7 +142,7 @@ def plan_pruning(
         plan = _add_pruned_heads(plan, model, request, means, progress)
     if weights is None:
         return plan
-    if plan.pruned_heads:  # a pruned head asks for no bits of the keys that it shared
+    if plan.pruned_heads:  # bits of a pruned head must not constrain the K and V weights that it shared
         weights = drop_pruned_heads(weights, model.spec.head_addresses, plan.pruned_addresses)
     quantized = model.spec.without(plan.pruned_addresses).quantized(weights, group_size=group_size)
     return replace(plan, weight_rules=quantized.weight_rules, basis=basis, activation_bits=activation_bits)
@@ -180,12 +189,20 @@ def _add_pruned_heads(
 def plan_streaming(
     model: Transformer, request: StreamingRequest | None = None, *, progress: Progress | None = None
 ) -> Plan:
-    """Plan which KV heads stream: the lowest-ranked ones cache only the first tokens and a window of the last ones.
+    """Plan which KV heads stream. The lowest-ranked KV heads cache only the sink tokens and a window of recent tokens.
 
     Args:
-        model: A decoder of our own.
+        model: A headwise decoder (not an attached model).
         request: Fraction of the KV heads that stream, their window and their ranking. None takes the defaults.
         progress: Called with a label, the work done and the total.
+
+    Returns:
+        A plan with cache rules and the score of each KV head. `apply` returns the changed model.
+
+    >>> from headwise.spec import preset
+    >>> plan = plan_streaming(Transformer(preset("nano")), StreamingRequest(0.5, window=64, ranking="random"))
+    >>> plan.cache[0].policy, len(plan.cache[0].heads)
+    (CachePolicy(bits=32, sink_tokens=4, window=64), 18)
     """
     check_model(model)
     request = StreamingRequest() if request is None else request
@@ -208,8 +225,19 @@ def apply(plan: Plan, model: M, *, check: bool = True) -> M:
 
     Args:
         plan: A plan made for this model.
-        model: The model, with the weights the plan was made for.
-        check: Raise if the plan was made for another model or for other weights. All weights are read for that.
+        model: The model, with the weights that the plan was made for.
+        check: Raise if the plan was made for another model or for other weights. The check reads all weights.
+
+    Returns:
+        A new model with the heads, caches and weight bits of the plan.
+
+    Raises:
+        HeadwiseError: If `check` is True and the plan does not belong to the model.
+
+    >>> from headwise.spec import preset
+    >>> model = Transformer(preset("nano"))
+    >>> len(apply(plan_pruning(model, PruneRequest(heads="0.*", fold_mean=False)), model).spec.head_addresses)
+    30
     """
     if check:
         _check_ranking_names(plan)
@@ -228,12 +256,13 @@ def apply(plan: Plan, model: M, *, check: bool = True) -> M:
 def _check_ranking_names(plan: Plan) -> None:
     for ranking, rankers in ((plan.ranking, RANKERS), (plan.cache_ranking, STREAM_RANKERS)):
         if ranking not in ("named", *rankers):
-            raise HeadwiseError(f"a plan cannot be made by {ranking!r}; {suggest_names(ranking, ('named', *rankers))}")
+            names = ("named", *rankers)
+            raise ArgumentError(f"plan: unknown ranking method. Got {ranking!r}; {suggest_names(ranking, names)}")
 
 
 def _merged_cache_rules(model: ModelProtocol, cache: CachePolicies) -> tuple[CacheRule, ...]:
-    """Return the cache rules of the model with new policies; KV heads that are not named keep theirs."""
-    model.check_native("caches by head are for headwise's own models, or leave cache out")
+    """Return the cache rules of the model, updated with new policies. KV heads that are not named keep theirs."""
+    model.check_native("cache policies per KV head are supported only for headwise's own models; leave out `cache`")
     new = model.spec.with_cache(cache).cache
     old = {",".join(rule.heads): rule.policy for rule in model.spec.cache}
     return rules_from_policies(

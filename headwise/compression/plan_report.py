@@ -1,4 +1,4 @@
-"""What a plan brought and what it cost: sizes, speed, and the loss beside that of random plans of equal cost."""
+"""Report the effect of a plan: sizes, speed, and the loss compared with random plans of equal size."""
 
 import copy
 from collections.abc import Callable
@@ -14,34 +14,43 @@ from headwise.compression.paired_timing import PairedTiming, interleaved_timing
 from headwise.compression.quantize import quantize
 from headwise.compression.select_heads import compute_folded_biases, lowest_scoring, rank_heads
 from headwise.distributed.parallel_cost import cache_bytes
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec
 from headwise.spec.weight_bits import FULL_PRECISION, NON_HEAD_PARTS, Basis
 
-BENCHMARK_TOKENS = 512  # tokens of the text that operations are counted for and speed is measured on
-TIMING_REPEATS = 9  # in which both models are timed
-TrainFunction = Callable[[ModelProtocol], object]  # trains a model further, in place
+BENCHMARK_TOKENS = 512  # length of the text for operation counts and timing
+TIMING_REPEATS = 9  # interleaved timings of both models
+TrainFunction = Callable[[ModelProtocol], object]  # trains a model in place
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a model takes. Operations are those of matrix products in one pass over a text, hidden pairs left out."""
+    """Size of a model and cost of one forward pass.
+
+    Attributes:
+        heads: Number of heads.
+        kv_heads: Number of KV heads.
+        layers_without_heads: Number of attention layers whose heads are all pruned.
+        parameters: Number of weights.
+        cache_bytes_per_token: Mean bytes of the KV cache per token of the benchmark text.
+        operations: Floating-point operations of matrix products in one pass over the text, without masked pairs.
+    """
 
     heads: int
     kv_heads: int
     layers_without_heads: int
     parameters: int
-    cache_bytes_per_token: int  # of a text of that length
+    cache_bytes_per_token: int
     operations: int
 
     @staticmethod
     def of(spec: ModelSpec, length: int = BENCHMARK_TOKENS, element_bytes: int = 4) -> "Footprint":
-        """Count, without building anything.
+        """Compute the footprint from a spec, without building the model.
 
         >>> from headwise.spec import preset
-        >>> Footprint.of(preset("smollm2-135m")).cache_bytes_per_token  # 30 layers, 3 heads, a key and a value of 64 numbers
+        >>> Footprint.of(preset("smollm2-135m")).cache_bytes_per_token  # 30 layers, 3 KV heads, keys and values of 64 floats
         46080
         """
         layers = {layer_address: spec.attention_at(layer_address) for layer_address in spec.layer_addresses}
@@ -57,41 +66,75 @@ class Footprint:
 
 @dataclass(frozen=True)
 class RecoveryReport:
-    """The cut model after healing, and what it is to be held against: all trained alike, by the same steps on the same texts.
+    """Loss of the pruned model after recovery fine-tuning, with baselines that had the same training.
 
-    Training on a text also teaches it. So the whole model is trained as well, and so are the random cuts.
+    Fine-tuning on texts also lowers the loss of a full model. So the full model and the randomly pruned models are trained
+    with the same steps on the same texts.
+
+    Attributes:
+        loss: Loss of the recovered model.
+        loss_increase: Loss of the recovered model minus that of the full model before training.
+        full_loss: Loss of the full model after the same training.
+        increase_over_full: Loss of the recovered model minus `full_loss`.
+        random: Loss of each randomly pruned model after the same training.
+        increase_over_random: Loss of the recovered model minus the mean of `random`.
     """
 
     loss: LossEstimate
-    loss_increase: LossEstimate  # than the whole model's, which was not trained
-    full_loss: LossEstimate  # the loss of the whole model, trained alike
+    loss_increase: LossEstimate
+    full_loss: LossEstimate
     increase_over_full: LossEstimate
-    random: tuple[float, ...] = ()  # the loss of random cuts, trained alike, a seed each
-    increase_over_random: LossEstimate | None = None  # loss − their mean
+    random: tuple[float, ...] = ()
+    increase_over_random: LossEstimate | None = None
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Two models side by side; losses with 95 % intervals over texts, differences paired text by text.
+    """Comparison of a model before and after a plan.
 
-    Intervals of differences from random cuts are over texts and over the draws of cuts; of a single draw not known, NaN.
+    Losses have 95% confidence intervals over texts. Differences are paired by text. Intervals of differences from random
+    pruning cover texts and random seeds; they are NaN for a single seed.
+
+    Attributes:
+        before: Footprint of the full model.
+        after: Footprint of the changed model.
+        length: Tokens of the text for operation counts and timing.
+        time: Seconds of a forward pass over that text.
+        metric: Unit of the losses.
+        texts: Number of texts.
+        loss_before: Loss of the full model.
+        loss_after: Loss of the changed model.
+        loss_increase: Loss after minus loss before.
+        random: Loss of each random plan of equal size.
+        increase_over_random: Loss after minus the mean of `random`.
+        recovered: Losses after recovery fine-tuning. None if there was none.
     """
 
     before: Footprint
     after: Footprint
-    length: int  # of the text that operations and speed are told for
-    time: PairedTiming  # seconds of a pass over it
+    length: int
+    time: PairedTiming
     metric: str
     texts: int
     loss_before: LossEstimate
     loss_after: LossEstimate
-    loss_increase: LossEstimate  # loss after − before
-    random: tuple[float, ...] = ()  # the loss of random cuts of the same size, a seed each
-    increase_over_random: LossEstimate | None = None  # loss after − their mean
+    loss_increase: LossEstimate
+    random: tuple[float, ...] = ()
+    increase_over_random: LossEstimate | None = None
     recovered: RecoveryReport | None = None
 
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import plan_report_table
+
+        return plan_report_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import plan_report_table
+
+        return plan_report_table(self).as_html()
+
     def footprint_rows(self) -> list[list[str | int | float]]:
-        """Figure, before, after, and after as a share of before."""
+        """Return rows of quantity, before, after, and the ratio of after to before."""
         rows: list[list[str | int | float]] = []
         for name, value in asdict(self.before).items():
             after_value = getattr(self.after, name)
@@ -100,28 +143,28 @@ class PlanReport:
         return rows
 
     def loss_rows(self) -> list[list[str | float]]:
-        """What, mean, low, high."""
-        seeds = f"{len(self.random)} seeds: mean, least, most"
+        """Return rows of label, mean, low and high."""
+        seeds = f"{len(self.random)} seeds: mean, min, max"
         estimates = {"before": self.loss_before, "after": self.loss_after, "after − before": self.loss_increase}
         if self.increase_over_random is not None:
             estimates |= {
-                f"random cuts, {seeds}": _mean_min_max(self.random),
+                f"random pruning, {seeds}": _mean_min_max(self.random),
                 "after − random": self.increase_over_random,
             }
         if self.recovered is not None:
             recovered = self.recovered
-            estimates |= {"healed": recovered.loss, "healed − before": recovered.loss_increase}
+            estimates |= {"recovered": recovered.loss, "recovered − before": recovered.loss_increase}
             estimates |= {
-                "before, trained alike": recovered.full_loss,
-                "healed − trained alike": recovered.increase_over_full,
+                "before, same training": recovered.full_loss,
+                "recovered − before, same training": recovered.increase_over_full,
             }
             if recovered.increase_over_random is not None:
-                estimates[f"random cuts, healed, {seeds}"] = _mean_min_max(recovered.random)
-                estimates["healed − random, healed"] = recovered.increase_over_random
+                estimates[f"random pruning, recovered, {seeds}"] = _mean_min_max(recovered.random)
+                estimates["recovered − random, recovered"] = recovered.increase_over_random
         return [[name, *asdict(estimate).values()] for name, estimate in estimates.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data; what is not known is None."""
+        """Return the report as plain data. NaN becomes None."""
         result = asdict(self, dict_factory=nan_to_none)
         result["time"] |= {"ratio": self.time.ratio, "differs": self.time.is_clearly_different}
         return result
@@ -142,25 +185,41 @@ def report(
     repeats: int = TIMING_REPEATS,
     progress: Progress | None = None,
 ) -> PlanReport:
-    """Measure a smaller model beside the one it came from, on texts, best such that heads were not chosen on.
+    """Compare a changed model with the full model on texts. The given models are not changed.
 
-    Random plans cut as many heads, let as many key heads keep as little and deal out the same bits, once for each of
-    `seeds`; `means` of cut heads are folded in, where they are given: `mean_activations` over the texts heads were chosen
-    on. Plain text is asked about in units of `max_length` tokens (None: 256).
-    `recover` trains a model further, in place. Then everything is told before and after it: of the smaller model
-    (`recovered`, if that was done already), of the random cuts, and of the whole model trained alike: by `train_full`,
-    where healing has a teacher, from which the whole model would learn nothing. The given models stay as they are.
-    Speed is measured on a text of `length` tokens (None: 512, or the model's context), both models in turn, `repeats` times.
+    Random plans prune as many heads, reduce the cache of as many KV heads and permute the same weight bits.
+
+    Args:
+        before: The full model.
+        after: The changed model.
+        corpus: Texts, preferably none of those on which heads were ranked.
+        means: Mean activations over the texts on which heads were ranked. They are folded into random plans. None folds
+            nothing.
+        max_length: Maximum number of tokens per text. None: 256. Longer plain texts are split into chunks.
+        seeds: Number of random plans.
+        recover: Function that trains a model in place. If given, the changed model, the random plans and the full model are
+            also evaluated after training.
+        recovered: The changed model after `recover`, if that was done before.
+        train_full: Function that trains the full model, if it differs from `recover`. A full model learns nothing from
+            itself as teacher, so recovery with a teacher needs it.
+        length: Tokens of the random text for timing. None: 512, or the context of the model if it is shorter.
+        repeats: Number of timings. Both models are timed in turn.
+        progress: Called with a label, the work done and the total.
+
+    Returns:
+        Sizes, timing and losses with 95% confidence intervals.
     """
     pruned = set(before.spec.head_addresses) - set(after.spec.head_addresses)
     if not set(after.spec.head_addresses) <= set(before.spec.head_addresses) or before.spec.vocab != after.spec.vocab:
-        raise HeadwiseError(
-            "the second model has heads the first has not; give the full model first, then the cut one."
+        raise ArgumentError(
+            "after: this model has heads or a vocabulary that the first model lacks. "
+            "Pass the full model first, then the pruned model."
         )
     if recovered is not None and (recover is None or recovered.spec != after.spec):
-        raise HeadwiseError(
-            "a healed model is the second one, trained further, and what it is held against must be trained alike; give it "
-            "with recover=…, the function that healed it."
+        raise ArgumentError(
+            "recovered: must be a trained copy of the changed model (the second argument), with the same spec. It needs "
+            "recover=…, the function that trained it, because the random plans are trained in the same way. "
+            f"Got {'recover=None' if recover is None else 'a model with another spec'}. Pass both, or only recover=…."
         )
     evaluation = PairedEvaluator.of(before, corpus, max_length)
     mixed_bits = after.spec.weight_rules != before.spec.weight_rules and len(set(_all_head_bits(after.spec))) > 1
@@ -174,7 +233,7 @@ def report(
             recover(random_model)
             random_recovered_losses.append(evaluation.losses_per_text(random_model))
         if progress is not None:
-            progress("random plans" if recover is None else "random plans, healed alike", seed + 1, seeds)
+            progress("random plans" if recover is None else "random plans, recovered", seed + 1, seeds)
     length = min(BENCHMARK_TOKENS, before.spec.context) if length is None else length
     return PlanReport(
         before=_footprint(before, length),
@@ -204,8 +263,8 @@ def _recovery_report(
     recovered: ModelProtocol | None,
     random_losses: list[np.ndarray],
 ) -> RecoveryReport:
-    """Heal copies of both models, and tell what came of it beside random cuts that were healed."""
-    recover, train_full = trainers  # cut models, the whole one
+    """Train copies of both models, and compare the recovered model with its baselines."""
+    recover, train_full = trainers  # for pruned models, for the full model
     full_model = copy.deepcopy(before)
     train_full(full_model)
     full_losses = evaluation.losses_per_text(full_model)
@@ -229,20 +288,20 @@ def _mean_losses(evaluation: PairedEvaluator, loss_sets: list[np.ndarray]) -> tu
 
 
 def _mean_min_max(losses: tuple[float, ...]) -> LossEstimate:
-    """Mean, least and most."""
+    """Return the mean with minimum and maximum as its interval."""
     return LossEstimate(float(np.mean(losses)), min(losses), max(losses))
 
 
 def _footprint(model: ModelProtocol, length: int) -> Footprint:
-    """What a model takes, its parameters counted one by one: a spec of somebody else's model does not tell them all."""
+    """Return the footprint of a model. Parameters are counted, because the spec of an attached model may lack some."""
     footprint = Footprint.of(model.spec, length, next(model.parameters()).element_size())
     if model.spec.weight_rules:
-        return footprint  # what is packed is no parameter, but the numbers are there
+        return footprint  # packed weights are buffers, so model.parameters() would miss them
     return replace(footprint, parameters=sum(value.numel() for value in model.parameters()))
 
 
 def prune_random_heads(model: ModelProtocol, count: int, means: MeanActivations | None, seed: int) -> ModelProtocol:
-    """The model without so many heads drawn by chance, their means folded in where they are given."""
+    """Return the model without `count` random heads. Their mean outputs are folded if means are given."""
     pruned = lowest_scoring(model.spec.head_addresses, rank_heads(model, None, "random", seed=seed), count)
     return model.prune(pruned, compute_folded_biases(model, pruned, means))
 
@@ -250,8 +309,10 @@ def prune_random_heads(model: ModelProtocol, count: int, means: MeanActivations 
 def apply_random_compression(
     model: ModelProtocol, target_spec: ModelSpec, means: MeanActivations | None, seed: int, basis: Basis = "given"
 ) -> ModelProtocol:
-    """The model with as many heads cut as in a spec, as many key heads keeping as little and the same bits, all drawn by
-    chance. Bits go with all heads that share keys, as far as there are as many of them as in the spec."""
+    """Return the model with random heads pruned, random KV heads reduced and weight bits permuted, as many as in the spec.
+
+    Bits are permuted among groups of query heads that share a KV head, if the groups have the same sizes as in the spec.
+    """
     changed = prune_random_heads(model, len(model.spec.head_addresses) - len(target_spec.head_addresses), means, seed)
     if target_spec.cache != model.spec.cache:
         heads = [
@@ -268,16 +329,16 @@ def apply_random_compression(
     group_size = next(rule.group_size for rule in target_spec.weight_rules)
     bits = random_bit_allocation(target_spec, changed.spec, seed)
     activation_bits = target_spec.activation_bits
-    # only models of ours have bits
+    # Only headwise's own models have weight rules.
     return quantize(changed, bits, group_size=group_size, activation_bits=activation_bits, basis=basis)  # pyright: ignore
 
 
 def random_bit_allocation(target_spec: ModelSpec, spec: ModelSpec, seed: int) -> dict[str, int]:
-    """The bits of a spec's heads, dealt anew among those of another spec: what `quantize` takes."""
+    """Return the bits of the heads of one spec, permuted among the heads of another, in the format of `quantize`."""
     rng = np.random.default_rng(seed)
     source_bits = [[_head_bits(target_spec, head) for head in kv_group] for kv_group in _kv_groups(target_spec)]
     heads = _kv_groups(spec)
-    if sorted(map(len, source_bits)) != sorted(map(len, heads)):  # other groups: head by head
+    if sorted(map(len, source_bits)) != sorted(map(len, heads)):  # groups differ: permute single heads
         source_bits, heads = (
             [[head_bits] for kv_group in source_bits for head_bits in kv_group],
             [[head] for kv_group in heads for head in kv_group],
@@ -295,7 +356,7 @@ def random_bit_allocation(target_spec: ModelSpec, spec: ModelSpec, seed: int) ->
 
 
 def _kv_groups(spec: ModelSpec) -> list[list[Address]]:
-    """Heads that share keys, together."""
+    """Return the query heads of each KV head."""
     groups: dict[tuple[str, int], list[Address]] = {}
     for layer_address in spec.layer_addresses:
         layer = spec.attention_at(layer_address)
@@ -305,7 +366,7 @@ def _kv_groups(spec: ModelSpec) -> list[list[Address]]:
 
 
 def _head_bits(spec: ModelSpec, head: Address) -> tuple[int, int]:
-    """Of W_Q and of W_O."""
+    """Return the bits of W_Q and W_O of a head."""
     layer_bits = spec.attention_at(head.layer_address).weight_bits
     return (
         (FULL_PRECISION, FULL_PRECISION) if layer_bits is None else (layer_bits.q[head.head], layer_bits.o[head.head])

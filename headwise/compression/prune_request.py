@@ -1,16 +1,17 @@
-"""The options of pruning in one object: which heads are pruned, how they are chosen, and what replaces them."""
+"""The options of pruning in one object: heads to prune, ranking method and folding."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from headwise.compression.rankers import get_ranker
 from headwise.compression.select_heads import kept_head_count
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads.head import HeadPattern
 from headwise.model import ModelProtocol
 
 PRUNE_USAGE = (
-    "say which heads go, in one way: keep=0.5, the share that stays; heads='5.1,6.*'; or a plan that was saved."
+    "keep, heads, plan: exactly one of them must say which heads to prune. Use keep=0.5 (fraction of heads that remain), "
+    "heads='5.1,6.*', or a saved plan."
 )
 
 
@@ -23,7 +24,7 @@ class PruneRequest:
         heads: Heads to prune, by address or pattern, instead of `keep`.
         ranking: Ranking method: ablation (loss increase without the head), gradient, random or gates (learned gates).
         fold_mean: Fold the mean output of each pruned head over `corpus` into the output bias of its layer.
-        corpus: A text, a list of texts, a path or a Corpus, on which heads are ranked and means are taken.
+        corpus: A text, a list of texts, a path or a Corpus. Heads are ranked and means are taken on it.
         rounds: Number of pruning rounds. Each round ranks the remaining heads again.
         seed: Seed of random rankings and gates.
         gate_steps: Training steps of learned gates.
@@ -32,7 +33,7 @@ class PruneRequest:
     False
     >>> PruneRequest(heads="5.1", keep=0.5)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    headwise.errors.HeadwiseError: say which heads go, in one way: keep=0.5, the share that stays; heads='5.1,6.*'; or a ...
+    headwise.errors.ArgumentError: keep, heads, plan: exactly one of them must say which heads to prune. ...
     """
 
     keep: float | None = None
@@ -46,14 +47,16 @@ class PruneRequest:
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.heads is not None:
-            raise HeadwiseError(PRUNE_USAGE)
+            raise ArgumentError(PRUNE_USAGE)
         get_ranker(self.ranking)
         if type(self.rounds) is not int or self.rounds < 1:
-            raise HeadwiseError(f"rounds must be a whole number of at least 1, got {self.rounds!r}.")
+            raise ArgumentError(
+                f"rounds: must be an integer of at least 1. Got {self.rounds!r}. Use rounds=1 for one round."
+            )
 
     @property
     def has_heads_to_prune(self) -> bool:
-        """Whether the request says which heads are pruned; a curve needs only the ranking method."""
+        """Whether the request names heads or a fraction. A pruning curve needs only the ranking method."""
         return self.keep is not None or self.heads is not None
 
     @property
@@ -67,16 +70,14 @@ class PruneRequest:
         return self.fold_mean or self.ranks_on_corpus
 
     def check(self, model: ModelProtocol) -> None:
-        """Raise if the request cannot be met by this model; called before any work is done."""
+        """Raise if the request does not suit this model."""
         if not self.has_heads_to_prune:
-            raise HeadwiseError(PRUNE_USAGE)
+            raise ArgumentError(PRUNE_USAGE)
         if self.keep is not None:
             kept_head_count(len(model.spec.head_addresses), self.keep)
         if self.corpus is None and self.needs_corpus:
-            reason = (
-                "folding leaves heads' means behind" if self.fold_mean else f"ranking by {self.ranking} asks the model"
-            )
-            needed = "pairs" if model.spec.kind == "encoder-decoder" else "a text"
-            raise HeadwiseError(
-                f"{reason}, so it needs {needed}: give corpus=…{', or fold_mean=False' * self.fold_mean}."
+            reason = "folding the mean outputs of heads" if self.fold_mean else f"the ranking method {self.ranking!r}"
+            needed = "pairs of a source and a text" if model.spec.kind == "encoder-decoder" else "texts"
+            raise ArgumentError(
+                f"corpus: {reason} needs {needed}. Got None. Give corpus=…{', or set fold_mean=False' * self.fold_mean}."
             )

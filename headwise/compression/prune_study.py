@@ -1,4 +1,4 @@
-"""`prune_study`: a cut, and what it brought and cost, beside random cuts of the same size. What `headwise prune` calls."""
+"""Prune a model and measure the result against random pruning of the same size. Called by `headwise prune`."""
 
 import copy
 from contextlib import nullcontext
@@ -13,59 +13,73 @@ from headwise.attached import AttachedModel
 from headwise.compression.plan import apply, plan_pruning
 from headwise.compression.plan_report import PlanReport, report
 from headwise.compression.prune_request import PRUNE_USAGE, PruneRequest
-from headwise.compression.pruning_curve import PruningCurve, default_rankings, pruning_curve
+from headwise.compression.pruning_curve import PruningCurves, default_rankings, pruning_curve
 from headwise.compression.rankers import get_ranker
 from headwise.compression.recovery_finetune import recover
 from headwise.distillation.distill_config import DistillConfig
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.io.atomic_write import atomic_folder
 from headwise.model import ModelProtocol, Transformer
 from headwise.progress import Progress
 from headwise.spec import Plan
 from headwise.text.corpus import Corpus
 
-# What `python -m bench.distil` found best, on text of another kind than it was healed on.
+# Best losses in `python -m bench.distil`, evaluated on another kind of text than the recovery corpus.
 DEFAULT_RECOVER_LOSSES = "logits"
 
 
 @dataclass(frozen=True)
 class PruneStudy:
-    """A cut and how it is judged: by texts that heads were not chosen on.
+    """Options of `prune_study`: the heads to prune and the texts that evaluate the pruned model.
 
-    The request's `corpus` (None: the embedded probe set) is read up to `max_texts` texts, plain text in units of
-    `max_length` tokens.
-    Heads are chosen on one half of them and judged on the other, unless there is another text to judge by, `test`.
+    Heads are ranked on one half of the corpus and evaluated on the other half, unless `test` gives separate texts.
+
+    Attributes:
+        request: Heads to prune. Its `corpus` defaults to the embedded probe set.
+        plan: A plan made before, instead of `keep` or `heads` of the request.
+        test: Texts for the evaluation: a text, a list of texts, a path or a Corpus. None takes half of the corpus.
+        max_texts: Maximum number of texts of the corpus and of `test`.
+        max_length: Maximum number of tokens per text. Longer plain texts are split into chunks. None: 256 tokens, or the
+            context of the model if it is shorter.
+        recover_steps: Steps of recovery fine-tuning on the texts on which heads were ranked. 0 turns it off.
+        recover_losses: Losses of the recovery fine-tuning: "text" for the language modeling loss, or losses between the
+            pruned and the full model, separated by commas: logits, hidden, maps, qkv. None: logits.
+        seeds: Number of random prunings to compare with.
+        fractions: Also measure a pruning curve at each of these fractions of remaining heads, for several ranking methods.
+
+    >>> PruneStudy(PruneRequest(keep=0.5), recover_steps=100).distill_losses
+    ('logits',)
     """
 
     request: PruneRequest = PruneRequest()  # noqa: RUF009 (frozen)
-    plan: Plan | None = None  # made before; in place of the request's keep or heads
+    plan: Plan | None = None
     test: Any = None
     max_texts: int = 64
     max_length: int | None = None
-    recover_steps: int = 0  # then train it so many steps on the texts heads were chosen on
-    # text, or of the model before the cut: logits (None), hidden, maps, qkv, with commas
+    recover_steps: int = 0
     recover_losses: str | None = None
-    seeds: int = 3  # random cuts to compare with
-    fractions: tuple[float, ...] = ()  # also cut at each of these, by several ways: a curve
+    seeds: int = 3
+    fractions: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.plan is not None and self.request.has_heads_to_prune) or not (self.prunes_heads or self.fractions):
-            raise HeadwiseError(PRUNE_USAGE)
+            raise ArgumentError(PRUNE_USAGE)
         if self.recover_steps < 0 or (self.recover_steps and not self.prunes_heads):
-            raise HeadwiseError(
-                f"recover_steps trains a model that was cut, so many steps, 1 or more; got {self.recover_steps}."
+            raise ArgumentError(
+                "recover_steps: the steps of recovery fine-tuning must be 0 or more, and 0 if no heads are pruned. "
+                f"Got {self.recover_steps}. Prune heads with keep=0.5, heads='5.1' or plan=…, or set recover_steps=0."
             )
         if self.recover_losses is not None:
-            _ = self.distill_losses  # refuses what nobody can learn from
+            _ = self.distill_losses  # raises for unknown losses
             if not self.recover_steps:
-                raise HeadwiseError(
-                    "recover_losses says how a model is healed; say how long, too: recover_steps=200, "
-                    f"got {self.recover_steps}."
+                raise ArgumentError(
+                    "recover_losses: these losses are used only by recovery fine-tuning, which is off. "
+                    f"Got recover_steps={self.recover_steps}. Set a number of steps: recover_steps=200."
                 )
 
     @property
     def distill_losses(self) -> tuple[str, ...]:
-        """What is learned of the model before the cut when it is healed; nothing: it learns from the text alone."""
+        """Losses between the pruned and the full model. Empty if recovery uses only the language modeling loss."""
         if self.recover_losses == "text":
             return ()
         losses = tuple((self.recover_losses or DEFAULT_RECOVER_LOSSES).split(","))
@@ -74,12 +88,12 @@ class PruneStudy:
 
     @property
     def prunes_heads(self) -> bool:
-        """Whether heads go, or a curve alone is asked for."""
+        """Whether heads are pruned. If False, the study only measures a pruning curve."""
         return self.plan is not None or self.request.has_heads_to_prune
 
     @property
     def needs_corpus_split(self) -> bool:
-        """Whether anything is chosen, learned or measured on texts that must not judge it."""
+        """Whether a part of the corpus must be held out for the evaluation."""
         request = self.request
         return bool(
             self.fractions
@@ -90,22 +104,39 @@ class PruneStudy:
 
     @property
     def needs_corpus(self) -> bool:
-        """Whether it needs texts besides those that judge."""
+        """Whether the study needs texts other than those of the evaluation."""
         folds_mean = self.request.fold_mean and self.plan is None
         return bool(self.recover_steps or self.fractions or folds_mean or self.request.ranks_on_corpus)
 
 
 @dataclass(frozen=True, eq=False)
 class PruneStudyResult:
-    """What came of it; None where it was not asked for, or there was no text to judge by."""
+    """Result of `prune_study`.
+
+    Attributes:
+        plan: The plan that was applied. None if only a curve was measured.
+        model: The pruned model, after recovery fine-tuning if that was requested. None if only a curve was measured.
+        report: Sizes, speed and losses. None without texts to evaluate on.
+        curve: Pruning curve. None if it was not requested.
+    """
 
     plan: Plan | None
-    model: Transformer | AttachedModel | None  # the smaller one, healed where that was asked for
+    model: Transformer | AttachedModel | None
     report: PlanReport | None
-    curve: PruningCurve | None
+    curve: PruningCurves | None
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import prune_study_table
+
+        return prune_study_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import prune_study_table
+
+        return prune_study_table(self).as_html()
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain data; a plan without what it folds, which a saved plan has."""
+        """Return the result as plain data. The plan is without its folded biases, which a saved plan contains."""
         plan = self.plan
         return {
             "plan": None if plan is None else {
@@ -126,9 +157,20 @@ def prune_study(
     save_plan: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PruneStudyResult:
-    """Cut heads and say what that brought and cost, beside random cuts of the same size. The given model stays as it is.
+    """Prune heads and report sizes, speed and loss, compared with random pruning of the same size.
 
-    `out` is a folder for the smaller model and `save_plan` a file for the plan; both are written before anything is judged.
+    Args:
+        model: The model to prune. It is not changed.
+        study: Heads to prune, texts, recovery fine-tuning and baselines.
+        out: Folder for the pruned model. None writes no model.
+        save_plan: File for the plan. None writes no plan. Model and plan are written before the evaluation starts.
+        progress: Called with a label, the work done and the total.
+
+    Returns:
+        The plan, the pruned model, the report and the curve. A part that was not requested is None.
+
+    Raises:
+        ArgumentError: If the study does not say which heads to prune, or needs texts that are missing.
 
     >>> from headwise.spec import AttentionSpec, ModelSpec
     >>> from headwise.training.loop import Recipe, train
@@ -140,7 +182,7 @@ def prune_study(
     (1, 10)
     """
     if not study.prunes_heads and (out is not None or save_plan is not None):
-        raise HeadwiseError(PRUNE_USAGE)
+        raise ArgumentError(PRUNE_USAGE)
     selection_corpus, test_corpus = _split_texts(model, study)
     _check(model, study, selection_corpus)
     recover_fn = train_full = None
@@ -151,7 +193,7 @@ def prune_study(
         teacher_options = {"teacher": model, "losses": study.distill_losses} if study.distill_losses else {}
         recover_fn = partial(train_full, **teacher_options)
     plan = pruned_model = recovered = prune_report = prune_curve = means = None
-    # The folder is asked for first: long work must not end before a folder that cannot be written.
+    # Open the output folder first, so that an unwritable folder raises before the long computation.
     with nullcontext() if out is None else atomic_folder(out, ("spec.json", "headwise.json")) as folder:
         if study.plan is not None:
             plan, pruned_model = study.plan, apply(study.plan, model)
@@ -171,7 +213,7 @@ def prune_study(
         if pruned_model is not None and folder is not None:
             (pruned_model if recovered is None else recovered).save(folder)
     if plan is not None and pruned_model is not None and test_corpus is not None:
-        if plan.folded_biases and means is None and selection_corpus is not None:  # the plan was made before
+        if plan.folded_biases and means is None and selection_corpus is not None:  # study.plan was given
             means = mean_activations(model, selection_corpus)
         prune_report = report(
             model, pruned_model, test_corpus, means=means, seeds=study.seeds, recover=recover_fn, recovered=recovered,
@@ -190,8 +232,8 @@ def _make_curve(
     test_corpus: Any,
     means: MeanActivations | None,
     progress: Progress | None,
-) -> PruningCurve:
-    """Loss at every share, by the usual ways and the one asked for; a ranking that was made is not made again."""
+) -> PruningCurves:
+    """Return the pruning curve for the default ranking methods and the requested one. Known scores are reused."""
     request = study.request
     known_scores = (
         {plan.ranking: plan.head_scores} if plan is not None and plan.head_scores and plan.rounds == 1 else None
@@ -205,10 +247,10 @@ def _make_curve(
 
 
 def _split_texts(model: ModelProtocol, study: PruneStudy) -> tuple[TokenizedCorpus | None, TokenizedCorpus | None]:
-    """What heads are chosen on, and what the choice is judged by; none where a model cannot be asked about texts."""
+    """Return the texts for ranking and the texts for evaluation. None for texts that the model cannot process."""
     if model.tokenizer is None:
-        return None, None  # heads can still be cut by name
-    lacks_pairs = model.spec.kind == "encoder-decoder" and study.request.corpus is None  # no pairs are embedded
+        return None, None  # heads can still be pruned by address
+    lacks_pairs = model.spec.kind == "encoder-decoder" and study.request.corpus is None  # the probe set has no pairs
     corpus = (
         study.request.corpus if isinstance(study.request.corpus, TokenizedCorpus) else Corpus.of(study.request.corpus)
     )
@@ -222,9 +264,13 @@ def _split_texts(model: ModelProtocol, study: PruneStudy) -> tuple[TokenizedCorp
 
 def _check(model: ModelProtocol, study: PruneStudy, selection_corpus: TokenizedCorpus | None) -> None:
     if study.needs_corpus and selection_corpus is None and model.spec.kind == "encoder-decoder":
-        raise HeadwiseError(
-            "ranking, folding or healing an encoder-decoder needs pairs: give corpus=hw.Corpus.pairs(sources, texts), TEXT "
-            "and --source on the command line; or name heads and leave folding out."
+        raise ArgumentError(
+            "corpus: an encoder-decoder needs pairs of a source and a text. Got None. "
+            "Give corpus=hw.Corpus.pairs(sources, texts), or TEXT and --source on the command line. "
+            "To prune without a corpus, name the heads and set fold_mean=False and recover_steps=0."
         )
     if study.recover_steps and (selection_corpus is None or model.output is None):
-        raise HeadwiseError("this model cannot be asked for tokens, so it cannot be healed; leave recover_steps out.")
+        raise UnsupportedModelError(
+            "recover_steps: recovery fine-tuning needs a tokenizer and a language modeling head, and this model lacks one of "
+            f"them. Got recover_steps={study.recover_steps}. Set recover_steps=0."
+        )

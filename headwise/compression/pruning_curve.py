@@ -1,4 +1,4 @@
-"""Loss against the share of heads kept: one ranking for each way to choose, cut at every share, beside random cuts."""
+"""Loss against the fraction of remaining heads, for several ranking methods and random pruning."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from headwise.analysis.ablation.head_outputs import MeanActivations, eval_corpus
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
 from headwise.compression.rankers import RANKERS, Scores, get_ranker
 from headwise.compression.select_heads import compute_folded_biases, kept_head_count, lowest_scoring, rank_heads
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 
@@ -19,19 +19,34 @@ KEEP_FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One cut. Intervals are over texts, `loss_increase` is paired with the full model's loss; of random cuts the mean over
-    seeds is told, and in place of an interval the least and the most of them."""
+    """Loss after pruning to one fraction by one ranking method.
+
+    Attributes:
+        ranking: Ranking method.
+        kept_fraction: Fraction of the heads that remain. It may differ from the requested one by rounding to full heads.
+        heads: Number of heads that remain.
+        loss: Loss with its interval over texts. Random ranking: mean, minimum and maximum over seeds.
+        loss_increase: Loss minus the loss of the full model, paired by text. Random ranking: mean, minimum and maximum.
+    """
 
     ranking: str
-    kept_fraction: float  # the share of heads that is really left, not the one asked for: heads are whole
+    kept_fraction: float
     heads: int
     loss: LossEstimate
-    loss_increase: LossEstimate  # than the full model's
+    loss_increase: LossEstimate
 
 
 @dataclass(frozen=True)
-class PruningCurve:
-    """Every cut by every way to choose."""
+class PruningCurves:
+    """Losses for all ranking methods and fractions.
+
+    Attributes:
+        metric: Unit of the losses.
+        texts: Number of texts.
+        seeds: Number of random rankings.
+        full_loss: Loss of the full model.
+        points: Points of all ranking methods.
+    """
 
     metric: str
     texts: int
@@ -39,18 +54,28 @@ class PruningCurve:
     full_loss: LossEstimate
     points: tuple[CurvePoint, ...]
 
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import pruning_curve_table
+
+        return pruning_curve_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import pruning_curve_table
+
+        return pruning_curve_table(self).as_html()
+
     def points_by_ranking(self, ranking: str) -> list[CurvePoint]:
-        """The cuts of one way to choose, the largest model first."""
+        """Return the points of one ranking method, the largest model first."""
         return [point for point in self.points if point.ranking == ranking]
 
     def rows(self) -> list[list[str | int | float]]:
-        """Ranking, share, heads, loss, and how much more than the full model's, with both ends."""
+        """Return rows of ranking, fraction, heads, loss, and loss increase with its low and high ends."""
         return [
             [p.ranking, p.kept_fraction, p.heads, p.loss.mean, *asdict(p.loss_increase).values()] for p in self.points
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data; what is not known is None."""
+        """Return the curve as plain data. NaN becomes None."""
         return asdict(self, dict_factory=nan_to_none)
 
 
@@ -67,20 +92,36 @@ def pruning_curve(
     gate_steps: int = 200,
     scores: Mapping[str, Scores] | None = None,
     progress: Progress | None = None,
-) -> PruningCurve:
-    """Rank heads on some texts, cut the model at every share, and measure its loss on others, `test` (None: the same).
+) -> PruningCurves:
+    """Rank heads on some texts, prune the model to several fractions, and measure the loss on other texts.
 
-    A share is rounded to whole heads; points say the share that is really kept. `scores` and `means` are those
-    over `corpus`, if they are there already.
-    Gates are learned once, for the middle of the shares.
+    Args:
+        model: The model. It is not changed.
+        corpus: Texts on which heads are ranked and means are taken.
+        test: Texts for the evaluation. None: the texts of `corpus`.
+        keep_fractions: Fractions of remaining heads. Each is rounded to a number of heads.
+        rankings: Ranking methods. None: all default methods that suit the model.
+        fold_mean: Fold the mean outputs of pruned heads into biases.
+        means: Mean activations over `corpus`, if they were computed before.
+        seeds: Number of random rankings.
+        gate_steps: Training steps of learned gates. Gates are trained once, for the median of the fractions.
+        scores: Scores by ranking method over `corpus`, if they were computed before.
+        progress: Called with a label, the work done and the total.
+
+    Returns:
+        The loss of each pruned model.
+
+    Raises:
+        ArgumentError: If fractions, ranking methods or seeds are empty.
     """
     rankings = default_rankings(model) if rankings is None else rankings
     if not keep_fractions or not rankings or seeds < 1:
-        raise HeadwiseError(
-            f"a curve needs shares, ways to choose and seeds; got {keep_fractions!r}, {rankings!r} and {seeds!r}."
+        raise ArgumentError(
+            "keep_fractions, rankings, seeds: at least one of each is needed. "
+            f"Got {keep_fractions!r}, {rankings!r} and {seeds!r}. Use the defaults, or keep_fractions=(0.9, 0.5)."
         )
     total = len(model.spec.head_addresses)
-    # Shares may come to the same cut.
+    # Several fractions may round to the same number of heads.
     counts = sorted({kept_head_count(total, keep) for keep in keep_fractions}, reverse=True)
     corpus = eval_corpus(model, corpus)
     if fold_mean and means is None:
@@ -107,9 +148,9 @@ def pruning_curve(
                 )
                 done += 1
                 if progress is not None:
-                    progress("measuring cuts", done, num_prunings)
+                    progress("pruned models", done, num_prunings)
             points.append(_curve_point(evaluation, ranking, kept_heads / total, kept_heads, losses))
-    return PruningCurve(
+    return PruningCurves(
         evaluation.metric,
         len(evaluation.counts),
         seeds,
@@ -119,7 +160,7 @@ def pruning_curve(
 
 
 def default_rankings(model: ModelProtocol) -> tuple[str, ...]:
-    """The ways a curve shows unless others are asked for; without an output there is no slope."""
+    """Return the default ranking methods. Gradients need a language modeling head."""
     return tuple(
         ranking
         for ranking, ranker in RANKERS.items()

@@ -1,4 +1,4 @@
-"""`quantize`: the same model with its weights at few bits, by head and part; `dequantize` makes them numbers again."""
+"""Quantize the weights of a model per head and part, and dequantize them."""
 
 from dataclasses import dataclass, replace
 
@@ -22,13 +22,26 @@ def quantize(
     activation_bits: int = FULL_PRECISION,
     basis: Basis = "given",
 ) -> Transformer:
-    """A new model whose weights are stored at 16, 8, 4, 3 or 2 bits; the given one stays as it is.
+    """Return a model whose weights are stored at 16, 8, 4, 3 or 2 bits. The given model is not changed.
 
-    One number is for heads, MLPs and vocabulary; `{"*": 8, "5.1": 4, "5.2:qk": 3, "mlp": 8, "vocabulary": 8}` goes by head
-    and part, the later of two that name the same counts, and what is not named stays as it is. Rounding is symmetric, in
-    groups of `group_size` numbers along the input, inside a head. `activation_bits=8` also rounds what these weights are
-    multiplied by, row by row. `basis="balanced"` first brings heads into their balanced basis
-    (`headwise.heads.balanced_basis`), "random" into one that is drawn by chance, to see what the basis matters.
+    Quantization is symmetric, in groups along the input dimension of each head.
+
+    Args:
+        model: A headwise model (not an attached model).
+        weights: Bits. One number applies to heads, MLPs and vocabulary. A dict sets them by head and part,
+            `{"*": 8, "5.1": 4, "5.2:qk": 3, "mlp": 8, "vocabulary": 8}`: later entries override earlier ones, and weights
+            that no entry names keep their precision.
+        group_size: Number of consecutive input weights that share a scale.
+        activation_bits: 8 also quantizes the activations that these weights are multiplied by, row by row. The default
+            leaves them at full precision.
+        basis: "given" quantizes heads in their own basis, "balanced" in their balanced basis
+            (`headwise.heads.balanced_basis`), "random" in a random basis (a baseline for the effect of the basis).
+
+    Returns:
+        A new model with quantized weights.
+
+    Raises:
+        HeadwiseError: If bits, names or group size are not valid, or the model is quantized already.
 
     >>> from headwise.spec import preset
     >>> model = Transformer(preset("nano"))
@@ -39,15 +52,15 @@ def quantize(
     torch.Size([384, 64])
     """
     check_model(model)
-    model.check_native("weights are packed by head in headwise's own models")
+    model.check_native("weights can be quantized per head only in headwise's own models")
     check_basis(basis)
     spec = model.spec.quantized(weights, group_size=group_size, activation_bits=activation_bits)
     return quantize_to_spec(model, spec, basis)
 
 
 def quantize_to_spec(model: Transformer, spec: ModelSpec, basis: Basis = "given") -> Transformer:
-    """The model as a spec of its own, with weights at few bits, says."""
-    state = dict(model.state_dict())  # split, with a head axis
+    """Return the model with the weight bits of `spec`."""
+    state = dict(model.state_dict())  # projections are split and have a head axis
     if basis != "given":
         _apply_basis(model, spec, state, basis)
     for name, module in Transformer(spec, device="meta").named_modules():
@@ -62,7 +75,15 @@ def quantize_to_spec(model: Transformer, spec: ModelSpec, basis: Basis = "given"
 
 @torch.no_grad()
 def dequantize(model: Transformer) -> Transformer:
-    """The same numbers as floats again, to train, to export, to prune and quantize again; the given model stays as it is.
+    """Return the model with its quantized weights as floats, to train, export, prune or quantize it again.
+
+    The values stay those of the quantized weights. The given model is not changed.
+
+    Args:
+        model: A headwise model with quantized weights.
+
+    Returns:
+        A new model without quantized weights.
 
     >>> from headwise.spec import preset
     >>> small = quantize(Transformer(preset("nano")), 4)
@@ -70,7 +91,7 @@ def dequantize(model: Transformer) -> Transformer:
     True
     """
     check_model(model)
-    model.check_native("weights are packed by head in headwise's own models")
+    model.check_native("weights can be quantized per head only in headwise's own models")
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, QuantizedWeight):
@@ -85,14 +106,14 @@ def dequantize(model: Transformer) -> Transformer:
 
 
 def _as_matrices(name: str, weight: Tensor) -> Tensor:
-    """A weight as the matrices it is rounded as, (units, rows, inputs): its heads, or itself."""
+    """Return a weight as the matrices that are quantized separately, (units, rows, inputs): one per head, or one."""
     if name.endswith(".quantized"):
-        return weight.transpose(0, 1)  # W_O, (D, H, e): rounded along each head's own channels
+        return weight.transpose(0, 1)  # W_O, (D, H, e): quantized along the channels of each head
     return weight if ".qkv." in name else weight[None]
 
 
 def _apply_basis(model: Transformer, spec: ModelSpec, state: dict[str, Tensor], basis: Basis) -> None:
-    """Put heads of layers with weights at few bits into another basis."""
+    """Change the basis of heads in layers with quantized weights."""
     names = {id(module): name for name, module in model.named_modules()}
     for layer in model.attention_layers():
         if spec.attention_at(layer.hook_point.address).weight_bits is None:
@@ -107,8 +128,14 @@ def _apply_basis(model: Transformer, spec: ModelSpec, state: dict[str, Tensor], 
 
 
 @dataclass(frozen=True)
-class WeightFootprint:
-    """What some part of a model takes: numbers, bytes as they lie in memory and on disk, and bits a number."""
+class ModelPartFootprint:
+    """Size of the weights of one part of a model.
+
+    Attributes:
+        part: heads, MLPs, vocabulary, other or all.
+        parameters: Number of weights.
+        nbytes: Bytes in memory and on disk, including quantization scales.
+    """
 
     part: str
     parameters: int
@@ -116,24 +143,24 @@ class WeightFootprint:
 
     @property
     def bits(self) -> float:
-        """Bits a number, scales among them."""
+        """Bits per weight, including scales."""
         return 8 * self.nbytes / self.parameters if self.parameters else 0.0
 
 
-def weight_footprints(model: Transformer) -> list[WeightFootprint]:
-    """What a model's weights take, counted as they lie there: heads, MLPs, vocabulary, the rest, and all together.
+def weight_footprints(model: Transformer) -> list[ModelPartFootprint]:
+    """Return the sizes of the stored weights of heads, MLPs, vocabulary, other parts, and all together.
 
     >>> from headwise.spec import preset
     >>> footprints = weight_footprints(quantize(Transformer(preset("nano")), 4))
     >>> [(footprint.part, footprint.parameters, round(footprint.bits, 2)) for footprint in footprints[:2]]
     [('heads', 3538944, 5.0), ('MLPs', 7089408, 5.04)]
     """
-    counts = {"heads": [0, 0], "MLPs": [0, 0], "vocabulary": [0, 0], "the rest": [0, 0]}
+    counts = {"heads": [0, 0], "MLPs": [0, 0], "vocabulary": [0, 0], "other": [0, 0]}
     for name, module in model.named_modules():
         model_part = _model_part(name)
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if name == "output.vocabulary" and model.spec.tied:
-            tensors = [value for value in tensors if value.ndim == 1]  # its weight is the embedding
+            tensors = [value for value in tensors if value.ndim == 1]  # the weight is counted with the embedding
         if isinstance(module, QuantizedWeight):
             parameters = len(module.bits) * module.rows * module.inputs
             parameters += sum(value.numel() for value in module.parameters(recurse=False))
@@ -141,10 +168,10 @@ def weight_footprints(model: Transformer) -> list[WeightFootprint]:
             parameters = sum(value.numel() for value in tensors)
         counts[model_part][0] += parameters
         counts[model_part][1] += sum(value.nbytes for value in tensors)
-    footprints = [WeightFootprint(part, *count_and_bytes) for part, count_and_bytes in counts.items()]
+    footprints = [ModelPartFootprint(part, *count_and_bytes) for part, count_and_bytes in counts.items()]
     return [
         *footprints,
-        WeightFootprint(
+        ModelPartFootprint(
             "all",
             sum(footprint.parameters for footprint in footprints),
             sum(footprint.nbytes for footprint in footprints),
@@ -157,4 +184,4 @@ def _model_part(name: str) -> str:
         return "heads"
     if ".mlp." in name:
         return "MLPs"
-    return "vocabulary" if name in ("embed.tokens", "output.vocabulary") else "the rest"
+    return "vocabulary" if name in ("embed.tokens", "output.vocabulary") else "other"

@@ -1,6 +1,6 @@
-"""Ways to rank heads, one entry each: whoever ranks, checks, draws curves, prints scores or tells of ways reads this table.
+"""Table of head ranking methods. Pruning, pruning curves, reports and the command line all read it.
 
-What is heavy is imported by the way that needs it: the command line tells of ways before anything is loaded.
+Rankers import their dependencies when they run, so that the command line can list them without loading torch.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 
 if TYPE_CHECKING:
     from headwise.analysis.ablation.head_outputs import MeanActivations
@@ -22,34 +22,53 @@ Scores = dict["Address", float]
 
 @dataclass(frozen=True)
 class RankingInput:
-    """What a way is given beside the model; each takes what it needs."""
+    """Inputs of a ranker other than the model. Each ranker uses the ones that it needs.
+
+    Attributes:
+        corpus: Texts on which heads are ranked. None for rankers that need no texts.
+        keep: Fraction of the heads that will remain.
+        means: Mean activations that replace an ablated head. None replaces it by zeros.
+        seed: Seed of random rankings and gates.
+        gate_steps: Training steps of learned gates.
+        progress: Called with a label, the work done and the total.
+        progress_label: Label for progress reports.
+    """
 
     corpus: "TokenizedCorpus | None"
-    keep: float  # the share of heads that will stay
-    means: "MeanActivations | None"  # what stands in for a head, where it will be folded
+    keep: float
+    means: "MeanActivations | None"
     seed: int
     gate_steps: int
     progress: "Progress | None"
-    progress_label: str  # in notes of how far it is
+    progress_label: str
 
 
 @dataclass(frozen=True)
 class HeadRanker:
-    """One way to rank heads: those with the least score are cut first."""
+    """One ranking method. Heads with the lowest scores are pruned first.
+
+    Attributes:
+        rank: Function that returns the score of each head.
+        score_description: Meaning of a score. Empty for random scores.
+        needs_corpus: Whether the method runs the model on texts.
+        needs_lm_head: Whether the method needs the language modeling head of the model.
+        is_default: Whether pruning curves show the method by default.
+        is_random: Whether scores are random numbers that depend only on the seed: a baseline for the other methods.
+    """
 
     rank: "Callable[[ModelProtocol, RankingInput], Scores]"
-    score_description: str = ""  # what a head's score is; nothing where it says nothing
-    needs_corpus: bool = True  # asks the model about texts
-    needs_lm_head: bool = False  # and needs its output over the vocabulary
-    is_default: bool = True  # on every curve
-    is_random: bool = False  # a draw, the same for every corpus: one of many, which any other way must beat
+    score_description: str = ""
+    needs_corpus: bool = True
+    needs_lm_head: bool = False
+    is_default: bool = True
+    is_random: bool = False
 
 
 def _rank_by_importance(
     model: "ModelProtocol", inputs: RankingInput, ranking: Literal["ablation", "gradient"]
 ) -> Scores:
-    """What is lost without a head; its mean stands in where means are given, else nothing. Or the mean of |∂L/∂ξ| over
-    texts, ξ a gate on the head (https://arxiv.org/abs/1905.10650)."""
+    """Rank by the loss increase without the head, or by the mean of |∂L/∂ξ| over texts, where ξ is a gate on the head
+    (https://arxiv.org/abs/1905.10650). An ablated head is replaced by its mean if means are given, else by zeros."""
     from headwise.analysis.ablation.importance import importance
 
     ablation, callback = "zero" if inputs.means is None else "mean", inputs.progress
@@ -66,7 +85,8 @@ def _rank_by_importance(
 
 
 def _rank_by_gates(model: "ModelProtocol", inputs: RankingInput) -> Scores:
-    """How probably a head's learned gate is open when the share `keep` is (https://arxiv.org/abs/1905.09418)."""
+    """Rank by the probability that the learned gate of a head is open if the fraction `keep` of all gates is
+    (https://arxiv.org/abs/1905.09418)."""
     from headwise.compression.l0_gates import learn_gates
 
     return learn_gates(
@@ -75,7 +95,7 @@ def _rank_by_gates(model: "ModelProtocol", inputs: RankingInput) -> Scores:
 
 
 def _rank_randomly(model: "ModelProtocol", inputs: RankingInput) -> Scores:
-    """A number drawn with the seed."""
+    """Return random scores."""
     import numpy as np
 
     values = np.random.default_rng(inputs.seed).random(len(model.spec.head_addresses))
@@ -83,21 +103,23 @@ def _rank_randomly(model: "ModelProtocol", inputs: RankingInput) -> Scores:
 
 
 RANKERS = {
-    "ablation": HeadRanker(partial(_rank_by_importance, ranking="ablation"), "what the loss gains without it, nats"),
+    "ablation": HeadRanker(partial(_rank_by_importance, ranking="ablation"), "loss increase without the head, nats"),
     "gradient": HeadRanker(
-        partial(_rank_by_importance, ranking="gradient"), "how steeply the loss falls with it", needs_lm_head=True
+        partial(_rank_by_importance, ranking="gradient"),
+        "mean |gradient| of the loss with respect to a gate on the head",
+        needs_lm_head=True,
     ),
     "random": HeadRanker(_rank_randomly, needs_corpus=False, is_random=True),
-    "gates": HeadRanker(_rank_by_gates, "how far its gate was left open", is_default=False),
+    "gates": HeadRanker(_rank_by_gates, "probability that the learned gate of the head is open", is_default=False),
 }
 
 
 def get_ranker(ranking: str) -> HeadRanker:
-    """A way by its name.
+    """Return a ranking method by its name.
 
     >>> get_ranker("random").needs_corpus
     False
     """
     if ranking not in RANKERS:
-        raise HeadwiseError(f"heads cannot be ranked by {ranking!r}; {suggest_names(str(ranking), RANKERS)}")
+        raise ArgumentError(f"ranking: unknown method. Got {ranking!r}; {suggest_names(str(ranking), RANKERS)}")
     return RANKERS[ranking]

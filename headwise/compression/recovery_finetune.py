@@ -1,4 +1,4 @@
-"""A short fine-tune after heads were cut: what is left learns to do without them."""
+"""Recovery fine-tuning: a short training run that lets the remaining heads compensate for pruned ones."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -8,14 +8,14 @@ from headwise.analysis.recording.batching import tokenizer_of
 from headwise.distillation.activations import main_stack_name
 from headwise.distillation.distill import distill_loss_factory, shared_tokenizer
 from headwise.distillation.distill_config import DistillConfig, DistillLosses
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.training.loop import TrainResult, train
 from headwise.training.recipe import Recipe
 from headwise.training.train_loss import LanguageLoss
 
-DEFAULT_MAX_LENGTH = 256  # tokens of a row, where nobody has said it
+DEFAULT_MAX_LENGTH = 256  # tokens per training row
 
 
 def recover(
@@ -30,12 +30,26 @@ def recover(
     progress: Progress | bool = True,
     **recipe_fields: Any,
 ) -> TrainResult:
-    """Train a model a little further, in place, gently: it is nearly where it should be.
+    """Fine-tune a pruned model in place, with a small learning rate.
 
-    `corpus`, `out`, `valid` and `progress` are those of `train`. With a `teacher`, the whole model, it learns from that:
-    `losses` is what `hw.distill` takes as `losses`, or a DistillConfig; none is its logits. Maps are learned from the head
-    of the same name, relations in the last layer that still has heads. Whatever else is given is a field of `Recipe`;
-    unless said otherwise the rate is 3e-4 after a short warm-up, nothing decays, and rows have at most 256 tokens.
+    Args:
+        model: The pruned model. It is changed in place.
+        corpus: Training texts, as in `train`.
+        steps: Training steps.
+        out: Run folder for checkpoints, as in `train`. None writes nothing.
+        valid: Held-out texts, as in `train`.
+        teacher: The full model before pruning. The pruned model is distilled from it if it is given.
+        losses: Losses of `hw.distill`, or a DistillConfig. Only with a teacher. None: logits. Attention maps are matched
+            between heads of the same address, and relations in the last layer that still has heads.
+        progress: True shows a progress display. A function is called with a label, the work done and the total.
+        **recipe_fields: Fields of `Recipe`. Defaults here: learning rate 3e-4 after a short warmup, no weight decay,
+            batches of 16 rows with at most 256 tokens.
+
+    Returns:
+        The training result. Its `model` is the given model.
+
+    Raises:
+        ArgumentError: If a recipe field is unknown, or `losses` is given without a teacher.
 
     >>> from headwise.spec import AttentionSpec, ModelSpec
     >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
@@ -46,8 +60,8 @@ def recover(
     """
     recipe_names = {field.name for field in fields(Recipe)} - {"steps"}
     for name in recipe_fields.keys() - recipe_names:
-        raise HeadwiseError(f"a recipe has no {name!r}; {suggest_names(name, recipe_names)}")
-    tokenizer_of(model)  # healing with another tokenizer would be harm
+        raise ArgumentError(f"{name}: not a field of Recipe; {suggest_names(name, recipe_names)}")
+    tokenizer_of(model)  # raises: training with another tokenizer would damage the model
     defaults: dict[str, Any] = {
         "learning_rate": 3e-4,
         "batch_size": 16,
@@ -59,7 +73,10 @@ def recover(
     recipe = Recipe(steps=steps, **(defaults | recipe_fields))
     if teacher is None:
         if losses is not None:
-            raise HeadwiseError("losses says what to learn from a teacher; give teacher=…, the model before the cut.")
+            raise ArgumentError(
+                f"losses: distillation losses need a teacher. Got losses={losses!r}. "
+                "Pass the model before pruning: teacher=…."
+            )
         loss = LanguageLoss
     else:
         shared_tokenizer(model, teacher)
@@ -70,7 +87,7 @@ def recover(
 
 
 def _recovery_config(model: ModelProtocol, teacher: ModelProtocol, losses: DistillLosses | None) -> DistillConfig:
-    """What is learned of the model before the cut: what is left of each layer has the names it had."""
+    """Return a distillation config that pairs each remaining head with the teacher head of the same address."""
     teacher_heads = set(teacher.spec.head_addresses)
     remaining = [head for head in model.spec.head_addresses if head in teacher_heads]
     pairs = [(str(head), str(head)) for head in remaining]

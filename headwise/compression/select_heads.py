@@ -7,8 +7,9 @@ from headwise.analysis.ablation.head_outputs import MeanActivations, selected_ho
 from headwise.analysis.recording.batching import reachable_hook_points
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.rankers import RankingInput, Scores, get_ranker
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.head import HeadPattern
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.spec import Address, LayerAddress
@@ -26,9 +27,9 @@ def rank_heads(
     progress: Progress | None = None,
     progress_label: str = "",
 ) -> Scores:
-    """What each head is worth by one of `headwise.compression.rankers.RANKERS`: those with the least are cut first."""
+    """Return the score of each head by one method of `RANKERS`. Heads with the lowest scores are pruned first."""
     if corpus is not None:
-        # Heads that texts do not reach cannot be ranked beside those they do.
+        # Raise if texts do not reach some heads: their scores could not be compared with those of other heads.
         reachable_hook_points(model, model.spec.head_addresses)
     inputs = RankingInput(corpus, keep, means, seed, gate_steps, progress, progress_label or f"ranking by {ranking}")
     return get_ranker(ranking).rank(model, inputs)
@@ -46,10 +47,10 @@ def select_heads_to_prune(
     gate_steps: int = 200,
     progress: Progress | None = None,
 ) -> tuple[tuple[Address, ...], Scores]:
-    """The heads that go so that the share `keep` stays, and every head's score; in rounds, each as it last was ranked.
+    """Return the heads to prune so that the fraction `keep` remains, and the last score of every head.
 
-    One ablation is a lower bound: another head takes over, until it is cut as well. So with `rounds` only a part goes at a
-    time, and what is left is ranked anew in the smaller model.
+    A single ranking underestimates heads with backups: another head takes over their function, until it is pruned as well.
+    With `rounds`, a part of the heads is pruned at a time and the remaining heads are ranked again in the smaller model.
     """
     all_heads = model.spec.head_addresses
     kept_count = kept_head_count(len(all_heads), keep)
@@ -80,31 +81,36 @@ def select_heads_to_prune(
 def compute_folded_biases(
     model: ModelProtocol, heads: HeadPattern, means: MeanActivations | None
 ) -> dict[LayerAddress, Tensor]:
-    """Return the mean output of these heads by layer, in float64: Σ_h mean(z[h]) W_O[h], (D,) each; none without means."""
+    """Return Σ_h mean(z[h]) W_O[h] over these heads, (D,) for each layer, in float64. Empty if `means` is None."""
     if means is None:
         return {}
     if means.granularity != "global":
-        raise HeadwiseError("a bias is the same at every position; take means with granularity='global' to fold them.")
+        raise ArgumentError(
+            "means: only position-independent means can be folded into a bias. "
+            f"Got granularity={means.granularity!r}. Compute the means with granularity='global'."
+        )
     biases = {}
     for hook_point, selected in selected_hook_points(model, heads):
-        W_O = hook_point.W_O[[hook_point.head_index(head) for head in selected]].double()  # (n, e, D)
+        W_O = to_float64(hook_point.W_O[[hook_point.head_index(head) for head in selected]])  # (n, e, D)
         biases[hook_point.address] = torch.einsum("ne,ned->d", means.means_of_heads(selected).to(W_O), W_O)
     return biases
 
 
 def lowest_scoring(heads: tuple[Address, ...], scores: Scores, count: int) -> tuple[Address, ...]:
-    """So many heads with the lowest scores; among equals the first."""
+    """Return the `count` heads with the lowest scores. Ties are broken by the order of `heads`."""
     return tuple(sorted(heads, key=lambda head: scores[head])[:count])
 
 
 def kept_head_count(total: int, keep: float) -> int:
-    """How many heads a share is, at least one.
+    """Return the number of heads that a fraction keeps, at least one.
 
     >>> kept_head_count(270, 0.5), kept_head_count(270, 0.001), kept_head_count(270, 1)
     (135, 1, 270)
     """
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-        raise HeadwiseError(f"keep is the share of heads that stay, above 0 and at most 1; got {keep!r}.")
+        raise ArgumentError(
+            f"keep: the fraction of remaining heads must be above 0 and at most 1. Got {keep!r}. Use keep=0.5."
+        )
     if not total:
-        raise HeadwiseError("this model has no heads left to cut.")
+        raise UnsupportedModelError("model: it has no heads left to prune. Use a model with heads.")
     return max(1, round(keep * total))

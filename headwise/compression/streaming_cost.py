@@ -1,16 +1,16 @@
 """Loss increase of KV heads that stream, on texts that need tokens outside the window.
 
-A head that retrieves attends to the first token of ordinary text and costs next to nothing there. So streaming is measured on
-four kinds of text, each longer than the sink tokens and the window:
+On ordinary text, a retrieval head attends to the first token, and streaming hardly changes the loss. So streaming is measured
+on four kinds of text, each longer than the sink tokens and the window:
 
-    running text             texts of a corpus; all tokens after the first evicted one count
+    running text             texts of a corpus; all tokens after the first eviction count
     random tokens repeated   R R, where R is longer than the window; the second copy counts
-    nouns repeated           the same with everyday nouns
-    facts asked for later    a fact, text that pushes it out of the window, a question; the answer counts
+    nouns repeated           R R, where R is a list of everyday nouns; the second copy counts
+    facts recalled later     a fact, text that pushes it out of the window, a question; the answer counts
 
-A kind is measured only if the model needs its context there: with the full cache it must predict the second copy, or the
-answer, better than the same tokens after another first copy, or another fact, by more than BOUND. Otherwise no increase could
-be seen, whatever the head does.
+A kind is measured only if the model needs its context there: with the full cache, the loss of the second copy, or of the
+answer, must be lower by more than BOUND than after another first copy, or another fact. Otherwise no increase could be
+measured, whatever the head does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,21 +27,21 @@ from headwise.analysis.metrics.prompt_metric import single_token_of_word
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.model import Transformer
 from headwise.model.loss import IGNORE_INDEX
 from headwise.spec import CachePolicy
 from headwise.text import Tokenizer
 
-BOUND = 0.05  # nats per token: the upper end of each interval must stay below, else streaming is not recommended
+BOUND = 0.05  # nats per token: streaming is recommended only if the upper end of each interval is below it
 RUNNING, TOKENS, NOUN_LISTS, FACTS = KINDS = (
-    "running text", "random tokens repeated", "nouns repeated", "facts asked for later"
+    "running text", "random tokens repeated", "nouns repeated", "facts recalled later"
 )  # fmt: skip
 TEXTS = {RUNNING: 8, TOKENS: 12, NOUN_LISTS: 12, FACTS: 24}
-MARGIN = 13  # tokens that a repeated list is longer than the window
-LEAD = 8  # tokens before a fact: a fact among the sink tokens would never be evicted
+MARGIN = 13  # a repeated list has this many tokens more than the window
+LEAD = 8  # tokens before a fact, so that the fact is not among the sink tokens, which are never evicted
 BATCH_TOKENS = 2048
-CHARACTERS = 16  # per token, at most, in running text
+CHARACTERS = 16  # upper bound of characters per token in running text
 NOUNS = (
     "apple", "baby", "ball", "bank", "bed", "bird", "boat", "book", "box", "boy", "bread", "bridge", "car", "card", "cat",
     "chair", "child", "church", "city", "coat", "cow", "cup", "dog", "door", "dress", "egg", "farm", "field", "fire",
@@ -60,7 +60,7 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class StreamingCost:
+class TextKindStreamingCost:
     """Loss increase on one kind of text.
 
     Attributes:
@@ -78,10 +78,15 @@ class StreamingCost:
 
 @dataclass(frozen=True)
 class StreamingTestResult:
-    """Loss increases on all kinds of text that could be measured."""
+    """Loss increases on all kinds of text that could be measured.
+
+    Attributes:
+        policy: Cache policy of the streaming KV heads.
+        costs: Loss increase on each kind of text.
+    """
 
     policy: CachePolicy
-    costs: tuple[StreamingCost, ...]
+    costs: tuple[TextKindStreamingCost, ...]
 
     @property
     def passed(self) -> bool:
@@ -91,7 +96,13 @@ class StreamingTestResult:
 
 @dataclass(frozen=True)
 class RetrievalPrompt:
-    """Token ids, the same tokens with another context, and the positions whose tokens count."""
+    """A text that needs retrieval.
+
+    Attributes:
+        ids: Token ids.
+        control: Token ids of the same text with another context.
+        targets: Positions of the tokens whose loss counts.
+    """
 
     ids: tuple[int, ...]
     control: tuple[int, ...]
@@ -100,7 +111,12 @@ class RetrievalPrompt:
 
 @dataclass(frozen=True, eq=False)
 class StreamingEvaluator:
-    """Texts of each kind, and the losses of a model with its full cache on them."""
+    """Texts of each kind, and the losses of a model with its full cache on them.
+
+    Attributes:
+        policy: Cache policy of KV heads that stream.
+        kinds: Evaluator of each measurable kind of text.
+    """
 
     policy: CachePolicy
     kinds: dict[str, PairedEvaluator]
@@ -112,15 +128,15 @@ class StreamingEvaluator:
         """Make the texts and evaluate the model with its full cache.
 
         Args:
-            model: A decoder of ours with an output.
+            model: A headwise decoder with a language modeling head.
             policy: Sink tokens and window of a KV head that streams.
-            corpus: Running text, and the text between a fact and its question. Default: the texts of a profile.
-            running: Measure running text, too.
+            corpus: Running text, and the text between a fact and its question. None: the texts of a profile.
+            include_running_text: Also measure running text.
             seed: Seed of the random texts.
 
         Returns:
-            The kinds that can be measured. Missing kinds do not fit into the context or the vocabulary of the model, or
-            the model does not use its context there.
+            An evaluator of the kinds that can be measured. A missing kind does not fit into the context or the vocabulary
+            of the model, or the model does not use its context there.
         """
         kinds = {}
         if include_running_text and (running_text := _running_text(model, policy, corpus)) is not None:
@@ -142,25 +158,26 @@ class StreamingEvaluator:
         return StreamingEvaluator(policy, kinds)
 
     def test(self, model: Transformer) -> StreamingTestResult:
-        """Loss increase of a model with KV heads that stream, over the full cache."""
+        """Return the loss increase of a model with streaming KV heads over the full cache."""
         costs = []
         for kind, evaluation in self.kinds.items():
             loss_increase = evaluation.difference(evaluation.losses_per_text(model), evaluation.full_losses_per_text)
             full_loss = float(evaluation.full_losses_per_text.sum() / evaluation.counts.sum())
-            costs.append(StreamingCost(kind, full_loss, loss_increase, int((evaluation.counts > 0).sum())))
+            costs.append(TextKindStreamingCost(kind, full_loss, loss_increase, int((evaluation.counts > 0).sum())))
         return StreamingTestResult(self.policy, tuple(costs))
 
 
 def _window(policy: CachePolicy) -> int:
     if policy.window is None:
-        raise HeadwiseError(
-            f"policy={policy}: this cache evicts nothing. Give a window: CachePolicy(sink_tokens=4, window=128)."
+        raise ArgumentError(
+            f"policy: it has no window, so no token is evicted. Got {policy}. "
+            "Set a window: CachePolicy(sink_tokens=4, window=128)."
         )
     return policy.window
 
 
 def _texts(model: Transformer, corpus: Any, tokens: int) -> str:
-    """Texts of a corpus, joined: single sentences are too short to evict anything. Enough for so many tokens."""
+    """Join texts of a corpus to at least `tokens` tokens. Single sentences are too short for an eviction."""
     texts: list[str] = []
     for item in TokenizedCorpus.of(model, corpus).corpus.items():
         texts.append(item.text[: CHARACTERS * tokens])
@@ -170,7 +187,7 @@ def _texts(model: Transformer, corpus: Any, tokens: int) -> str:
 
 
 def _running_text(model: Transformer, policy: CachePolicy, corpus: Any) -> PairedEvaluator | None:
-    """Texts eight times as long as what is kept; None if the corpus has too little text."""
+    """Return texts eight times as long as the streaming cache. None if the corpus is too short."""
     retained = policy.sink_tokens + _window(policy)
     length = min(8 * retained, model.spec.max_input_tokens)
     text = _texts(model, corpus, length * TEXTS[RUNNING])
@@ -209,7 +226,7 @@ def _noun_lists(model: Transformer, policy: CachePolicy, seed: int) -> list[Retr
 
 
 def _nouns(tokenizer: Tokenizer, length: int, rng: np.random.Generator) -> tuple[int, ...] | None:
-    """Nouns in random order, `length` tokens; None if the tokenizer does not know them."""
+    """Return `length` tokens of nouns in random order. None if the tokenizer does not know them."""
     words: list[str] = []
     while len(words) < length:
         words += [NOUNS[i] for i in rng.permutation(len(NOUNS))]
@@ -218,7 +235,7 @@ def _nouns(tokenizer: Tokenizer, length: int, rng: np.random.Generator) -> tuple
 
 
 def _facts(model: Transformer, policy: CachePolicy, corpus: Any, seed: int) -> Iterator[RetrievalPrompt]:
-    """A fact, text that pushes it out of the window, and its question; the control states another fact."""
+    """Yield a fact, text that pushes it out of the window, and its question. The control states another fact."""
     tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
     before, unknown = tokenizer.template_ids[0], tokenizer.special["unk"]
     needed = LEAD + _window(policy) + MARGIN
@@ -226,7 +243,7 @@ def _facts(model: Transformer, policy: CachePolicy, corpus: Any, seed: int) -> I
     hay = [i for i in tokenizer.encode(text, add_special_tokens=False) if i != unknown]
     if len(hay) < needed:
         return
-    for number in range(4 * TEXTS[FACTS]):  # some nouns may be several tokens
+    for number in range(4 * TEXTS[FACTS]):  # prompts with nouns of several tokens are skipped
         fact, question = QUESTIONS[number % len(QUESTIONS)]
         noun, other = (NOUNS[i] for i in rng.choice(len(NOUNS), 2, replace=False))
         answer = single_token_of_word(tokenizer, question, noun)
@@ -243,7 +260,7 @@ def _facts(model: Transformer, policy: CachePolicy, corpus: Any, seed: int) -> I
 def _batches(
     model: Transformer, prompts: Sequence[RetrievalPrompt], *, control: bool = False
 ) -> tuple[TargetBatch, ...]:
-    """Prompts side by side, padded on the right, where a decoder does not see it."""
+    """Batch prompts, padded on the right, to which a causal decoder does not attend."""
     max_length = max(len(prompt.ids) for prompt in prompts)
     rows = torch.zeros(len(prompts), max_length, dtype=torch.long)
     real, counts = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""Select the KV heads that stream: ranking methods, one entry of a table each, and the selection that follows.
+"""Select the KV heads that stream: a table of ranking methods, and the selection by score.
 
-KV heads with the lowest score stream first. A low score does not recommend a head: on ordinary text heads that retrieve have
-low scores, too. `streaming_cost` measures the loss on texts that need retrieval.
+KV heads with the lowest scores stream first. A low score is not a recommendation: on ordinary text, retrieval heads have low
+scores too. `streaming_cost` measures the loss on texts that need retrieval.
 """
 
 import math
@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.analysis.metrics.hook_listeners import listen_at_hook_points
 from headwise.analysis.metrics.induction import make_repeated_sequences
+from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.long_offsets import attention_outside_window
 from headwise.analysis.metrics.retrieval import make_needle_texts
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.cache import NO_CACHE
 from headwise.compression.l0_gates import ANNEAL_FRACTION, LearnedGates, add_sparsity_gradient, gate_training
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
 from headwise.heads import MultiHeadAttention
 from headwise.heads.hook_point import AttentionCall
 from headwise.kernels.batched import attention_weight_rows
 from headwise.kernels.enable_grad import gradients_enabled
-from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import Block, Transformer, eval_mode
 from headwise.model.block import BlockContext
 from headwise.progress import Progress
@@ -34,10 +34,10 @@ from headwise.spec import Address, AttentionSpec, CachePolicy, LayerAddress
 from headwise.spec.cache_policy import KEEP_ALL
 from headwise.text.corpus import Corpus
 
-DEFAULT_MAX_LENGTH = 1024  # tokens of a text, if the context of the model is not shorter
-SAMPLED_ROWS = 64  # queries of a text whose attention is looked at
+DEFAULT_MAX_LENGTH = 1024  # tokens per text, or the context of the model if it is shorter
+SAMPLED_ROWS = 64  # query positions per text at which attention is measured
 
-Scores = dict[Address, float]  # of KV heads
+Scores = dict[Address, float]  # by KV head
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class StreamingRequest:
         sink_tokens: First tokens of a text that a streaming head caches.
         window: Last tokens that it caches.
         bits: Bits of the keys and values of all KV heads.
-        ranking: Ranking method: attention (attention on evicted tokens), output (change of what the heads write), loss
-            (loss increase if one KV head streams), gates (learned gates), role (heads that find repeated tokens do not
-            stream) or random.
-        corpus: A text, a list of texts, a path or a Corpus, on which KV heads are ranked.
+        ranking: Ranking method: attention (attention on evicted tokens), output (change of the head outputs), loss (loss
+            increase if one KV head streams), gates (learned gates), role (heads that find repeated tokens do not stream)
+            or random.
+        corpus: A text, a list of texts, a path or a Corpus. KV heads are ranked on it.
         max_length: Tokens of a text; None: 1024, or the context of the model if it is shorter.
         seed: Seed of random rankings and gates.
         gate_steps: Training steps of learned gates.
@@ -79,70 +79,91 @@ class StreamingRequest:
         ranker = get_stream_ranker(self.ranking)
         CachePolicy(self.bits, self.sink_tokens, self.window)  # raises if it is not valid
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float) or not 0 <= self.fraction <= 1:
-            raise HeadwiseError(
-                f"fraction is the part of the key heads that stream, from 0 to 1; got {self.fraction!r}."
+            raise ArgumentError(
+                f"fraction: the fraction of streaming KV heads must be from 0 to 1. Got {self.fraction!r}. Use fraction=0.5."
             )
         if type(self.rounds) is not int or self.rounds < 1:
-            raise HeadwiseError(f"key heads are chosen in rounds, 1 or more; got {self.rounds!r}.")
+            raise ArgumentError(
+                f"rounds: must be an integer of at least 1. Got {self.rounds!r}. Use rounds=1 for one round."
+            )
         if self.rounds > 1 and not ranker.supports_rounds:
             round_rankers = " | ".join(name for name, entry in STREAM_RANKERS.items() if entry.supports_rounds)
-            raise HeadwiseError(
-                f"{self.ranking} ranks all key heads at once, so rounds say nothing; choose by {round_rankers}."
+            raise ArgumentError(
+                f"rounds: the ranking method {self.ranking!r} ranks all KV heads at once and does not support rounds. "
+                f"Got rounds={self.rounds}. Use rounds=1, or ranking={round_rankers}."
             )
         if (
             isinstance(self.protected_fraction, bool)
             or not isinstance(self.protected_fraction, int | float)
             or not 0 <= self.protected_fraction <= 1 - self.fraction
         ):
-            raise HeadwiseError(
-                f"protected_fraction is the part of the key heads that never stream, at most {1 - self.fraction:g}; "
-                f"got {self.protected_fraction!r}."
+            raise ArgumentError(
+                "protected_fraction: the fraction of KV heads that never stream must be a number from 0 to "
+                f"{1 - self.fraction:g}, because fraction={self.fraction:g} of the KV heads stream. "
+                f"Got {self.protected_fraction!r}. Decrease protected_fraction or fraction."
             )
 
     @property
     def policy(self) -> CachePolicy:
-        """Tokens that a streaming head caches, at full precision."""
+        """Cache policy of a streaming KV head, at full precision."""
         return CachePolicy(sink_tokens=self.sink_tokens, window=self.window)
 
     @property
     def retained_tokens(self) -> int:
-        """Tokens that a streaming head caches; a text of this length is not changed by streaming."""
+        """Number of tokens that a streaming KV head caches. Texts of this length are not affected by streaming."""
         return self.sink_tokens + self.window
 
     def resolve(self, model: Transformer) -> "StreamingRequest":
-        """Return the request with the corpus and text length for this model; raise if the model cannot meet it."""
+        """Return the request with the corpus and text length for this model. Raise if the model does not suit it."""
         needs_corpus = get_stream_ranker(self.ranking).needs_corpus
-        usage = "key heads are chosen in headwise's own decoders; else name them: plan_pruning(model, cache={…})"
+        usage = (
+            "streaming KV heads can be selected only in headwise's own decoders. In an encoder-decoder, name them: "
+            "plan_pruning(model, cache={'5.*': CachePolicy(sink_tokens=4, window=128)})"
+        )
         model.check_native(usage)
         if model.spec.kind != "decoder":
-            raise HeadwiseError(f"{usage}.")
+            raise UnsupportedModelError(f"model: {usage}. Got a model of kind {model.spec.kind!r}.")
         if model.spec.cache:
-            raise HeadwiseError("this model's key heads keep less already; choose in the model it came from.")
+            raise UnsupportedModelError(
+                "model: some of its KV heads have a reduced cache already. "
+                "Select streaming heads in the original model, without cache policies."
+            )
         if needs_corpus and self.corpus is None:
-            raise HeadwiseError(f"ranking by {self.ranking} asks the model, so it needs a text: give corpus=….")
+            raise ArgumentError(
+                f"corpus: the ranking method {self.ranking!r} needs texts. Got None. Give corpus=…, or use ranking='role'."
+            )
         max_length = min(DEFAULT_MAX_LENGTH, model.spec.context) if self.max_length is None else self.max_length
         if needs_corpus and max_length <= self.retained_tokens:
-            raise HeadwiseError(
-                f"texts of {max_length} tokens are all within {self.sink_tokens} + {self.window}, so nothing is forgotten; "
-                f"give a larger max_length=…, or a smaller window=…."
+            raise ArgumentError(
+                f"max_length: texts of {max_length} tokens fit into the streaming cache of {self.sink_tokens} sink tokens + "
+                f"{self.window} window tokens, so no token is evicted. Increase max_length, or decrease window."
             )
         return replace(self, corpus=Corpus.of(self.corpus) if needs_corpus else None, max_length=max_length)
 
 
 @dataclass(frozen=True)
 class StreamRanker:
-    """One ranking method for KV heads."""
+    """One ranking method for KV heads.
+
+    Attributes:
+        rank: Function that returns the score of each KV head.
+        score_description: Meaning of a score. Empty for random scores.
+        needs_corpus: Whether the method runs the model on texts of a corpus.
+        supports_rounds: Whether the method can rank again while the selected KV heads stream.
+    """
 
     rank: Callable[[Transformer, StreamingRequest, Progress | None], Scores]
-    score_description: str = ""  # meaning of a score; empty if it has none
-    needs_corpus: bool = True  # runs the model on texts of a corpus
-    supports_rounds: bool = False  # can rank again while the selected KV heads stream
+    score_description: str = ""
+    needs_corpus: bool = True
+    supports_rounds: bool = False
 
 
 @torch.no_grad()
 def _rank_by_attention(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
-    """The share of attention on keys the key head would have forgotten, over queries that have forgotten any: of that head
-    among its readers which looks there most. A mean would hide one that needs them behind two that do not."""
+    """Rank by the fraction of attention on tokens that the KV head would evict, over queries after the first eviction.
+
+    The score is the maximum over the query heads of the KV head. A mean would hide one query head that needs evicted tokens.
+    """
     total = {
         layer.address: torch.zeros(len(layer.head_ids), dtype=torch.float64) for layer in model.gathered_hook_points()
     }
@@ -151,7 +172,7 @@ def _rank_by_attention(model: Transformer, request: StreamingRequest, progress: 
     def on_call(call: AttentionCall, rows: list[int], _first: int) -> None:
         for row in rows:
             evicted_mass = attention_outside_window(call.map_rows([row])[0], [row], request.policy)  # (H, 1)
-            total[call.hook_point.address] += evicted_mass[:, 0].double().cpu()
+            total[call.hook_point.address] += to_float64(evicted_mass[:, 0]).cpu()
 
     texts = _long_texts(model, request)
     for index, ids in enumerate(texts):
@@ -165,15 +186,18 @@ def _rank_by_attention(model: Transformer, request: StreamingRequest, progress: 
         row_count += len(rows)
         with eval_mode(model), listen_at_hook_points(model.gathered_hook_points(), on_call, rows):
             model(ids, hidden=True)
-        _report_progress(progress, "attention beyond the window", index + 1, len(texts))
+        _report_progress(progress, "attention outside the window", index + 1, len(texts))
     means = {layer: sums / row_count for layer, sums in total.items()}
     return _reduce_per_kv_head(model, means, torch.amax)
 
 
 @torch.no_grad()
 def _rank_by_output_change(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
-    """How far what its heads write moves when it streams: the square of that against the square of the stream it is added to,
-    over rows that have forgotten any. Heads that spread their attention evenly may look far and write the same without it."""
+    """Rank by the squared change of the head outputs if the KV head streams, relative to the squared residual stream.
+
+    Only rows after the first eviction count. A head with uniform attention may attend to evicted tokens and have the same
+    output without them.
+    """
     change: Scores = dict.fromkeys(model.spec.cached_kv_head_addresses, 0.0)
     texts = _long_texts(model, request)
     for index, ids in enumerate(texts):
@@ -194,7 +218,7 @@ def _rank_by_output_change(model: Transformer, request: StreamingRequest, progre
                         output_change.square().sum(-1) / residual_norm
                     ).mean().item() / len(texts)
                 x = block(x, context)
-        _report_progress(progress, "what each key head's heads write", index + 1, len(texts))
+        _report_progress(progress, "output change of each KV head", index + 1, len(texts))
     return change
 
 
@@ -206,32 +230,32 @@ def _rank_by_loss(model: Transformer, request: StreamingRequest, progress: Progr
     for index, ids in enumerate(texts):
         with eval_mode(model):
             x, context = model.begin_forward(ids)
-            block_inputs = []  # the stream that each block reads
+            block_inputs = []  # residual stream before each block
             for block in model.blocks:
                 block_inputs.append(x)
                 x = block(x, context)
             full_loss = _loss_after(model, x, ids, request.retained_tokens)
             token_count += ids.shape[1] - 1 - request.retained_tokens
-            for head in loss_increase:  # what comes before its layer stays as it was
+            for head in loss_increase:  # blocks before its layer are not affected
                 x = block_inputs[head.layer]
                 with streaming(model, (head,), request.policy):
                     for block in model.blocks[head.layer :]:
                         x = block(x, context)
                 loss_increase[head] += _loss_after(model, x, ids, request.retained_tokens) - full_loss
-        _report_progress(progress, "loss of each key head", index + 1, len(texts))
+        _report_progress(progress, "loss of each KV head", index + 1, len(texts))
     return {head: value / token_count for head, value in loss_increase.items()}
 
 
 def _rank_by_gates(
     model: Transformer, request: StreamingRequest, progress: Progress | None, rate: float = 0.1
 ) -> Scores:
-    """A gate on each key head blends what its heads find among all keys with what they find among few, and learns to close.
+    """Rank by learned gates. A gate interpolates between the z of a KV head with all keys and with streaming.
 
-    What is made small is how far the last states move, as in DuoAttention (https://arxiv.org/abs/2410.10819); the share of
-    open gates is led down to what shall stay whole, as gates on heads are that may be cut.
+    The loss is the squared change of the final hidden states, as in DuoAttention (https://arxiv.org/abs/2410.10819). The
+    expected fraction of open gates is lowered to the fraction of KV heads that do not stream, as in `l0_gates`.
     """
     if request.gate_steps < 1:
-        raise HeadwiseError(f"gates learn in steps, 1 or more; got {request.gate_steps}.")
+        raise ArgumentError(f"gate_steps: must be at least 1. Got {request.gate_steps}. Use gate_steps=60.")
     texts = _long_texts(model, request)
     with gradients_enabled(model), gate_training(model, False), torch.random.fork_rng():
         torch.manual_seed(request.seed)
@@ -263,7 +287,7 @@ def _rank_by_gates(
 def _gated_forward(
     model: Transformer, ids: Tensor, gates: dict[LayerAddress, Tensor], request: StreamingRequest
 ) -> Tensor:
-    """Last states with a gate on each key head, (B, K) for each layer: open, its heads see all; closed, what streams."""
+    """Return the final hidden states with a gate on each KV head, (B, K) per layer: 1 uses all keys, 0 streams."""
     x, context = model.begin_forward(ids)
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -288,8 +312,9 @@ def _full_and_streamed(
 
 @torch.no_grad()
 def _rank_by_role(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
-    """The most that any of its heads looks at what is repeated: the token behind the first copy, the first copy itself, or,
-    of a needle being copied, the token that comes next; such heads stay whole (https://arxiv.org/abs/2407.15891)."""
+    """Rank by the maximum attention of the query heads to repeated tokens: the token after the first copy, the first copy
+    itself, or the next token of a needle that is being copied. Heads with high scores keep their full cache, as in
+    RazorAttention (https://arxiv.org/abs/2407.15891)."""
     repeats, head_counts = (
         make_repeated_sequences(model, seed=request.seed),
         {layer.address: len(layer.head_ids) for layer in model.gathered_hook_points()},
@@ -303,7 +328,7 @@ def _rank_by_role(model: Transformer, request: StreamingRequest, progress: Progr
         )  # (B, H, m, S)
         for index, offset in enumerate((repeats.length - 1, repeats.length)):
             diagonal = weights.diagonal(second_copy.start - offset, -2, -1)[..., : len(second_copy)]  # (B, H, m)
-            sums[call.hook_point.address][index] += diagonal.mean((0, 2)).double().cpu()
+            sums[call.hook_point.address][index] += to_float64(diagonal.mean((0, 2))).cpu()
 
     if repeats.length:
         with eval_mode(model), listen_at_hook_points(model.gathered_hook_points(), on_call):
@@ -319,9 +344,9 @@ def _rank_by_role(model: Transformer, request: StreamingRequest, progress: Progr
         ) -> None:
             needle_weights = call.map_rows(list(target_of_row))  # (1, H, rows, S)
             targets = torch.tensor(list(target_of_row.values()), device=needle_weights.device)
-            hits_by_layer[call.hook_point.address] = (
-                (needle_weights[0].argmax(-1) == targets).double().cpu()
-            )  # (H, rows)
+            hits_by_layer[call.hook_point.address] = to_float64(
+                needle_weights[0].argmax(-1) == targets
+            ).cpu()  # (H, rows)
 
         ids = torch.tensor([needle.ids], device=model.device)
         with eval_mode(model), listen_at_hook_points(model.gathered_hook_points(), on_needle_call):
@@ -346,34 +371,36 @@ def _rank_randomly(model: Transformer, request: StreamingRequest, progress: Prog
 
 
 STREAM_RANKERS = {
-    "attention": StreamRanker(_rank_by_attention, "share of attention on what it would forget", supports_rounds=True),
+    "attention": StreamRanker(_rank_by_attention, "fraction of attention on evicted tokens", supports_rounds=True),
     "output": StreamRanker(
-        _rank_by_output_change, "how far what its heads write moves, against the stream", supports_rounds=True
+        _rank_by_output_change,
+        "squared change of the head outputs, relative to the residual stream",
+        supports_rounds=True,
     ),
     "loss": StreamRanker(
-        _rank_by_loss, "what the loss gains when it alone streams, nats a token", supports_rounds=True
+        _rank_by_loss, "loss increase if only this KV head streams, nats per token", supports_rounds=True
     ),
-    "gates": StreamRanker(_rank_by_gates, "how far its gate was left open"),
-    "role": StreamRanker(_rank_by_role, "how much it looks at what is repeated or to be copied", needs_corpus=False),
+    "gates": StreamRanker(_rank_by_gates, "probability that the learned gate of the KV head is open"),
+    "role": StreamRanker(_rank_by_role, "maximum attention to repeated or copied tokens", needs_corpus=False),
     "random": StreamRanker(_rank_randomly, needs_corpus=False),
 }
 
 
 def get_stream_ranker(ranking: str) -> StreamRanker:
-    """A way by its name.
+    """Return a ranking method by its name.
 
     >>> get_stream_ranker("random").needs_corpus
     False
     """
     if ranking not in STREAM_RANKERS:
-        raise HeadwiseError(f"key heads cannot be ranked by {ranking!r}; {suggest_names(str(ranking), STREAM_RANKERS)}")
+        raise ArgumentError(f"ranking: unknown method. Got {ranking!r}; {suggest_names(str(ranking), STREAM_RANKERS)}")
     return STREAM_RANKERS[ranking]
 
 
 def select_streaming_heads(
     model: Transformer, request: StreamingRequest, progress: Progress | None
 ) -> tuple[tuple[Address, ...], Scores, str]:
-    """The key heads that stream, every key head's score, and the corpus as a plan tells it."""
+    """Return the KV heads that stream, the score of every KV head, and the description of the corpus."""
     request = request.resolve(model)
     selected, scores = _select_in_rounds(model, request, _protected_heads(model, request, progress), progress)
     corpus_name = "" if request.corpus is None else request.corpus.description
@@ -381,7 +408,7 @@ def select_streaming_heads(
 
 
 def _protected_heads(model: Transformer, request: StreamingRequest, progress: Progress | None) -> set[Address]:
-    """The share of key heads that find most of what is repeated, however little they seem to matter on the texts asked."""
+    """Return the KV heads that attend most to repeated tokens. They never stream, whatever their score."""
     heads = model.spec.cached_kv_head_addresses
     count = round(request.protected_fraction * len(heads))
     if not count:
@@ -393,9 +420,9 @@ def _protected_heads(model: Transformer, request: StreamingRequest, progress: Pr
 def _select_in_rounds(
     model: Transformer, request: StreamingRequest, protected: set[Address], progress: Progress | None
 ) -> tuple[set[Address], Scores]:
-    """A few key heads at a time; the others are then asked about again, with those streaming. Those spared stay whole.
+    """Select streaming KV heads in rounds. Each round ranks the other KV heads while the selected ones stream.
 
-    Nobody's score is told as less than that of a head chosen in an earlier round, so scores stay in the order of the choice.
+    Scores of a round are raised to at least those of earlier selected heads, so that scores sort in the order of selection.
     """
     heads, selected, scores, min_score = model.spec.cached_kv_head_addresses, set[Address](), Scores(), -math.inf
     ranker, rounds = get_stream_ranker(request.ranking), request.rounds
@@ -414,7 +441,7 @@ def _select_in_rounds(
 
 
 def _long_texts(model: Transformer, request: StreamingRequest) -> list[Tensor]:
-    """Texts long enough that something is forgotten: (1, T) each."""
+    """Return the token ids of texts that are long enough for an eviction, (1, T) each."""
     corpus = TokenizedCorpus.of(model, request.corpus, request.max_length)
     texts = [
         torch.tensor([sample.ids], device=model.device)
@@ -422,15 +449,15 @@ def _long_texts(model: Transformer, request: StreamingRequest) -> list[Tensor]:
         if len(sample.ids) > request.retained_tokens + 1
     ]
     if not texts:
-        raise HeadwiseError(
-            f"no text is longer than the {request.retained_tokens} tokens that are kept, so nothing is forgotten; "
-            "give longer ones."
+        raise ArgumentError(
+            f"corpus: no text is longer than the {request.retained_tokens} tokens that a streaming KV head caches, so no "
+            "token is evicted. Give longer texts, or decrease window."
         )
     return texts
 
 
 def _loss_after(model: Transformer, x: Tensor, ids: Tensor, retained_tokens: int) -> float:
-    """The summed loss of the tokens that come after something was forgotten."""
+    """Return the summed loss of the tokens after the first eviction."""
     x = x if model.norm is None else model.norm(x)
     assert model.output is not None
     return model.output.cross_entropy(x[0, retained_tokens:-1], ids[0, retained_tokens + 1 :], total=1).item()
@@ -439,7 +466,7 @@ def _loss_after(model: Transformer, x: Tensor, ids: Tensor, retained_tokens: int
 def _reduce_per_kv_head(
     model: Transformer, values: dict[LayerAddress, Tensor], reduce: Callable[[Tensor], Tensor]
 ) -> Scores:
-    """Values of heads, (H,) for each layer, brought together over the heads that share keys."""
+    """Reduce values of query heads, (H,) per layer, over the query heads of each KV head."""
     scores: Scores = {}
     for head in model.spec.cached_kv_head_addresses:
         layer = model.spec.attention_at(head.layer_address)
@@ -448,7 +475,7 @@ def _reduce_per_kv_head(
 
 
 def _query_heads_of(layer: AttentionSpec, head: Address) -> list[int]:
-    """The heads that read a key head's keys, by where they stand."""
+    """Return the indices of the query heads that use a KV head."""
     kv_index = layer.kv_head_ids.index(head.head)
     return [i for i, kv_of in enumerate(layer.kv_of_head) if kv_of == kv_index]
 
@@ -460,7 +487,7 @@ def _report_progress(progress: Progress | None, label: str, done: int, total: in
 
 @contextmanager
 def streaming(model: Transformer, heads: tuple[Address, ...], policy: CachePolicy) -> Iterator[None]:
-    """While open, these key heads keep so little."""
+    """Let KV heads stream with this cache policy inside the context."""
     with ExitStack() as stack:
         for layer in model.attention_layers():
             kv_heads = [head.head for head in heads if head.layer_address == layer.hook_point.address]
@@ -471,7 +498,7 @@ def streaming(model: Transformer, heads: tuple[Address, ...], policy: CachePolic
 
 @contextmanager
 def cache_policy_override(layer: MultiHeadAttention, head_ids: list[int], policy: CachePolicy) -> Iterator[None]:
-    """While open, key heads of one layer, by their original numbers, keep so little."""
+    """Set the cache policy of KV heads of one layer, by their original ids, inside the context."""
     saved_spec = layer.spec
     cache = list(saved_spec.cache or (KEEP_ALL,) * saved_spec.kv_heads)
     for head_id in head_ids:

@@ -1,4 +1,4 @@
-"""A student learns from a teacher: from its logits, its states, where its heads look, how its q, k and v relate."""
+"""Distillation: train a student on the logits, hidden states, attention maps or q/k/v relations of a teacher."""
 
 from headwise.distillation.distill import distill, distill_loss_factory
 from headwise.distillation.distill_config import DistillConfig

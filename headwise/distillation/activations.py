@@ -1,6 +1,6 @@
-"""What a pass shows besides its logits: the stream behind some layers, and the calls of some attention layers.
+"""Capture hidden states after some layers and the calls of some attention layers in one forward pass.
 
-The kernel stays what it is: q and k are kept, and maps are made of them later, some rows at a time.
+The attention kernel does not change. Only q and k are stored; attention rows are computed from them later, in blocks.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads import HookPoint
 from headwise.heads.hook_point import AttentionCall
 from headwise.model import ModelProtocol
@@ -20,15 +20,21 @@ from headwise.spec import LayerAddress
 
 @dataclass
 class Activations:
-    """One pass of one model."""
+    """Activations of one forward pass.
 
-    last_hidden_state: Tensor | None = None  # (B, T, D), behind the last norm
-    hidden_states: dict[int, Tensor] = field(default_factory=dict)  # by layer: (B, T, D)
+    Attributes:
+        last_hidden_state: Hidden states after the final norm, (B, T, D).
+        hidden_states: Hidden states by layer, (B, T, D).
+        calls: Attention calls by layer address.
+    """
+
+    last_hidden_state: Tensor | None = None
+    hidden_states: dict[int, Tensor] = field(default_factory=dict)
     calls: dict[LayerAddress, AttentionCall] = field(default_factory=dict)
 
 
-class ActivationCapture:
-    """Which layers and hook points of a model are kept, pass by pass."""
+class ActivationExtractor:
+    """Captures the activations of selected layers and hook points in each forward pass."""
 
     def __init__(
         self, model: ModelProtocol, layers: Iterable[int] = (), layer_addresses: Iterable[LayerAddress] = ()
@@ -41,11 +47,13 @@ class ActivationCapture:
         blocks = blocks_by_layer(model) if (selected := sorted(set(layers))) else {}
         for layer in selected:
             if layer not in blocks:
-                raise HeadwiseError(f"the model has no layer {layer} to take states from; it has 0 to {max(blocks)}.")
+                raise ArgumentError(
+                    f"layers: no such layer. Got {layer}. The model has layers 0 to {max(blocks)}; use one of these."
+                )
         self.blocks = {layer: blocks[layer] for layer in selected}
 
     def __call__(self, ids: Tensor, **options: Any) -> Activations:
-        """One pass over ids (B, T), to its last states."""
+        """Run the model on ids (B, T) and return the activations."""
         activations = Activations()
         with ExitStack() as hooks:
             for hook_point in self.hook_points:
@@ -60,12 +68,12 @@ class ActivationCapture:
 
 
 def main_stack_name(model: ModelProtocol) -> str:
-    """The stack whose states become logits."""
+    """Return the name of the stack that produces the logits."""
     return "dec" if model.spec.kind == "encoder-decoder" else ""
 
 
 def blocks_by_layer(model: ModelProtocol) -> dict[int, nn.Module]:
-    """The block of every layer of the stack that writes: the part of the model as far as the number in its name."""
+    """Return the block module of each layer of the main stack: the module whose name ends at the layer number."""
     names = {module_part: name for name, module_part in model.named_modules()}  # pyright: ignore[reportAttributeAccessIssue]
     blocks: dict[int, nn.Module] = {}
     modules = {name: module_part for module_part, name in names.items()}
@@ -80,7 +88,7 @@ def blocks_by_layer(model: ModelProtocol) -> dict[int, nn.Module]:
 
 def _make_store_hook(hidden_states: dict[int, Tensor], layer: int) -> Any:
     def store(module: nn.Module, inputs: Any, output: Any) -> None:
-        # A checkpoint repeats it: the first counts.
+        # Activation checkpointing calls the block again in the backward pass; keep the first output.
         hidden_states.setdefault(layer, output[0] if isinstance(output, tuple) else output)
 
     return store

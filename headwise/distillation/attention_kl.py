@@ -1,4 +1,4 @@
-"""Distances between two softmaxes over keys, row by row, in blocks that are made again for the gradients: no map is held."""
+"""KL divergence between attention rows, in blocks that are recomputed in the backward pass, so that no full map is stored."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-BLOCK_ROWS = 128  # queries in a block
-RowScores = Callable[[range], Tensor]  # rows → scores (B, H, R, S), −inf where nothing is seen
+BLOCK_ROWS = 128  # queries per block
+RowScores = Callable[[range], Tensor]  # rows → scores (B, H, R, S), −inf at masked keys
 
 
 def attention_kl(student_scores_fn: RowScores, teacher_scores_fn: RowScores, row_mask: Tensor) -> Tensor:
-    """The mean over real rows and heads of KL(teacher's row ‖ student's row), in nats: row_mask (B, T) → ().
+    """Return the mean KL(teacher row ‖ student row) over real rows and heads, in nats: row_mask (B, T) → ().
 
-    Both are distributions over the keys that the student sees.
+    Teacher rows are renormalized over the keys that are visible to the student.
     """
     T = row_mask.shape[1]
     total = torch.zeros((), device=row_mask.device)
@@ -29,7 +29,7 @@ def attention_kl(student_scores_fn: RowScores, teacher_scores_fn: RowScores, row
 
 
 def _block_kl(student: RowScores, teacher: RowScores, rows: range, row_mask: Tensor) -> Tensor:
-    """The sum over some rows, (B, R), of the mean over heads."""
+    """Return the sum over some rows, (B, R), of the mean over heads."""
     scores = student(rows).float()  # (B, H, R, S)
     with torch.no_grad():
         teacher_scores = teacher(rows).float()
@@ -37,11 +37,11 @@ def _block_kl(student: RowScores, teacher: RowScores, rows: range, row_mask: Ten
 
 
 class _RowKL(torch.autograd.Function):
-    """The divergence of softmaxes; its slope by the student's scores is q − p, the only block of weights that is kept."""
+    """KL divergence of two softmaxes. Its gradient by the student scores is q − p, the only saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, teacher_scores: Tensor, row_mask: Tensor) -> Tensor:
-        """scores, teacher_scores (B, H, R, S), −inf where nothing is seen; row_mask (B, R) → ()"""
+        """scores, teacher_scores (B, H, R, S), −inf at masked keys; row_mask (B, R) → ()"""
         teacher_scores = teacher_scores.masked_fill(scores == -torch.inf, -torch.inf)
         empty_rows = teacher_scores.amax(-1, keepdim=True) == -torch.inf  # (B, H, R, 1): rows of padding
         log_p, log_q = (
@@ -55,5 +55,5 @@ class _RowKL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(B, H, R, S), by the scores alone."""
+        """Return the gradient by the student scores, (B, H, R, S)."""
         return ctx.saved_tensors[0] * grad_output, None, None

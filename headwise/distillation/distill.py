@@ -1,4 +1,4 @@
-"""`distill`: training with another loss. What a teacher knows becomes what a student learns from."""
+"""Knowledge distillation: `hw.train` with losses between a student and a teacher."""
 
 import json
 from dataclasses import fields, replace
@@ -17,7 +17,7 @@ from headwise.distillation.head_pairs import (
     sample_texts,
 )
 from headwise.distillation.teacher_logits_cache import TeacherLogitsCache
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
 from headwise.model import ModelProtocol, Transformer
 from headwise.model.weights_digest import weights_digest
 from headwise.progress import Progress
@@ -28,7 +28,7 @@ from headwise.training.recipe import Recipe
 from headwise.training.train_loss import MakeLoss
 from headwise.training.train_request import TrainRequest
 
-DEFAULT_TOP_K = 64  # logits of each token that are kept, where any are
+DEFAULT_TOP_K = 64  # teacher logits stored per token in logits_folder
 
 
 def distill(
@@ -48,13 +48,32 @@ def distill(
     progress: Progress | bool = True,
     **config_fields: Any,
 ) -> TrainResult:
-    """Train a student, a spec or a model, to do what a teacher does: `hw.train` with another loss, and all it gives.
+    """Train a student on the outputs of a teacher.
 
-    `losses` is `logits`, `hidden`, `maps` or `qkv`, several of them, or a dictionary of weights; whatever else is given is
-    a field of `headwise.distillation.DistillConfig`: temperature, alpha, ce_weight, head_pairs, layers, relation_layers,
-    relation_heads. The teacher is any model with the same tokenizer; it stays as it is, in eval mode and in its own
-    precision. `logits_folder` is a folder for its `top_k` largest logits of each token: a second run over the same rows
-    does not ask it again.
+    Args:
+        student: A spec, or a model to train further.
+        teacher: Any model with the same tokenizer. It is not changed, and runs in eval mode and its own precision.
+        corpus: A text, a list of texts, a path or a Corpus. None: the synthetic language.
+        recipe: Numbers of the training run. None: the default recipe.
+        losses: One or several of "logits", "hidden", "maps" and "qkv", or a dict of weights.
+        out: Run folder for checkpoints, metrics and the model. None writes nothing.
+        valid: Held-out texts. None: the part of the corpus that the recipe holds out.
+        logits_folder: Folder that caches the largest teacher logits. A second run over the same rows does not run the
+            teacher again. Only with losses="logits".
+        top_k: Number of logits per token in `logits_folder`.
+        device: Device for training. None selects one automatically.
+        callback: Called with the model every `callback_every` steps, as in `hw.train`.
+        callback_every: Steps between callbacks.
+        progress: True shows a progress display. A function is called with a label, the work done and the total.
+        **config_fields: Fields of `headwise.distillation.DistillConfig`: temperature, alpha, ce_weight, head_pairs, layers,
+            relation_layers, relation_heads.
+
+    Returns:
+        The result of the training run, as `hw.train` returns it.
+
+    Raises:
+        ArgumentError: If a loss or a config field is unknown or not valid.
+        UnsupportedModelError: If student and teacher have different tokenizers or kinds, or no language modeling head.
 
     >>> from headwise.spec import AttentionSpec
     >>> from headwise.training import train
@@ -70,7 +89,10 @@ def distill(
     tokenizer = shared_tokenizer(student, teacher)
     request = TrainRequest(student, corpus, recipe, out=out, valid=valid, tokenizer=tokenizer)
     if request.resolved_recipe.compile and config.loss_weights.keys() != {"logits"}:
-        raise HeadwiseError("compile goes with losses='logits' alone; other losses look inside the model.")
+        raise ArgumentError(
+            "compile: it is supported only with losses='logits', because other losses use hooks inside the model. "
+            f"Got losses={losses!r}. Set compile=False in the recipe."
+        )
     distill_request = replace(
         request,
         loss=distill_loss_factory(teacher, config, request.train_corpus, logits_folder=logits_folder, top_k=top_k),
@@ -88,11 +110,16 @@ def distill_loss_factory(
     logits_folder: str | Path | None = None,
     top_k: int = DEFAULT_TOP_K,
 ) -> MakeLoss:
-    """What `hw.train(…, loss=…)` takes: a student of this teacher."""
+    """Return a factory of distillation losses for `hw.train(…, loss=…)`."""
     if logits_folder is not None and config.loss_weights.keys() != {"logits"}:
-        raise HeadwiseError("logits_folder keeps the teacher's logits; use losses='logits' alone, or leave it out.")
+        raise ArgumentError(
+            "logits_folder: it caches only teacher logits, and other losses need the teacher. "
+            f"Got losses={config.losses!r}. Use losses='logits' alone, or leave out logits_folder."
+        )
     if top_k < 1:
-        raise HeadwiseError(f"at least one logit of each token is kept, got top_k={top_k}.")
+        raise ArgumentError(
+            f"top_k: at least one logit per token must be stored. Got {top_k}. Use top_k={DEFAULT_TOP_K}."
+        )
     fingerprint = weights_digest(teacher)
 
     def make(student: Transformer) -> DistillationLoss:
@@ -115,20 +142,23 @@ def distill_loss_factory(
 
 
 def shared_tokenizer(student: ModelSpec | ModelProtocol, teacher: ModelProtocol) -> Tokenizer:
-    """The tokenizer both have, the same ids for the same tokens; refused, with the reason, where they differ."""
+    """Return the tokenizer of the student. Raise if it differs from that of the teacher."""
     if teacher.output is None or (not isinstance(student, ModelSpec) and student.output is None):
-        raise HeadwiseError(
-            "a student and its teacher both need an output over the vocabulary, to be asked for tokens."
+        raise UnsupportedModelError(
+            "student, teacher: both need a language modeling head, and one of them lacks it. "
+            "Use models that predict tokens."
         )
     teacher_tokenizer = teacher.tokenizer
     if not isinstance(teacher_tokenizer, Tokenizer):
-        raise HeadwiseError("the teacher has no tokenizer; attach it with one: hw.attach(model, tokenizer).")
+        raise UnsupportedModelError(
+            "teacher: it has no tokenizer. Attach it with its tokenizer: hw.attach(model, tokenizer)."
+        )
     if isinstance(student, ModelSpec):
         check_compatible_kinds(student, teacher.spec)
         return teacher_tokenizer
     student_tokenizer = student.tokenizer
     if not isinstance(student_tokenizer, Tokenizer):
-        raise HeadwiseError("the student has no tokenizer; load it with one, or give its spec.")
+        raise UnsupportedModelError("student: it has no tokenizer. Load it with a tokenizer, or pass its spec.")
     check_compatible_kinds(student.spec, teacher.spec)
     student_vocab, teacher_vocab = student_tokenizer.backend.get_vocab(), teacher_tokenizer.backend.get_vocab()
     differing = next(
@@ -137,23 +167,25 @@ def shared_tokenizer(student: ModelSpec | ModelProtocol, teacher: ModelProtocol)
     )
     if differing is not None:
         student_id, teacher_id = student_vocab.get(differing, "none"), teacher_vocab.get(differing, "none")
-        raise HeadwiseError(
-            f"student and teacher have different tokenizers: {differing!r} is token {student_id} of the student and "
-            f"{teacher_id} of the teacher. Distill from a teacher with the same one."
+        raise UnsupportedModelError(
+            f"student, teacher: they have different tokenizers. Token {differing!r} has id {student_id} in the student and "
+            f"{teacher_id} in the teacher. Use a teacher with the same tokenizer."
         )
     for text in ("The heads' attention, twice: 12 + 30!", "to  be\nor not"):
         if student_tokenizer.encode(text) != teacher_tokenizer.encode(text):
-            raise HeadwiseError(
-                f"student and teacher have the same vocabulary but read {text!r} differently; use one tokenizer for both."
+            raise UnsupportedModelError(
+                f"student, teacher: their tokenizers have the same vocabulary but encode {text!r} differently. "
+                "Use one tokenizer for both."
             )
     return student_tokenizer
 
 
 def check_compatible_kinds(student: ModelSpec, teacher: ModelSpec) -> None:
-    """An encoder does not teach a decoder."""
+    """Raise if student and teacher differ in kind (decoder, encoder, encoder-decoder)."""
     if student.kind != teacher.kind:
-        raise HeadwiseError(
-            f"the student is of kind {student.kind}, the teacher of kind {teacher.kind}; use the same kind."
+        raise UnsupportedModelError(
+            f"student, teacher: both must be of the same kind. Got a student of kind {student.kind} and a teacher of kind "
+            f"{teacher.kind}. Use a teacher of kind {student.kind}."
         )
 
 
@@ -161,7 +193,7 @@ def _check_config_fields(config_fields: dict[str, Any]) -> dict[str, Any]:
     field_names = [field.name for field in fields(DistillConfig) if field.name != "losses"]
     for name in config_fields:
         if name not in field_names:
-            raise HeadwiseError(f"DistillConfig has no field {name!r}; {suggest_names(name, field_names)}")
+            raise ArgumentError(f"{name}: not a field of DistillConfig; {suggest_names(name, field_names)}")
     return config_fields
 
 

@@ -1,4 +1,4 @@
-"""The losses, one by one. Each looks at one pass of student and teacher and gives one number, 0 where they agree."""
+"""Losses between one forward pass of the student and one of the teacher. Each is 0 if both agree."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from headwise.distillation.activations import Activations, main_stack_name
 from headwise.distillation.attention_kl import attention_kl
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads.hook_point import AttentionCall
 from headwise.kernels.score_params import ScoreParams, masked_scores, raw_scores, repeat_kv
 from headwise.model import ModelProtocol
 from headwise.spec import Address, LayerAddress
 
-# Relation heads, and channels of one, as in the paper, unless said otherwise.
+# Defaults from the paper of RelationLoss: relation heads, and channels of each.
 MAX_RELATION_HEADS, MIN_RELATION_CHANNELS = 48, 16
 
 
 class HiddenStateLoss(nn.Module):
-    """States behind chosen layers, each as a norm would read it; through a learned projection where widths differ."""
+    """Mean squared error of hidden states after layer norm. A learned projection maps the student if widths differ."""
 
     def __init__(
         self, student: ModelProtocol, teacher: ModelProtocol, layers: Sequence[tuple[int, int]] | None
@@ -32,8 +32,8 @@ class HiddenStateLoss(nn.Module):
         self.layers = tuple(layers) if layers is not None else even_layer_pairs(student_layers, teacher_layers)
         for student_layer, teacher_layer in self.layers:
             if not (0 <= student_layer < student_layers and 0 <= teacher_layer < teacher_layers):
-                raise HeadwiseError(
-                    f"states of layers {student_layer} and {teacher_layer} were asked for; the student has layers 0 to "
+                raise ArgumentError(
+                    f"layers: no such layer. Got the pair ({student_layer}, {teacher_layer}). The student has layers 0 to "
                     f"{student_layers - 1}, the teacher 0 to {teacher_layers - 1}."
                 )
         widths = student.spec.width, teacher.spec.width
@@ -45,7 +45,7 @@ class HiddenStateLoss(nn.Module):
     def forward(
         self, student_activations: Activations, teacher_activations: Activations, real_tokens: Tensor
     ) -> Tensor:
-        """The mean squared difference over real tokens, channels and pairs of layers."""
+        """Return the mean squared difference over real tokens, channels and pairs of layers."""
         total = torch.zeros((), device=real_tokens.device)
         for (student_layer, teacher_layer), projection in zip(self.layers, self.projections, strict=True):
             student_state = projection(student_activations.hidden_states[student_layer])[real_tokens].float()  # (n, D)
@@ -55,7 +55,7 @@ class HiddenStateLoss(nn.Module):
 
 
 class AttentionMapLoss(nn.Module):
-    """Each of some heads looks where a teacher's head looks: KL of its rows, averaged over the pairs."""
+    """KL divergence of attention rows between paired heads, averaged over the pairs."""
 
     def __init__(self, pairs: Sequence[tuple[Address, Address]]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class AttentionMapLoss(nn.Module):
     def forward(
         self, student_activations: Activations, teacher_activations: Activations, real_tokens: dict[str, Tensor]
     ) -> Tensor:
-        """`real_tokens` are the tokens that count, (B, T), by stack."""
+        """Return the loss. `real_tokens` are masks of the tokens that count, (B, T), by stack."""
         total = torch.zeros((), device=next(iter(real_tokens.values())).device)
         for (student_layer, teacher_layer), pairs in self.pairs_by_layer.items():
             student_call, teacher_call = (
@@ -87,7 +87,7 @@ class AttentionMapLoss(nn.Module):
 
 
 class RelationLoss(nn.Module):
-    """q–q, k–k and v–v relations of one layer, its channels split anew into relation heads (https://arxiv.org/abs/2012.15828)."""
+    """q–q, k–k and v–v relations of one layer, with channels regrouped into relation heads (https://arxiv.org/abs/2012.15828)."""
 
     def __init__(
         self, student: ModelProtocol, teacher: ModelProtocol, layers: tuple[int, int], heads: int | None
@@ -108,7 +108,7 @@ class RelationLoss(nn.Module):
     def forward(
         self, student_activations: Activations, teacher_activations: Activations, real_tokens: dict[str, Tensor]
     ) -> Tensor:
-        """The mean over the three relations of the mean KL of their rows."""
+        """Return the mean KL divergence of relation rows, averaged over the three relations."""
         calls = student_activations.calls[self.layer_addresses[0]], teacher_activations.calls[self.layer_addresses[1]]
         total = torch.zeros((), device=calls[0].q.device)
         for projection in "qkv":
@@ -125,7 +125,7 @@ class RelationLoss(nn.Module):
 
 
 def even_layer_pairs(student_layers: int, teacher_layers: int) -> tuple[tuple[int, int], ...]:
-    """For every layer of the student one of the teacher, spread evenly, the last for the last.
+    """Pair every student layer with a teacher layer, evenly spaced, with the last layers paired.
 
     >>> even_layer_pairs(2, 6), even_layer_pairs(3, 3)
     (((0, 2), (1, 5)), ((0, 0), (1, 1), (2, 2)))
@@ -136,7 +136,7 @@ def even_layer_pairs(student_layers: int, teacher_layers: int) -> tuple[tuple[in
 
 
 def relation_head_count(projection: str, widths: tuple[int, int], count: int | None) -> int:
-    """How many relation heads two widths are split into: as asked, or as many as both allow, up to 48 of 16 channels or more.
+    """Return the number of relation heads: `count`, or the largest number that divides both widths, up to the defaults.
 
     >>> relation_head_count("q", (320, 576), None), relation_head_count("q", (768, 768), None)
     (16, 48)
@@ -145,9 +145,9 @@ def relation_head_count(projection: str, widths: tuple[int, int], count: int | N
     """
     if count is not None:
         if widths[0] % count or widths[1] % count:
-            raise HeadwiseError(
-                f"the {projection} of the student and of the teacher have {widths[0]} and {widths[1]} channels, which "
-                f"{count} relation heads cannot share; they must divide {gcd(*widths)}."
+            raise ArgumentError(
+                f"relation_heads: must divide the number of {projection} channels of both models (student {widths[0]}, "
+                f"teacher {widths[1]}). Got {count}. Use a divisor of {gcd(*widths)}."
             )
         return count
     shared = gcd(*widths)
@@ -156,25 +156,25 @@ def relation_head_count(projection: str, widths: tuple[int, int], count: int | N
 
 
 def split_relation_heads(x: Tensor, heads: int) -> Tensor:
-    """The channels of all heads as so many relation heads: (B, H, T, d) → (B, R, T, H·d / R)"""
+    """Regroup the channels of all heads into relation heads: (B, H, T, d) → (B, R, T, H·d / R)"""
     return x.transpose(1, 2).flatten(2).unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def _relation_scores(x: Tensor, params: ScoreParams, rows: range) -> Tensor:
-    """Scores of x with itself, some rows, where the layer's mask allows: (B, R, T, c) → (B, R, rows, T)"""
+    """Return scores of x with itself for some rows, with the mask of the layer: (B, R, T, c) → (B, R, rows, T)"""
     T = x.shape[2]
     scores = (x[:, :, rows.start : rows.stop] * x.shape[-1] ** -0.5) @ x.mT
     allowed = params.mask_block(rows, range(T), T, T, x.device)
     if allowed is None:
         return scores
-    allowed = allowed if allowed.shape[1] == 1 else allowed.any(1, keepdim=True)  # relation heads are not heads
+    allowed = allowed if allowed.shape[1] == 1 else allowed.any(1, keepdim=True)  # relation heads have no mask per head
     return scores.masked_fill(~allowed, -torch.inf)
 
 
 def _pair_batches(
     student: AttentionCall, teacher: AttentionCall, pairs: list[tuple[Address, Address]]
 ) -> list[list[tuple[int, int]]]:
-    """Pairs as places on the head axes; all at once where heads of a layer have one mask, else one by one."""
+    """Return pairs of head indices: in one batch if all heads of a layer share a mask, otherwise one by one."""
     indices = [
         (student.hook_point.head_index(item), teacher.hook_point.head_index(teacher_head))
         for item, teacher_head in pairs
@@ -187,7 +187,7 @@ def _pair_batches(
 
 
 def _head_scores(call: AttentionCall, heads: Sequence[int]) -> "partial[Tensor]":
-    """Scores of some heads by rows; the sink, which writes nothing, is left aside."""
+    """Return a function from rows to scores of some heads, without the attention sink, which has no value vector."""
     params = replace(call.params, sink=None)
     if len(heads) == 1:
         head, kv_head = heads[0], params.kv_of_head[heads[0]]
@@ -209,7 +209,7 @@ def _layer_norm(x: Tensor) -> Tensor:
 
 
 def _qkv_widths(spec) -> tuple[int, int, int]:
-    """Channels of q, k and v."""
+    """Return the number of channels of q, k and v."""
     K = len(spec.kv_head_ids)
     return len(spec.head_ids) * spec.head_dim, K * spec.head_dim, K * spec.value_dim
 
@@ -224,7 +224,7 @@ def _layer_address(model: ModelProtocol, layer: int, owner: str) -> LayerAddress
     for address in addresses:
         if address.layer == layer_index:
             return address
-    raise HeadwiseError(
-        f"the {owner} has no heads in layer {layer} whose relations could be learned; it has heads in "
-        f"{', '.join(str(address.layer) for address in addresses)}."
+    raise ArgumentError(
+        f"relation_layers: the {owner} has no heads in layer {layer}. "
+        f"Use one of its layers with heads: {', '.join(str(address.layer) for address in addresses)}."
     )

@@ -1,17 +1,17 @@
-"""A student with its teacher: one pass of each, and the losses of a DistillConfig between them."""
+"""The training loss of a distillation: one forward pass of student and teacher, and the losses of a DistillConfig."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.distillation.activations import ActivationCapture, Activations
+from headwise.distillation.activations import ActivationExtractor, Activations
 from headwise.distillation.distill_config import DistillConfig
 from headwise.distillation.distill_losses import AttentionMapLoss, HiddenStateLoss, RelationLoss
 from headwise.distillation.head_pairs import HeadPair
 from headwise.distillation.logit_loss import kl_and_nll, kl_from_topk, logits_of
 from headwise.distillation.teacher_logits_cache import TeacherLogitsCache
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.loss import IGNORE_INDEX
 from headwise.training.batch_samplers import TrainBatch
@@ -19,7 +19,7 @@ from headwise.training.train_loss import TrainLoss
 
 
 class DistillationLoss(TrainLoss):
-    """ids and targets (B, T) → every loss of the config, weighed; all are means over the tokens that count."""
+    """Weighted losses of a DistillConfig for ids and targets (B, T). All are means over the tokens that count."""
 
     def __init__(
         self,
@@ -32,12 +32,13 @@ class DistillationLoss(TrainLoss):
     ) -> None:
         super().__init__(model)
         if model.output is None or teacher.output is None:
-            raise HeadwiseError(
-                "a student and its teacher both need an output over the vocabulary, to be asked for tokens."
+            raise UnsupportedModelError(
+                "student, teacher: both need a language modeling head, and one of them lacks it. "
+                "Use models that predict tokens."
             )
-        self._teacher = [teacher]  # in a list: its weights are not this module's, and never learn
+        self._teacher = [teacher]  # in a list, so that its weights are not parameters of this module
         self.config, self.logits_cache, self.name = config, logits_cache, name
-        self._teacher_activations: Activations | None = None  # the teacher's pass of this call
+        self._teacher_activations: Activations | None = None  # cached for the current batch
         loss_weights = config.loss_weights
         self.hidden_loss = HiddenStateLoss(model, teacher, config.layers) if "hidden" in loss_weights else None
         self.map_loss = AttentionMapLoss(pairs) if "maps" in loss_weights else None
@@ -47,12 +48,12 @@ class DistillationLoss(TrainLoss):
             else None
         )
         self.captures = [
-            ActivationCapture(side_model, *self._required_layers(side))
+            ActivationExtractor(side_model, *self._required_layers(side))
             for side, side_model in enumerate((model, teacher))
         ]
 
     def _required_layers(self, side: int) -> tuple[list[int], list[Any]]:
-        """Layers and hook points of the student (0) or the teacher (1) that the losses look at."""
+        """Return the layers and hook points of the student (0) or the teacher (1) that the losses need."""
         layers = [pair[side] for pair in self.hidden_loss.layers] if self.hidden_loss is not None else []
         layer_addresses = (
             [pair[side].layer_address for pair in self.map_loss.pairs] if self.map_loss is not None else []
@@ -64,11 +65,11 @@ class DistillationLoss(TrainLoss):
 
     @property
     def teacher(self) -> ModelProtocol:
-        """The model that is learned from; it stays as it is."""
+        """The teacher. It is not trained."""
         return self._teacher[0]
 
     def compute_loss(self, batch: TrainBatch, total: int | None) -> dict[str, Tensor]:
-        """(B, T), (B, T) → the weighed losses, by name."""
+        """Return the weighted losses by name."""
         target_mask = batch.targets != IGNORE_INDEX  # (B, T)
         count = target_mask.sum().clamp(min=1)
         fraction = torch.ones((), device=target_mask.device) if total is None else target_mask.sum() / total
@@ -103,7 +104,7 @@ class DistillationLoss(TrainLoss):
     def _output_losses(
         self, student_activations: Activations, rows: TrainBatch, target_mask: Tensor, fraction: Tensor
     ) -> dict[str, Tensor]:
-        """The losses of what comes out: the teacher's logits and the text."""
+        """Return the losses of the output: KL divergence from the teacher logits, and cross-entropy of the text."""
         config, losses = self.config, {}
         assert student_activations.last_hidden_state is not None
         hidden, target_ids = (
@@ -137,26 +138,29 @@ class DistillationLoss(TrainLoss):
         return losses
 
     def _run_teacher(self, rows: TrainBatch) -> Activations:
-        """The teacher's pass, once for a call."""
+        """Return the activations of the teacher. It runs once per batch."""
         if self._teacher_activations is None:
             with torch.no_grad(), eval_mode(self.teacher):
                 self._teacher_activations = self.captures[1](rows.ids, **rows.model_kwargs)
         return self._teacher_activations
 
     def _teacher_logits(self, rows: TrainBatch, target_mask: Tensor) -> Tensor:
-        """The teacher's logits at the tokens asked for, (n, V)."""
+        """Return the teacher logits at the target tokens, (n, V)."""
         teacher_states = self._run_teacher(rows).last_hidden_state
         assert teacher_states is not None
         with torch.no_grad():
             return logits_of(self.teacher, teacher_states[target_mask])
 
     def _token_masks(self, rows: TrainBatch, target_mask: Tensor) -> dict[str, Tensor]:
-        """The tokens whose states and rows count, (B, T), by stack: of a decoder those that are followed by one."""
+        """Return masks of the tokens that count in hidden states and attention rows, (B, T), by stack.
+
+        In a decoder these are the tokens with a target.
+        """
         mask = target_mask if self.model.spec.kind != "encoder" else _token_mask(rows.ids, rows.attention_mask)
         masks = {"": mask, "dec": mask, "cross": mask}
         return masks if rows.source is None else {**masks, "enc": _token_mask(rows.source, rows.source_attention_mask)}
 
 
 def _token_mask(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Where there are tokens, (B, T)."""
+    """Return True at real tokens, (B, T)."""
     return torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()

@@ -1,4 +1,4 @@
-"""What a student learns from its teacher's logits, and from the text, without ever holding all logits at once."""
+"""KL divergence from teacher logits and cross-entropy of the text, in chunks, so that all logits never exist at once."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,18 @@ from headwise.distillation.teacher_logits_cache import TopLogits
 from headwise.model import ModelProtocol
 from headwise.model.loss import MAX_LOGITS
 
-LossSums = tuple[Tensor, Tensor]  # of the divergence, and of the cross-entropy
+LossSums = tuple[Tensor, Tensor]  # summed KL divergence, summed cross-entropy
 
 
 def kl_and_nll(
     student: ModelProtocol, teacher: ModelProtocol, hidden: tuple[Tensor, Tensor], targets: Tensor, temperature: float
 ) -> LossSums:
-    """States (N, D) of both and targets (N,) → the sums over tokens of KL(teacher ‖ student) at a temperature, and of the
-    cross-entropy. In chunks of tokens, whose logits are made again in the backward pass: all of them never exist at once."""
-    vocab = min(student.spec.vocab, teacher.spec.vocab)  # one of them may be padded
+    """Return the sums over tokens of KL(teacher ‖ student) at a temperature and of the cross-entropy.
+
+    Inputs are hidden states (N, D) of both models and targets (N,). Logits are computed in chunks of tokens and recomputed in
+    the backward pass.
+    """
+    vocab = min(student.spec.vocab, teacher.spec.vocab)  # one of them may have padding rows
 
     def chunk(student_states: Tensor, teacher_states: Tensor, target_ids: Tensor) -> LossSums:
         logits = logits_of(student, student_states)  # (n, V)
@@ -33,8 +36,10 @@ def kl_and_nll(
 
 
 def logits_of(model: ModelProtocol, states: Tensor) -> Tensor:
-    """(n, D) → (n, V), in float32. What is learned is a difference of logits, so they have the precision of the weights, as
-    cross-entropy has, also where autocast makes the rest quicker."""
+    """Return logits in float32: (n, D) → (n, V).
+
+    The loss depends on differences of logits, so they are computed in the precision of the weights, even under autocast.
+    """
     assert model.output is not None
     if not torch.is_autocast_enabled(states.device.type):
         return model.output(states).float()
@@ -44,7 +49,7 @@ def logits_of(model: ModelProtocol, states: Tensor) -> Tensor:
 
 
 def sum_over_chunks(chunk: Callable[..., LossSums], chunk_size: int, *tensors: Tensor) -> LossSums:
-    """A function of tokens, some at a time."""
+    """Sum a loss over chunks of tokens."""
     parts = list(zip(*(values.split(max(1, chunk_size)) for values in tensors), strict=True))
     if len(parts) == 1:
         return chunk(*parts[0])
@@ -56,8 +61,10 @@ def sum_over_chunks(chunk: Callable[..., LossSums], chunk_size: int, *tensors: T
 def kl_from_topk(
     student: ModelProtocol, hidden: Tensor, targets: Tensor, teacher_logits: TopLogits, temperature: float
 ) -> LossSums:
-    """States (n, D) and targets (n,) → the sums of KL(teacher ‖ student), the rest of the vocabulary taken as one, and of the
-    cross-entropy."""
+    """Return the sums of KL(teacher ‖ student) and of the cross-entropy, from the largest teacher logits.
+
+    Inputs are hidden states (n, D) and targets (n,). All tokens outside the top k count as one outcome.
+    """
 
     def chunk(states: Tensor, target_ids: Tensor, log_probs: Tensor, ids: Tensor, rest_log_prob: Tensor) -> LossSums:
         logits = logits_of(student, states)  # (n, V)

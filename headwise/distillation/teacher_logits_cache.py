@@ -1,4 +1,4 @@
-"""A teacher's logits on disk: the largest of each token and what the rest has, so that a second run need not ask again."""
+"""Cache of teacher logits on disk: the k largest logits per token and the log-probability of all other tokens."""
 
 import hashlib
 import json
@@ -10,23 +10,29 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError
 from headwise.io.atomic_write import write_atomic
 
 METADATA_FILE = "teacher.json"
-FORMAT = 2  # of the folder
+FORMAT = 2  # of the cache folder
 
 
 class TopLogits(NamedTuple):
-    """Of n tokens the largest logits, divided by the temperature and normed, their ids, and the log of what the rest has."""
+    """The k largest logits of n tokens, as log-probabilities at a temperature.
 
-    log_probs: Tensor  # (n, k)
-    ids: Tensor  # (n, k)
-    rest_log_prob: Tensor  # (n,), −inf where nothing is left
+    Attributes:
+        log_probs: Log-probabilities of the k largest logits, (n, k).
+        ids: Their token ids, (n, k).
+        rest_log_prob: Log-probability of all other tokens together, (n,). −inf if k is the vocabulary size.
+    """
+
+    log_probs: Tensor
+    ids: Tensor
+    rest_log_prob: Tensor
 
 
 class TeacherLogitsCache:
-    """A folder of them, a file for every batch of ids; it belongs to one teacher, one k and one temperature."""
+    """Folder of teacher logits with one file per batch. It is valid for one teacher, one k and one temperature."""
 
     def __init__(self, folder: Path, k: int, temperature: float, teacher: str) -> None:
         self.folder, self.k, self.temperature = folder, k, temperature
@@ -35,21 +41,22 @@ class TeacherLogitsCache:
         if metadata_path.is_file():
             stored = json.loads(metadata_path.read_text(encoding="utf-8"))
             if stored.get("format", 1) != FORMAT:
-                raise HeadwiseError(
-                    f"{folder} has logits of format {stored.get('format', 1)}, this version reads format {FORMAT}. Keep them "
-                    "again in another folder: headwise distill … --logits-folder FOLDER."
+                raise FileFormatError(
+                    f"{folder}: teacher logits of format {stored.get('format', 1)}. This version reads format {FORMAT}. "
+                    "Store them again in another folder: headwise distill … --logits-folder FOLDER."
                 )
             if stored != metadata:
-                raise HeadwiseError(
-                    f"{folder} keeps the logits of another teacher, top_k or temperature; choose another folder."
+                raise FileFormatError(
+                    f"{folder}: this folder has logits of another teacher, top_k or temperature. "
+                    f"This run uses top_k={k} and temperature={temperature}. Use another folder."
                 )
         elif folder.exists() and any(folder.iterdir()):
-            raise HeadwiseError(f"{folder} is there already and holds something else; choose another folder.")
+            raise FileFormatError(f"{folder}: it exists and has no teacher logits. Use an empty or a new folder.")
         else:
             write_atomic(metadata_path, json.dumps(metadata, indent=2).encode())
 
     def get_or_compute(self, batch: Iterable[Tensor], compute_logits: Callable[[], Tensor]) -> TopLogits:
-        """What is known of a batch, all that the teacher reads; it is asked, and its answer kept, where nothing is."""
+        """Return the cached logits of a batch. If there are none, run the teacher and cache its logits."""
         key = hashlib.blake2b(digest_size=16)
         tensors = list(batch)
         for tensor in tensors:
@@ -74,7 +81,7 @@ class TeacherLogitsCache:
 
 
 def top_k_log_probs(logits: Tensor, k: int, temperature: float) -> TopLogits:
-    """(n, V) → the k largest of each token.
+    """Return the k largest logits of each token: (n, V) → (n, k).
 
     >>> top_logits = top_k_log_probs(torch.tensor([[0.0, 0.0, 0.0, 0.0]]), k=2, temperature=1.0)
     >>> top_logits.log_probs.exp().tolist(), round(float(top_logits.rest_log_prob.exp()), 3)

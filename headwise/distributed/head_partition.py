@@ -1,7 +1,7 @@
 """Tensor parallelism over heads: several processes hold heads of one layer and add up their outputs.
 
-`HeadPartition` says which process holds which heads. Callers give masks, biases and gates for all heads, and it selects those
-of this process. The layer's own hook point shows the heads of this process. `GatheredLayer` shows the heads of all.
+`HeadPartition` says which process holds which heads. Callers pass masks, biases and gates for all heads, and it selects those
+of this process. The hook point of the layer shows the heads of this process. `GatheredLayer` shows the heads of all.
 """
 
 import copy
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.distributed.process_group import ProcessGroupOps
-from headwise.heads.head import OutputProjectionProtocol
+from headwise.heads.head import WeightAttributeProtocol
 from headwise.heads.hook_point import AttentionCall, Edit, HookPoint, Listener, expand_like
 from headwise.kernels import Bias, Mask, ScoreParams, ScoreRequest
 from headwise.kernels.score_bias import DenseBias
@@ -57,7 +57,7 @@ class HeadPartition:
         return self._gather(x, dim, self.head_indices)
 
     def gather_kv(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Gather all KV heads, in their order; of copies, the first."""
+        """Gather all KV heads, in their order. Copies come from the lowest rank."""
         return self._gather(x, dim, self.kv_indices)
 
     def local_slice(self, x: Tensor, dim: int) -> Tensor:
@@ -71,7 +71,7 @@ class HeadPartition:
 
     def local_mask(self, mask: Mask | None) -> Mask | None:
         """Select the mask of the heads of this process."""
-        if not isinstance(mask, Mask) or not self.own_heads:  # no head of this process reads it
+        if not isinstance(mask, Mask) or not self.own_heads:  # no head of this process uses it
             return mask if self.own_heads else None
         return mask if mask.leading_shape()[1] == 1 else mask.for_heads(self.own_heads)
 
@@ -92,14 +92,14 @@ class HeadPartition:
 
     @contextmanager
     def fork_rng_per_rank(self, device: torch.device) -> Iterator[None]:
-        """Draw different random numbers in each process while open, and equal ones afterwards."""
+        """Use different random numbers in each process inside the context, and equal ones after it."""
         seed = int(torch.randint(1 << 62, (), device="cpu"))
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_rng_device_type(device)):
             torch.manual_seed(seed + self.collectives.rank)
             yield
 
     def sum_kv_grads_in_backward(self, weight: Tensor, projections: str, sizes: dict[str, tuple[int, int]]) -> Tensor:
-        """Return a weight or bias of some projections, unchanged; gradients of copied KV heads are summed."""
+        """Return a weight or bias of some projections, unchanged. Gradients of copied KV heads are summed."""
         return _SyncKVGrad.apply(weight, self, projections, sizes)  # pyright: ignore[reportReturnType]
 
     def score_params(
@@ -149,7 +149,7 @@ class _SyncKVGrad(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class ShardedScoreParams(ScoreParams):
-    """The score params of the heads that are here, and how those of all heads are made, from the q, k and v of all."""
+    """Score params of the local heads, with a function that builds those of all heads from gathered q, k and v."""
 
     make_full_params: Callable[[Tensor, Tensor, Tensor], ScoreParams] | None = None
 
@@ -157,7 +157,7 @@ class ShardedScoreParams(ScoreParams):
 def sharded_score_params(
     layer: "MultiHeadAttention", partition: HeadPartition, tensors: tuple[Tensor, Tensor, Tensor], request: ScoreRequest
 ) -> ShardedScoreParams:
-    """The score params of a call at a layer that is shared; what is given is about all heads."""
+    """Build the score params of the local heads of a sharded layer from a request for all heads."""
     (q, k, _), bias, num_keys = tensors, request.bias, request.num_keys
     for argument in (request.mask, DenseBias(bias) if isinstance(bias, Tensor) else bias):
         if isinstance(argument, Mask | Bias):
@@ -184,7 +184,7 @@ def sharded_score_params(
 class GatheredLayer(HookPoint):
     """A view of a layer with the heads of all processes: hook point, weights and spec.
 
-    Example: layer 0 has heads 0 to 4. KV head 0 is read by heads 0 to 3 and KV head 1 by head 4. Two processes share them:
+    Example: layer 0 has heads 0 to 4. Heads 0 to 3 use KV head 0, and head 4 uses KV head 1. Two processes share them:
 
                       rank 0                  rank 1                   GatheredLayer, in every process
         heads         0  1  4                 2  3                     0  1  2  3  4
@@ -213,13 +213,13 @@ class GatheredLayer(HookPoint):
         return GatheredLayer(*copy.deepcopy((self.layer, self.local_hook_point), memo), self.partition)
 
     @property
-    def output_projection(self) -> OutputProjectionProtocol:
-        """The output projection of the local heads, for its dtype and device; `W_O` holds all heads."""
+    def output_projection(self) -> WeightAttributeProtocol:
+        """The output projection of the local heads, for its dtype and device. `W_O` has all heads."""
         return self.layer.output_projection
 
     @property
     def head_output_weights(self) -> Tensor:
-        """W_O of all heads, (H, e, D); a copy."""
+        """W_O of all heads, (H, e, D). It is a copy."""
         return self.partition.gather_heads(self.layer.output_projection.head_output_weights, 0)
 
     @property

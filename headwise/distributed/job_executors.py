@@ -1,7 +1,7 @@
-"""Work that does not run in step: jobs handed to any `concurrent.futures.Executor`, one thread each.
+"""Run independent jobs on any `concurrent.futures.Executor`, with one thread per job.
 
-Results do not hang on how many workers there are, or where: each job has one thread, and is named by what decides it, so that
-doing it twice gives the same.
+Results do not depend on the number or the location of the workers. A job is identified by its arguments, so that repeating it
+gives the same result.
 """
 
 import os
@@ -27,16 +27,16 @@ from typing import Any
 
 import torch
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError, MissingDependencyError
 
 EXECUTOR_KINDS = ("processes", "dask", "slurm")
-GRACE_SECONDS = 15.0  # seconds a process has to save what it is at
-POLL_SECONDS = 0.5  # seconds between looks at how far they are
+GRACE_SECONDS = 15.0  # time for a process to save its state
+POLL_SECONDS = 0.5  # time between polls
 KILLED_MESSAGE = (
-    "a process ended before it was done. If it was killed for want of memory, run the same again with fewer processes; if "
-    'this is a script, begin what it does with `if __name__ == "__main__":`, as other processes read the script too.'
+    "processes: a worker process ended before its job was done. If it ran out of memory, run the command again with fewer "
+    'processes. In a script, put the code under `if __name__ == "__main__":`, because worker processes import the script.'
 )
-_job_lock = threading.Lock()  # threads of one worker would share torch's random numbers
+_job_lock = threading.Lock()  # threads of one worker would share the RNG state of torch
 
 
 def run_jobs_as_completed(
@@ -48,14 +48,26 @@ def run_jobs_as_completed(
     executor: "Executor | str | None" = None,
     folder: Path | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Call a function of some module with each job, elsewhere; yields the job's number and what it gave, as they are done.
+    """Call a function with each job in worker processes. Yield (job index, result) as jobs complete.
 
-    `executor`: None, so many processes here; "dask", "slurm", with settings behind a colon; or one of your own, which stays
-    open. With `fresh_process`, each job of a process here has one that did nothing before, so that what it holds at most is
-    its own. `folder`: where Slurm's jobs are written, seen by all machines.
+    Args:
+        function: Function of an importable module.
+        jobs: Arguments of each call.
+        processes: Number of local processes. None: one per CPU.
+        on_poll: Called about twice per second while jobs run.
+        fresh_process: Run each local job in a new process, for example to measure its peak memory.
+        executor: None for local processes, "dask" or "slurm" with optional settings after a colon, or an executor object,
+            which stays open.
+        folder: Folder for the files of Slurm jobs, visible to all machines. None: the current directory.
+
+    Yields:
+        Index of a job and its result.
+
+    Raises:
+        HeadwiseError: If a worker process is killed twice.
     """
     with _open_executor(executor, processes, max(1, len(jobs)), fresh_process, folder) as pool:
-        call = function if isinstance(pool, IsolatedProcessPool) else partial(_run_single_threaded, function)
+        call = function if isinstance(pool, FaultTolerantProcessPool) else partial(_run_single_threaded, function)
         running: dict[Future, int] = {pool.submit(call, *job): i for i, job in enumerate(jobs)}
         try:
             while running:
@@ -69,13 +81,13 @@ def run_jobs_as_completed(
         except BaseException as error:
             for future in running:
                 future.cancel()
-            if isinstance(pool, IsolatedProcessPool):
+            if isinstance(pool, FaultTolerantProcessPool):
                 pool.stop(GRACE_SECONDS if isinstance(error, KeyboardInterrupt) else 0)
             raise
 
 
 def run_in_subprocess(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of some module in a fresh process with all threads, for example to measure its memory."""
+    """Call a function of an importable module in a new process with all threads, for example to measure its memory."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         try:
             return pool.submit(function, *args).result()
@@ -84,12 +96,13 @@ def run_in_subprocess(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def check_executor(executor: "Executor | str | None") -> None:
-    """Whether there is such an executor; asked before long work."""
+    """Raise if the executor is unknown. Called before long computations."""
     if executor is None or isinstance(executor, Executor) or _is_submitit_executor(executor):
         return
     if not isinstance(executor, str) or executor.partition(":")[0] not in EXECUTOR_KINDS:
-        raise HeadwiseError(
-            f"there is no executor {executor!r}; use {', '.join(EXECUTOR_KINDS)}, or give a concurrent.futures.Executor."
+        raise ArgumentError(
+            f"executor: unknown executor. Got {executor!r}. "
+            f"Use one of {', '.join(EXECUTOR_KINDS)}, or a concurrent.futures.Executor."
         )
 
 
@@ -108,12 +121,12 @@ def _open_executor(
         return SlurmExecutor(_submitit_executor(settings, (folder or Path.cwd()) / "jobs"))
     processes = os.cpu_count() or 1 if processes is None else processes
     if processes < 1:
-        raise HeadwiseError(f"work needs at least one process, got {processes}.")
-    return IsolatedProcessPool(min(processes, jobs), fresh_process)
+        raise ArgumentError(f"processes: must be at least 1. Got {processes}. Use None for one process per CPU.")
+    return FaultTolerantProcessPool(min(processes, jobs), fresh_process)
 
 
 def _run_single_threaded(function: Callable[..., Any], *job: Any) -> Any:
-    """One job at a time in a worker of somebody else's, on one thread."""
+    """Run one job at a time on one thread in a worker of an external executor."""
     with _job_lock:
         saved_threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -123,12 +136,12 @@ def _run_single_threaded(function: Callable[..., Any], *job: Any) -> Any:
             torch.set_num_threads(saved_threads)
 
 
-# Processes here.
+# Local processes.
 
 
-class IsolatedProcessPool(Executor):
-    """So many processes. Each is a pool of its own, so that one that dies takes nobody else's work along; what it was at is
-    begun once more."""
+class FaultTolerantProcessPool(Executor):
+    """Pool of `count` processes. Each is a pool of its own, so that a process that dies does not affect other jobs. Its job
+    is started once more."""
 
     def __init__(self, count: int, fresh_process: bool = False) -> None:
         self._thread_pool, self._thread_local, self._fresh_process = (
@@ -140,18 +153,21 @@ class IsolatedProcessPool(Executor):
         self._pools: list[ProcessPoolExecutor] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        """As any executor does."""
+        """Submit a job, as in `concurrent.futures.Executor`."""
         return self._thread_pool.submit(self._run, fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the processes go."""
+        """Shut down the processes."""
         self._thread_pool.shutdown(wait, cancel_futures=cancel_futures)
         for pool in self._pools:
             pool.shutdown(wait, cancel_futures=cancel_futures)
 
     def stop(self, grace: float) -> None:
-        """Have those at work save and stop. Ctrl-C told them already, and a second word would be obeyed without saving: so
-        they are given time, then told, and at last killed."""
+        """Let running jobs save their state, then terminate and finally kill their processes.
+
+        Ctrl-C has already signaled the processes, and a second signal would stop them without saving. So they get `grace`
+        seconds first.
+        """
         self._closing = True
         self.shutdown(wait=False, cancel_futures=True)
         children = set(active_children()) - self._existing_children
@@ -183,7 +199,7 @@ class IsolatedProcessPool(Executor):
 
 
 def _init_worker() -> None:
-    """One thread for the work, and one that waits for whoever began it to die: then what is being trained is saved."""
+    """Use one thread, and terminate this process if its parent dies, so that a training run is saved."""
     torch.set_num_threads(1)
 
     def exit_with_parent() -> None:
@@ -200,28 +216,34 @@ def _init_worker() -> None:
 
 @contextmanager
 def _dask_executor(address: str) -> Iterator[Executor]:
-    """Workers of a Dask cluster: at an address, at the one its settings name, or some on this machine."""
+    """Return an executor of a Dask cluster: at an address, at the address of its settings, or on this machine."""
     try:
         from distributed import Client
     except ImportError:
-        raise HeadwiseError("the executor dask needs the distributed package: pip install 'headwise[dask]'.") from None
+        raise MissingDependencyError(
+            "executor: dask needs the distributed package: pip install 'headwise[dask]'."
+        ) from None
     try:
         client = Client(address) if address else Client(threads_per_worker=1, dashboard_address=None)
     except (OSError, ValueError) as error:
-        raise HeadwiseError(f"no Dask scheduler answers at {address!r} ({error}); start one: dask scheduler.") from None
+        raise ArgumentError(
+            f"executor: no Dask scheduler answers at {address!r} ({error}). Start one: dask scheduler."
+        ) from None
     with client:
         yield client.get_executor(pure=False)
 
 
-# Slurm, through submitit (https://github.com/facebookincubator/submitit), which pickles what is called and what it gives.
+# Slurm, through submitit (https://github.com/facebookincubator/submitit), which pickles functions and results.
 
 
 def _submitit_executor(settings: str, folder: Path) -> Any:
-    """submitit's executor: `partition=long,timeout_min=600`; `cluster=local` runs jobs on this machine."""
+    """Return a submitit executor. Settings: `partition=long,timeout_min=600`; `cluster=local` runs jobs on this machine."""
     try:
         import submitit
     except ImportError:
-        raise HeadwiseError("the executor slurm needs the submitit package: pip install 'headwise[slurm]'.") from None
+        raise MissingDependencyError(
+            "executor: slurm needs the submitit package: pip install 'headwise[slurm]'."
+        ) from None
     parts = [setting.partition("=") for setting in settings.split(",") if setting]
     options = {name: value for name, _, value in parts}
     cluster = options.pop("cluster", "slurm")
@@ -234,8 +256,8 @@ def _submitit_executor(settings: str, folder: Path) -> Any:
         }
         queue.update_parameters(**{"timeout_min": 24 * 60, "name": "headwise", **parameters})
     except (AssertionError, RuntimeError, ValueError, TypeError, NameError) as error:
-        raise HeadwiseError(
-            f"Slurm cannot be asked ({error}); this must be a machine that has srun, or say slurm:cluster=local."
+        raise ArgumentError(
+            f"executor: Slurm cannot be used ({error}). Run this on a machine with srun, or use slurm:cluster=local."
         ) from None
     return queue
 
@@ -245,12 +267,12 @@ def _parse_setting(text: str) -> int | str:
 
 
 def _is_submitit_executor(executor: Any) -> bool:
-    """Whether it is one of submitit's executors, which are no `concurrent.futures.Executor`."""
+    """Return whether this is a submitit executor, which does not derive from `concurrent.futures.Executor`."""
     return any(base.__module__.startswith("submitit.") for base in type(executor).__mro__)
 
 
 class SlurmExecutor(Executor):
-    """submitit's jobs as futures. One that died is asked for once more."""
+    """Submitit jobs as futures. A job that died is submitted once more."""
 
     def __init__(self, submitit_executor: Any) -> None:
         self._submitit = submitit_executor
@@ -259,7 +281,7 @@ class SlurmExecutor(Executor):
         threading.Thread(target=self._poll_jobs, daemon=True).start()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        """As any executor does."""
+        """Submit a job, as in `concurrent.futures.Executor`."""
         future, submit_job = Future(), partial(self._submitit.submit, _run_catching, fn, args, kwargs)
         future.set_running_or_notify_cancel()
         with self._lock:
@@ -267,7 +289,7 @@ class SlurmExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take back what is not done."""
+        """Cancel jobs that are not done."""
         self._closing.set()
         with self._lock:
             for _, _, job, _ in self._pending:
@@ -289,7 +311,7 @@ class SlurmExecutor(Executor):
                     self._pending.append(entry)
 
     def _poll_job(self, future: Future, submit_job: Callable[[], Any], job: Any, retried: bool) -> tuple | None:
-        """What is still open of a job."""
+        """Return the entry of a job that is still pending, or None."""
         from submitit.core.utils import UncompletedJobError
 
         if not job.done():
@@ -299,7 +321,11 @@ class SlurmExecutor(Executor):
         except UncompletedJobError as error:
             if not retried:
                 return future, submit_job, submit_job(), True
-            future.set_exception(HeadwiseError(f"a job of Slurm's ended before it was done: {error}"))
+            future.set_exception(
+                HeadwiseError(
+                    f"executor: a Slurm job ended before it was done, twice ({error}). Check its log and run again."
+                )
+            )
         except Exception as error:
             future.set_exception(error)
         else:
@@ -308,7 +334,7 @@ class SlurmExecutor(Executor):
 
 
 def _run_catching(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[str, Any]:
-    """What a job gave, or an error a person can put right, which submitit would wrap in a traceback."""
+    """Return the result of a job, or the message of its HeadwiseError, which submitit would wrap in a traceback."""
     try:
         return "", function(*args, **kwargs)
     except HeadwiseError as error:

@@ -1,8 +1,8 @@
 """The heads, MLP channels and vocabulary rows that each process holds of a model. No torch.
 
-A layer is the sum of the outputs of its heads, so any process can hold any heads, and parts need not be even. In each layer,
-heads that read the same KV head stay together. Groups are assigned by size, largest first, each to the process with the
-fewest heads. If there are fewer groups than processes, the largest are split in two, and both halves hold a copy of the KV
+A layer is the sum of the outputs of its heads, so any process can hold any heads, and parts may have different sizes. In each
+layer, heads that share a KV head stay together. Groups are assigned by size, largest first, each to the process with the
+fewest heads. If there are fewer groups than processes, the largest are split in two, and both halves have a copy of the KV
 head.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.spec.attention import AttentionSpec
 from headwise.spec.model import ModelSpec
 from headwise.spec.weight_bits import FULL_PRECISION
@@ -62,26 +62,31 @@ def partition_model(spec: ModelSpec, processes: int) -> tuple[RankPartition, ...
     >>> first, second = partition_model(preset("smollm2-135m"), 2)
     >>> first.heads_by_layer["0"], second.heads_by_layer["0"]  # three groups of three
     ((0, 1, 2, 6, 7, 8), (3, 4, 5))
-    >>> first.heads_by_layer["1"], second.heads_by_layer["1"]  # and by turns
+    >>> first.heads_by_layer["1"], second.heads_by_layer["1"]  # the larger part alternates
     ((3, 4, 5), (0, 1, 2, 6, 7, 8))
     >>> [len(part.local_spec(preset("smollm2-135m")).head_addresses) for part in (first, second)]
     [135, 135]
     """
     if type(processes) is not int or processes < 1:
-        raise HeadwiseError(f"a model is shared by 1 process or more; got {processes!r}.")
+        raise ArgumentError(
+            f"processes: must be an integer of at least 1. Got {processes!r}. Use processes=2, for example."
+        )
     layers = {str(layer_address): spec.attention_at(layer_address) for layer_address in spec.layer_addresses}
     max_heads = max((len(layer.head_ids) for layer in layers.values()), default=0)
     if processes > max(1, max_heads):
-        raise HeadwiseError(
-            f"{processes} processes are more than the {max_heads} heads of the largest layer, and each holds whole heads; "
-            f"start at most {max(1, max_heads)}."
+        raise UnsupportedModelError(
+            f"processes: each process needs at least one complete head, and the largest layer has {max_heads} heads. "
+            f"Got {processes} processes. Start at most {max(1, max_heads)}."
         )
     for unit, count in (("tokens in the vocabulary", spec.vocab), ("channels in the MLPs", spec.mlp_width)):
         if processes > count:
-            raise HeadwiseError(f"{processes} processes are more than the {count} {unit}; start fewer.")
+            raise UnsupportedModelError(
+                f"processes: the model has only {count} {unit}. Got {processes} processes. Start at most {count}."
+            )
     if processes > 1 and spec.activation_bits != FULL_PRECISION:
-        raise HeadwiseError(
-            "activations at 8 bits have one scale for a row that no process sees whole; quantize weights alone."
+        raise UnsupportedModelError(
+            "model: a model with 8-bit activations cannot be split over processes, because the activations need one scale "
+            "per row, and each process has only a part of a row. Quantize only the weights: omit activation_bits."
         )
     heads_per_process = [0] * processes
     heads_by_process: list[dict[str, tuple[int, ...]]] = [{} for _ in range(processes)]
@@ -129,8 +134,9 @@ def _ranges(count: int, processes: int, multiple: int = 1) -> list[tuple[int, in
     """Split a count into contiguous ranges of similar size; borders are multiples of `multiple`, a quantization group."""
     blocks = -(-count // multiple)
     if blocks < processes:
-        raise HeadwiseError(
-            f"{count} channels in groups of {multiple} cannot be cut into {processes} parts; start fewer."
+        raise UnsupportedModelError(
+            f"processes: {count} MLP channels in quantization groups of {multiple} cannot be split into {processes} parts. "
+            f"Start at most {blocks} processes."
         )
     boundaries = [min(count, multiple * (blocks * index // processes)) for index in range(processes + 1)]
     return list(pairwise(boundaries))

@@ -25,7 +25,7 @@ from headwise.distributed.shard_axes import (
     rename_unquantized,
     shard_axis_of,
 )
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.head import HeadPattern
 from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.model import check_model
@@ -35,14 +35,24 @@ from headwise.model.transformer import Transformer
 from headwise.spec import LayerAddress, ModelSpec
 from headwise.spec.cache_policy import CachePolicies
 
-HEADS_AXIS = "heads"  # the axis of a mesh along which heads are split
+HEADS_AXIS = "heads"  # mesh axis along which heads are split
 
 
 def shard(model: Transformer, mesh: DeviceMesh) -> "ShardedTransformer":
     """Return the part of a model that this process holds: complete heads, a part of each MLP and of the vocabulary.
 
-    Every process of the mesh calls it with the same model, and then calls what it gets as it would the whole. A mesh of
-    several axes needs one that is named "heads". The model itself stays as it is; let go of it, and its memory is free.
+    Every process of the mesh must call `shard` with the same model. The result is called like the full model; all processes
+    must make the same calls. The given model is not changed and can be deleted to free its memory.
+
+    Args:
+        model: The full model, a headwise model (not an attached one).
+        mesh: Device mesh. A mesh with several axes needs one that is named "heads".
+
+    Returns:
+        The local part, which computes the outputs of the full model together with the other processes.
+
+    Raises:
+        UnsupportedModelError: If the model is a part already, or cannot be split over this number of processes.
 
     >>> import os, torch.distributed as dist
     >>> from headwise.spec import preset
@@ -56,14 +66,14 @@ def shard(model: Transformer, mesh: DeviceMesh) -> "ShardedTransformer":
     """
     check_model(model)
     if model.is_sharded:
-        raise HeadwiseError("this is a part of a model already; shard the whole one.")
-    model.check_native("be spread over processes")
+        raise UnsupportedModelError("model: it is a part of a sharded model already. Shard the full model.")
+    model.check_native("only headwise's own models can be sharded over processes")
     partitions, collectives = partitions_and_collectives(mesh, model.spec)
     return shard_of(model, partitions, collectives)
 
 
 def partitions_and_collectives(mesh: DeviceMesh, spec: ModelSpec) -> tuple[tuple[RankPartition, ...], ProcessGroupOps]:
-    """Who holds what of a model on a mesh; all processes must mean the same model."""
+    """Return the partition of a model on a mesh, and its collectives. Raise if processes have different models."""
     collectives = head_collectives(mesh)
     partitions = partition_model(spec, collectives.size)
     check_same_across_processes(collectives, spec.to_json(), "model")
@@ -71,34 +81,36 @@ def partitions_and_collectives(mesh: DeviceMesh, spec: ModelSpec) -> tuple[tuple
 
 
 def head_collectives(mesh: DeviceMesh) -> ProcessGroupOps:
-    """The processes of a mesh that share heads."""
+    """Return the collectives of the processes that share heads."""
     if not isinstance(mesh, DeviceMesh):
-        raise HeadwiseError(
-            f'a mesh is made by torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("heads",)); got {mesh!r}.'
+        raise ArgumentError(
+            f"mesh: a DeviceMesh is needed. Got {mesh!r}. "
+            'Use torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("heads",)).'
         )
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1:
         return ProcessGroupOps(mesh.get_group())
     if HEADS_AXIS not in names:
-        raise HeadwiseError(
-            f"the mesh has the axes {', '.join(names) or 'without names'}; name the one for heads 'heads'."
+        raise ArgumentError(
+            f"mesh: with several axes, one must be named 'heads'. Got {', '.join(names) or 'axes without names'}. "
+            "Set mesh_dim_names=('data', 'heads')."
         )
     return ProcessGroupOps(mesh.get_group(HEADS_AXIS))
 
 
 def check_same_across_processes(collectives: ProcessGroupOps, value: str, name: str) -> None:
-    """Refuse to go on where processes mean different things: what follows would never end."""
+    """Raise if the processes have different values, because collectives would then wait forever."""
     digest = int.from_bytes(hashlib.sha256(value.encode()).digest()[:7], "big")
     signed_digest: Tensor = torch.tensor([digest, -digest])
     if collectives.size > 1 and int(collectives.all_reduce_max(signed_digest).sum()):
-        raise HeadwiseError(f"the processes have different {name}s; give all of them the same.")
+        raise ArgumentError(f"{name}: it differs between the processes. Pass the same {name} to all processes.")
 
 
 class ShardedTransformer(Transformer):
     """The part of a model that one process holds, used as the full model. All processes make the same calls.
 
     `spec` is the spec of the full model, `local_spec` that of the part. `hook_points()` shows the heads of this process, and
-    `heads` holds all of them.
+    `heads` contains the heads of all processes.
     """
 
     is_sharded = True
@@ -114,7 +126,10 @@ class ShardedTransformer(Transformer):
         device: torch.device | str | None = None,
     ) -> None:
         if len(partitions) != collectives.size:
-            raise HeadwiseError(f"{len(partitions)} shares are for as many processes; there are {collectives.size}.")
+            raise ArgumentError(
+                f"partitions: one per process is needed. Got {len(partitions)} partitions for {collectives.size} processes. "
+                f"Use partition_model(spec, {collectives.size})."
+            )
         local_spec = partitions[collectives.rank].local_spec(spec)
         super().__init__(local_spec, backend=backend, storage=storage, device=device)
         self.spec, self.local_spec, self.partitions, self.collectives = spec, local_spec, tuple(partitions), collectives
@@ -141,12 +156,12 @@ class ShardedTransformer(Transformer):
         return self.partitions[self.collectives.rank]
 
     def _make_cache(self, spec: ModelSpec, kind: str, size: int | None) -> ModelCache:
-        """For the key heads that are here; what is asked is about all."""
+        """Return a cache for the local KV heads. The spec describes all heads."""
         local_spec = self.partition.local_spec(spec)
         model_cache = ModelCache(local_spec, kind, size)
         for layer_address in model_cache.layers:
             full_layer, local_layer = spec.attention_at(layer_address), local_spec.attention_at(layer_address)
-            if full_layer.cache and layer_address.stack != "cross":  # also where none of those heads is here
+            if full_layer.cache and layer_address.stack != "cross":  # also if no streaming head is local
                 model_cache.layers[layer_address] = PerHeadCache(
                     local_layer,
                     local_layer.cache_policies,
@@ -156,7 +171,7 @@ class ShardedTransformer(Transformer):
         return model_cache
 
     def untrained(self, seed: int = 0) -> "ShardedTransformer":
-        """A model of the same spec, drawn anew and cut into the same shares."""
+        """Return a model of the same spec and partition with random weights."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             full_model = Transformer(self.spec)
@@ -170,20 +185,26 @@ class ShardedTransformer(Transformer):
         folded_biases: Mapping[LayerAddress, Tensor] | None = None,
         cache: CachePolicies | None = None,
     ) -> Self:
-        """Not of a part: heads are cut from a whole model, which is then shared out."""
-        raise HeadwiseError("this process holds a part of the model; cut heads from the whole, then use hw.shard.")
+        """Raise: only the full model can be pruned."""
+        raise UnsupportedModelError(
+            "model: a sharded model cannot be pruned. Prune the full model, then use hw.shard(model, mesh)."
+        )
 
     def export(self, folder: str | Path, family: str | None = None) -> Path:
-        """Not of a part."""
-        raise HeadwiseError("this process holds a part of the model; save it, load the whole one and export that.")
+        """Raise: only the full model can be exported."""
+        raise UnsupportedModelError(
+            "model: a sharded model cannot be exported. Save it, load the full model with hw.load and export that."
+        )
 
     def residual_stream(self) -> Any:
-        """Not of a part: who follows a logit through the model reads all of the vocabulary."""
-        raise HeadwiseError("this process holds a part of the vocabulary; follow logits in the whole model.")
+        """Raise: logit attribution needs the full vocabulary."""
+        raise UnsupportedModelError(
+            "model: logit attribution needs the full vocabulary, and this process has a part of it. Use the full model."
+        )
 
     def gathered_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the whole model by name, one after the other, put together from all processes."""
-        check_not_quantized(self.spec, "put together")
+        """Yield every tensor of the full model by name, gathered from all processes."""
+        check_not_quantized(self.spec, "gathered")
         for name, piece in self.state_dict().items():
             axis = shard_axis_of(name, self.spec, self.partitions)
             yield name, piece if axis is None else axis.gather(piece, self.collectives)
@@ -200,7 +221,7 @@ class VocabShard:
     def embed(self, tokens: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
         """Look up token ids: (…) → (…, D). `tokens` is the table of the local rows."""
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
-            raise IndexError("there is no such token")
+            raise IndexError(f"token ids must be from 0 to {self.vocab - 1}")
         is_local, local_ids = self._localize_ids(ids)
         return self.collectives.sum(tokens(local_ids).masked_fill(~is_local[..., None], 0))
 
@@ -262,11 +283,12 @@ def build_shard(
     *,
     copy: bool = False,
 ) -> ShardedTransformer:
-    """A shard with these tensors, by their names in a state dict; `copy`: sharing no memory with them."""
+    """Build a part of a model from tensors by name. With `copy`, it shares no memory with them."""
     shard = ShardedTransformer(spec, partitions, collectives, storage=storage, device="meta")
     state = rename_unquantized(state, shard.local_spec)
     empty = {name: like for name, like in shard.state_dict().items() if not like.numel() and name not in state}
-    state |= {name: torch.empty(like.shape, dtype=like.dtype) for name, like in empty.items()}  # no packed head is here
+    # Processes without quantized heads of a layer have empty tensors.
+    state |= {name: torch.empty(like.shape, dtype=like.dtype) for name, like in empty.items()}
     if spec.tied:
         state.pop("output.vocabulary.weight", None)
     if copy:

@@ -8,31 +8,54 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headwise.distributed.model_partition import partition_model
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError
 from headwise.spec.attention import AttentionSpec
 from headwise.spec.cache_policy import CachePolicy, kv_row_bytes
 from headwise.spec.model import ModelSpec
 
-FLOAT32_BYTES = 4  # bytes of a number while training: weights, gradients and AdamW's two moments
-STATES_PER_PARAMETER = 4  # as many such numbers for each parameter
-LOSS_VALUES_PER_TOKEN = 3  # numbers that processes exchange for each token, where the vocabulary is shared out
+FLOAT32_BYTES = 4  # training state is in float32
+STATES_PER_PARAMETER = 4  # weight, gradient and the two moments of AdamW
+LOSS_VALUES_PER_TOKEN = 3  # numbers per token that processes exchange if the vocabulary is split
 
 
 @dataclass(frozen=True)
 class ParallelCost:
-    """One way to lay a model out over processes; bytes of the process that has most. `error` says why it cannot be."""
+    """Memory and traffic of the process with the most, under one parallel strategy.
+
+    Attributes:
+        name: heads, fsdp, ddp or fsdp+heads.
+        processes: Number of processes.
+        mesh_shape: Number of processes that share texts × number that share heads.
+        weight_bytes: Bytes of the weights.
+        cache_bytes: Bytes of the keys and values of the texts of this process.
+        training_bytes: Bytes of weights, gradients and both optimizer moments, in float32.
+        gathered_bytes: Bytes of the full weights that FSDP gathers temporarily in training: those of the largest block, and
+            those outside of blocks.
+        forward_traffic: Bytes sent in a forward pass of a batch, up to the final hidden states.
+        step_traffic: Bytes sent in a training step, in float32.
+        error: Reason why the strategy cannot be used. Empty if it can.
+    """
 
     name: str
     processes: int
-    mesh_shape: str  # how many share texts, and how many share heads
+    mesh_shape: str
     weight_bytes: int = 0
-    cache_bytes: int = 0  # keys and values of the texts that it reads
-    training_bytes: int = 0  # weights, gradients and the optimiser's two moments, in float32
-    # whole weights that it holds for a while in training: of the largest block, and of what is in none
+    cache_bytes: int = 0
+    training_bytes: int = 0
     gathered_bytes: int = 0
-    forward_traffic: int = 0  # bytes it sends while a batch is read, up to the last states
-    step_traffic: int = 0  # and in a step of training, in float32
+    forward_traffic: int = 0
+    step_traffic: int = 0
     error: str = ""
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import parallel_cost_text
+
+        return parallel_cost_text(self)
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import parallel_cost_table
+
+        return parallel_cost_table(self).as_html()
 
 
 def layout(
@@ -44,11 +67,24 @@ def layout(
     element_bytes: int = 2,
     head_processes: int = 2,
 ) -> tuple[ParallelCost, ...]:
-    """Memory and traffic of each process under each layout: `heads` (whole heads each), `fsdp` (a part of every weight, put
-    together block by block), `ddp` (the whole model each), and `fsdp+heads` (a grid of both, `head_processes` wide).
+    """Estimate memory and traffic per process for each parallel strategy.
 
-    Texts have `context` tokens (None: the model's own), `batch` of them are read at once by whoever reads the same texts, and
-    a number has `element_bytes`, but training is counted in float32. A source is as long as its target.
+    Strategies are `heads` (complete heads per process), `fsdp` (a part of every weight, gathered block by block), `ddp` (the
+    full model in every process) and `fsdp+heads` (both, on a two-dimensional mesh).
+
+    Args:
+        spec: Spec of the model.
+        processes: Number of processes.
+        context: Tokens per text. None: the context of the model. Sources of an encoder-decoder have the same length.
+        batch: Texts per process, or per group of processes that share heads.
+        element_bytes: Bytes per weight and cached number at inference. Training is counted in float32.
+        head_processes: Number of processes that share heads in `fsdp+heads`.
+
+    Returns:
+        One cost per strategy, in bytes of the process with the most. A strategy that cannot be used has an `error`.
+
+    Raises:
+        ArgumentError: If an argument is not an integer of at least 1.
 
     >>> from headwise.spec.presets import preset
     >>> for cost in layout(preset("llama2-70b"), 8, 32768):
@@ -62,12 +98,14 @@ def layout(
     arguments = {"processes": processes, "context": context, "batch": batch, "element_bytes": element_bytes}
     for name, value in {**arguments, "head_processes": head_processes}.items():
         if type(value) is not int or value < 1:
-            raise HeadwiseError(f"{name} is a whole number of at least 1, got {value!r}.")
+            raise ArgumentError(f"{name}: must be an integer of at least 1. Got {value!r}. Use {name}=1, for example.")
 
     def grid() -> ParallelCost:
         if processes % head_processes or head_processes in (1, processes):
-            raise HeadwiseError(
-                f"{processes} processes are no grid of {head_processes} that share heads; use heads or fsdp alone."
+            raise ArgumentError(
+                f"head_processes: {processes} processes cannot be split into several groups of {head_processes} that share "
+                "heads. Use a divisor of the number of processes, greater than 1 and less than that number, or use the "
+                "strategy 'heads' or 'fsdp' alone."
             )
         return _parallel_cost(
             "fsdp+heads", spec, processes // head_processes, head_processes, context, batch, element_bytes
@@ -85,8 +123,9 @@ def layout(
 
 
 def forward_flops_per_token(spec: ModelSpec, context: int | None = None) -> int:
-    """Multiplications and additions for one token of a text, in the middle of it: two for each weight that is multiplied,
-    and attention over half of the text (all of it in an encoder).
+    """Return the operations (multiplications and additions) of a forward pass per token.
+
+    Each multiplied weight counts two operations. Attention is counted over half of the text, in an encoder over all of it.
 
     >>> from headwise.spec.presets import preset
     >>> round(forward_flops_per_token(preset("llama2-70b"), 4096) / 1e9)
@@ -122,10 +161,10 @@ def cache_bytes(spec: ModelSpec, length: int, element_bytes: int = 4) -> int:
 
 
 def kv_head_cache_bytes(layer: AttentionSpec, policy: CachePolicy, length: int, element_bytes: int = 4) -> int:
-    """Return the bytes that one KV head caches of a text: the tokens of its policy, and at most its window."""
+    """Return the bytes that one KV head caches of a text: the tokens of its policy, at most its window."""
     sizes, tokens = (layer.head_dim, layer.value_dim), policy.cached_tokens(length)
     if layer.window is not None and policy.cached_tokens(layer.window) == layer.window:
-        tokens = min(length, layer.window - (not layer.cache))  # a cache by head has room for the newest token too
+        tokens = min(length, layer.window - (not layer.cache))  # a per-head cache also holds the newest token
     return tokens * sum(kv_row_bytes(size, policy.bits, element_bytes) for size in sizes)
 
 
@@ -139,7 +178,7 @@ def _cost_or_error(name: str, processes: int, compute_cost: Callable[[], Paralle
 def _parallel_cost(
     name: str, spec: ModelSpec, data_processes: int, head_processes: int, context: int, batch: int, element_bytes: int
 ) -> ParallelCost:
-    """The largest of what a process has."""
+    """Return the cost of the process with the most."""
     local_specs = [partition.local_spec(spec) for partition in partition_model(spec, head_processes)]
     largest_spec, weights = (
         max(local_specs, key=lambda local_spec: local_spec.num_parameters),
@@ -150,7 +189,7 @@ def _parallel_cost(
         FLOAT32_BYTES * largest_spec.num_parameters,
         [FLOAT32_BYTES * size for size in _block_parameters(largest_spec)],
     )
-    # in no block: put together at the start of a step, and kept until its end
+    # Weights outside of blocks are gathered at the start of a step and kept until its end.
     unblocked_weights = training_weights - sum(blocks)
     forward_values, backward_values = _reduced_values(spec, local_specs, context * batch)
     if name == "ddp":
@@ -177,10 +216,10 @@ def _all_reduce_bytes(nbytes: int, processes: int) -> int:
 
 
 def _reduced_values(spec: ModelSpec, local_specs: list[ModelSpec], tokens: int) -> tuple[int, int]:
-    """Numbers that are summed over those who share heads: while texts are read, and on the way back."""
+    """Return how many numbers are summed over the processes that share heads, in the forward and the backward pass."""
     residual_values, stack_count = tokens * spec.width, 1 + (spec.kind == "encoder-decoder")
-    residual_writes = len(spec.layer_addresses) + spec.layers + spec.encoder_layers  # by attention and MLPs
-    # what was read of the source comes back as well
+    residual_writes = len(spec.layer_addresses) + spec.layers + spec.encoder_layers  # attention layers and MLPs
+    # Cross-attention also sends gradients of the source.
     cross_layers = sum(layer_address.stack == "cross" for layer_address in spec.layer_addresses)
     has_logits = spec.output != "none"
     backward_values = (
@@ -191,14 +230,14 @@ def _reduced_values(spec: ModelSpec, local_specs: list[ModelSpec], tokens: int) 
             spec.attention_at(layer_address),
             sum(len(local_spec.attention_at(layer_address).kv_head_ids) for local_spec in local_specs),
         )
-        if held_kv_heads > len(full_spec.kv_head_ids):  # keys that several hold learn alike
+        if held_kv_heads > len(full_spec.kv_head_ids):  # gradients of replicated KV heads are summed
             inputs = full_spec.kv_width // (full_spec.heads if full_spec.head_input == "slice" else 1) + full_spec.bias
             backward_values += len(full_spec.kv_head_ids) * (full_spec.head_dim + full_spec.value_dim) * inputs
     return residual_values * (residual_writes + stack_count), backward_values
 
 
 def _block_parameters(spec: ModelSpec) -> list[int]:
-    """Parameters of each block."""
+    """Return the number of parameters of each block."""
     norm = spec.width * (2 if spec.norm == "layer" else 1)
     up, down = spec.mlp_width * (spec.width + spec.mlp_bias), spec.width * (spec.mlp_width + spec.mlp_bias)
     mlp = up * (2 if spec.activation == "swiglu" else 1) + down + norm * (spec.norm_placement != "parallel")
@@ -210,7 +249,7 @@ def _block_parameters(spec: ModelSpec) -> list[int]:
 
 
 def _text_cache_bytes(spec: ModelSpec, context: int, element_bytes: int) -> int:
-    """Keys and values of one text, and of its source."""
+    """Return the bytes of the keys and values of one text and its source."""
     cross_layers = [
         spec.attention_at(layer_address) for layer_address in spec.layer_addresses if layer_address.stack == "cross"
     ]

@@ -1,7 +1,7 @@
 """Process groups, and the collective operations on tensors that autograd can differentiate.
 
 `ProcessGroup` describes the processes of a training run, which share the rows of a batch. torchrun starts them; a process
-alone is a group of one. `ProcessGroupOps` holds the collectives of processes that share the heads of a model. All of them
+alone is a group of one. `ProcessGroupOps` has the collectives of processes that share the heads of a model. All of them
 compute the same loss and its backward pass. A tensor is either replicated (equal in all processes, and so is its gradient) or
 each process holds a part of it. Four operations convert between the two:
 
@@ -27,30 +27,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError
 
 X = TypeVar("X")
-COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # how long a process waits for another before it gives up
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # time that a process waits for another one
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes that share out the rows of a batch, or texts. Where others read the same, `world` are all."""
+    """Processes that share the rows of a batch, or texts.
+
+    Attributes:
+        rank: Rank of this process in the group.
+        size: Number of processes in the group.
+        device: Device of this process.
+        group: The torch process group. None: the default group.
+        world: All processes, if some of them process the same rows. None: this group.
+    """
 
     rank: int
     size: int
     device: torch.device
-    group: dist.ProcessGroup | None = None  # None: all that there are
+    group: dist.ProcessGroup | None = None
     world: "ProcessGroup | None" = None
 
     @property
     def all_processes(self) -> "ProcessGroup":
-        """All processes, those too that read the same rows."""
+        """All processes, including those that process the same rows."""
         return self if self.world is None else self.world
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process is the one that writes and speaks."""
+        """Whether this process writes files and messages for all."""
         return self.all_processes.rank == 0
 
     def wrap_ddp(self, module: nn.Module, find_unused: bool) -> nn.Module:
@@ -61,7 +69,7 @@ class ProcessGroup:
         return DistributedDataParallel(module, device_ids=device_ids, find_unused_parameters=find_unused)
 
     def all_reduce_values(self, *values: float) -> list[float]:
-        """Sums over the team."""
+        """Return sums over the group."""
         if self.size == 1:
             return list(values)
         reduced = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -69,23 +77,23 @@ class ProcessGroup:
         return reduced.tolist()
 
     def all_reduce_array_inplace(self, values: np.ndarray) -> None:
-        """Sums over the team, in place."""
+        """Sum an array over the group, in place."""
         if self.size > 1:
             reduced = torch.from_numpy(values).to(self.device)
             call_collective(lambda: dist.all_reduce(reduced, group=self.group))
             values[...] = reduced.cpu().numpy()
 
     def check_equal(self, value: str, message: str) -> None:
-        """Refuse to go on, in every process, where they were given different things."""
+        """Raise in every process if they have different values."""
         if self.all_processes.size > 1:
             digests = np.zeros((self.all_processes.size, 32))
             digests[self.all_processes.rank] = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
             self.all_processes.all_reduce_array_inplace(digests)
             if (digests != digests[0]).any():
-                raise HeadwiseError(message)
+                raise ArgumentError(message)
 
     def run_on_rank_zero(self, action: Callable[[], Any]) -> Any:
-        """Run an action in the first process and return its result in all; its HeadwiseError is raised in all of them."""
+        """Run an action on rank zero and return its result in all processes. Its HeadwiseError is raised in all of them."""
         failure: HeadwiseError | None = None
         result = None
         if self.is_rank_zero:
@@ -109,13 +117,21 @@ class ProcessGroup:
 
 
 def is_rank_zero() -> bool:
-    """Whether this is the process that looks and speaks for all that torchrun started; before they have met."""
+    """Return whether this process has rank zero, from the environment of torchrun, without a process group."""
     return not int(os.environ.get("RANK", "0"))
 
 
 @contextmanager
 def open_process_group(device: str | torch.device | None, single_process: bool = False) -> Iterator[ProcessGroup]:
-    """The team that torchrun started, or a team of one; `single_process`: of one, since all do the same work together."""
+    """Open the process group that torchrun started, or a group of one.
+
+    Args:
+        device: Device of this process. None: a GPU if there is one.
+        single_process: Open a group of one, for processes that do the same work together.
+
+    Yields:
+        The process group.
+    """
     if single_process:
         yield ProcessGroup(0, 1, torch.device(device or "cpu"))
         return
@@ -133,7 +149,9 @@ def open_process_group(device: str | torch.device | None, single_process: bool =
         target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=target_device)
     except (RuntimeError, AssertionError) as error:
-        raise HeadwiseError(f"the device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+        raise ArgumentError(
+            f"device: it cannot be used here ({str(error).splitlines()[0]}). Got {device!r}. Use device='cpu', for example."
+        ) from None
     try:
         initialized = dist.is_initialized()
         yield ProcessGroup(
@@ -152,13 +170,13 @@ class ProcessGroupOps:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def __deepcopy__(self, memo: dict) -> "ProcessGroupOps":
-        return self  # a copied model is computed by the same processes
+        return self  # a copied model uses the same processes
 
     def __repr__(self) -> str:
         return f"ProcessGroupOps(rank={self.rank}, size={self.size})"
 
     def copy_to_group(self, x: Tensor) -> Tensor:
-        """Mark a replicated tensor that each process now reads in part: its gradients are summed."""
+        """Mark a replicated tensor of which each process uses a part: its gradients are summed."""
         return _Copy.apply(x, self)  # pyright: ignore[reportReturnType]
 
     def sum(self, x: Tensor) -> Tensor:
@@ -193,7 +211,7 @@ class ProcessGroupOps:
         """Return the tensors of all processes; `sizes` are their lengths along an axis."""
         max_size = max(sizes)
         x = x.detach().movedim(dim, 0)
-        # all are sent at one size: not every backend takes uneven ones
+        # All tensors are padded to one size, because some backends do not support different sizes.
         padded = x.new_zeros(max_size, *x.shape[1:])
         padded[: len(x)] = x
         gathered = [torch.empty_like(padded) for _ in sizes]
@@ -207,7 +225,7 @@ class ProcessGroupOps:
 
 
 def call_collective(collective: Callable[[], X]) -> X:
-    """Run a collective operation; raise a HeadwiseError if another process does not answer."""
+    """Run a collective operation. Raise a HeadwiseError if another process does not respond."""
     try:
         return collective()
     except (RuntimeError, ValueError) as error:
@@ -230,7 +248,8 @@ def explain_peer_errors() -> Iterator[None]:
 def _lost_peer_error(error: Exception) -> HeadwiseError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return HeadwiseError(
-        f"another process of the team is gone or does not answer ({first_line}); look at what it said, and start all again."
+        f"processes: another process has ended or does not respond ({first_line}). Check its output, then start all "
+        "processes again."
     )
 
 

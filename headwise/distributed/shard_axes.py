@@ -1,6 +1,6 @@
 """The axis along which each tensor of a model is split, and the entries that each process holds.
 
-The same table serves slicing and gathering. Names are those of the full model's state dict, with a head axis: q, k and v
+Slicing and gathering use one table. Names are those of the full model's state dict, with a head axis: q, k and v
 (heads, channels, D), W_O (D, heads, e).
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.distributed.model_partition import RankPartition
 from headwise.distributed.process_group import ProcessGroupOps
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.heads.projections import bits_of_present_heads
 from headwise.spec import AttentionSpec, LayerAddress, ModelSpec
 from headwise.spec.weight_bits import FULL_PRECISION
@@ -39,7 +39,7 @@ class ShardAxis:
         return tensor.index_select(self.dim, torch.tensor(own_indices, dtype=torch.long, device=tensor.device))
 
     def gather(self, piece: Tensor, collectives: ProcessGroupOps) -> Tensor:
-        """Gather the full tensor from the pieces of all processes; of replicated entries, the first."""
+        """Gather the full tensor from the pieces of all processes. Replicated entries come from the lowest rank."""
         pieces = collectives.all_gather(piece, self.dim, [len(entries) for entries in self.indices])
         shape = list(piece.shape)
         shape[self.dim] = len({index for entries in self.indices for index in entries})
@@ -182,6 +182,8 @@ def rename_unquantized(state: dict[str, Tensor], local_spec: ModelSpec) -> dict[
 
 
 def check_not_quantized(spec: ModelSpec, operation: str) -> None:
-    """Raise an error for operations that do not support quantized weights in parts."""
+    """Raise if the weights are quantized."""
     if spec.weight_rules:
-        raise HeadwiseError(f"weights at few bits cannot be {operation} in parts; use the whole model.")
+        raise UnsupportedModelError(
+            f"model: quantized weights of a sharded model cannot be {operation}. Use the full model, or hw.dequantize(model)."
+        )

@@ -1,8 +1,8 @@
 """Checkpoints that several processes write and read together: each writes and reads the parts that it holds.
 
-The stored parts do not depend on the layout: weights of heads are stored by head, all others by their rows and columns in the
-full tensor. So a run can continue with another number of processes. torch.distributed.checkpoint writes and reads the files
-with its safetensors storage; its default storage would use pickle.
+The stored parts do not depend on the parallel strategy: weights of heads are stored by head, all others by their rows and
+columns in the full tensor. So a run can resume with another number of processes. torch.distributed.checkpoint writes and
+reads the files with its safetensors storage, because its default storage uses pickle.
 """
 
 import warnings
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from headwise.distributed.head_partition import HeadPartition
 from headwise.distributed.model_partition import RankPartition, partition_model
 from headwise.distributed.model_shard import ShardedTransformer
-from headwise.distributed.parallel_strategy import local_offset, local_tensor
+from headwise.distributed.parallelize_model import local_offset, local_tensor
 from headwise.distributed.process_group import ProcessGroup, call_collective
 from headwise.distributed.shard_axes import LAYER_KEY
 from headwise.distributed.sharded_reader import MODEL_PREFIX
@@ -200,13 +200,14 @@ def load_shards(shards: dict[str, TensorShard], folder: Path, process_group: Pro
 
 
 def _run_collective(operation: Callable[[], object]) -> None:
-    """Run an operation of all processes; if it fails in one of them, raise a HeadwiseError in all."""
+    """Run an operation of all processes. If it fails in one of them, raise a HeadwiseError in all."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be in a single process
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected in a single process
             call_collective(operation)
     except CheckpointException as error:
         first_failure = next(iter(error.failures.values()))[0]
         raise HeadwiseError(
-            f"the checkpoint could not be written or read ({first_failure}); nothing was changed."
+            f"checkpoint: it cannot be written or read ({first_failure}). Earlier checkpoints are not affected. "
+            "Check disk space and permissions, then run again."
         ) from None

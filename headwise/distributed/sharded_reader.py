@@ -1,8 +1,8 @@
 """Reader of the safetensors files that several processes wrote together, each its parts of the tensors.
 
-torch.distributed.checkpoint writes the files: their metadata hold the offset of each part in its full tensor. A tensor's name
-may end in /axis/number: then it is entry `number` along that axis of a larger tensor, which is concatenated in the order of
-the numbers. Nothing is copied until a tensor is read.
+torch.distributed.checkpoint writes the files: their metadata have the offset of each part in its full tensor. The name of a
+tensor may end in /axis/number: then it is entry `number` along that axis of a larger tensor, which is concatenated in the
+order of the numbers. Nothing is copied until a tensor is read.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError
 from headwise.io.weight_readers import WeightReader
 
 SHARDING_INFO_KEY, OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"
@@ -30,10 +30,12 @@ class DistributedCheckpointReader(WeightReader):
         self._shards: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise HeadwiseError(f"{folder} holds no pieces of a model; the checkpoint is not whole.")
+            raise FileFormatError(
+                f"{folder}: it has no safetensors files, so the checkpoint is incomplete. Use another checkpoint."
+            )
         for file in files:
             self._open(file)
-        self._entries: dict[str, tuple[int, list[str]]] = {}  # a whole tensor: its axis, and its entries in their order
+        self._entries: dict[str, tuple[int, list[str]]] = {}  # full tensor: its axis, and its entries in order
         for name in self._shards:
             tensor_name, axis, _ = self._parse_name(name)
             self._entries.setdefault(tensor_name, (axis, []))[1].append(name)
@@ -50,22 +52,29 @@ class DistributedCheckpointReader(WeightReader):
         try:
             with safe_open(file, "pt") as opened:
                 sharding_info: dict[str, Any] = json.loads((opened.metadata() or {})[SHARDING_INFO_KEY])
-                for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
                     if name.startswith(MODEL_PREFIX):
                         start = tuple(int(offset) for offset in sharding_info[name][OFFSETS_KEY])
                         shard = opened.get_tensor(name)  # a view of the mapped file
                         if len(start) != shard.ndim or min(start, default=0) < 0:
-                            raise ValueError(f"{name} begins at {start}")
+                            raise ValueError(
+                                f"the part of {name} has the offsets {start}, expected {shard.ndim} offsets of at least 0"
+                            )
                         self._shards.setdefault(name.removeprefix(MODEL_PREFIX), []).append((start, shard))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise HeadwiseError(f"{file} is no file of pieces ({error}); the checkpoint is not whole.") from None
+            raise FileFormatError(
+                f"{file}: it is not a part of a sharded checkpoint ({error}). The checkpoint is incomplete or damaged. Use "
+                "another checkpoint."
+            ) from None
 
     def _parse_name(self, name: str) -> tuple[str, int, int]:
         tensor_name, *entry = name.split("/")
         if not entry:
             return tensor_name, -1, 0
         if len(entry) != 2 or not all(part.isdecimal() for part in entry):
-            raise HeadwiseError(f"{self.folder} holds a piece {name!r}, which is not named as pieces are.")
+            raise FileFormatError(
+                f"{self.folder}: unexpected tensor name. Got {name!r}. Use a checkpoint written by headwise train."
+            )
         return tensor_name, int(entry[0]), int(entry[1])
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -86,7 +95,9 @@ class DistributedCheckpointReader(WeightReader):
         if len(shards) == 1 and tuple(shards[0][1].shape) == shape:
             return shards[0][1]
         if sum(shard.numel() for _, shard in shards) != torch.Size(shape).numel():
-            raise HeadwiseError(f"{self.folder} does not hold all of {name}; the checkpoint is not whole.")
+            raise FileFormatError(
+                f"{self.folder}: parts of {name} are missing, so the checkpoint is incomplete. Use another checkpoint."
+            )
         tensor = shards[0][1].new_empty(shape)
         for start, shard in shards:
             tensor[tuple(slice(begin, begin + size) for begin, size in zip(start, shard.shape, strict=True))] = shard

@@ -1,4 +1,4 @@
-"""Experiments: sweeps over head counts, and claims about heads put to the test."""
+"""Experiments: sweeps over head counts, and tests of claims about heads."""
 
 from headwise.experiments.head_count_sweep import head_sweep
 from headwise.experiments.run_claims import claims

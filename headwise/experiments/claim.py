@@ -1,4 +1,4 @@
-"""A claim: one sentence, an experiment, and a rule that turns figures into a verdict."""
+"""A claim: one statement, an experiment that measures it, and a rule that turns statistics into a verdict."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,20 @@ if TYPE_CHECKING:
     from headwise.model import ModelProtocol
 
 VerdictWord = Literal["holds", "does not hold", "depends", "true by construction"]
-# What figures can say of a claim that might be wrong.
+# Verdicts of a claim that the measurements can contradict.
 EMPIRICAL_VERDICTS: tuple[VerdictWord, ...] = ("holds", "does not hold", "depends")
 VERDICTS: tuple[VerdictWord, ...] = (*EMPIRICAL_VERDICTS, "true by construction")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the figures say; `detail` is what it depends on, or how far it holds.
+    """Outcome of a claim.
 
-    `true by construction` is no evidence: the algebra of a layer says so before anything is measured, and measuring it
-    tests this code.
+    `true by construction` is not evidence. The algebra of the layer implies the claim, so measuring it only tests this code.
+
+    Attributes:
+        word: The verdict.
+        detail: Conditions that the verdict depends on, or its scope.
     """
 
     word: VerdictWord
@@ -34,19 +37,26 @@ class Verdict:
 
 @dataclass(frozen=True)
 class PlotSpec:
-    """Which figures are drawn: lines where they were measured at numbers, bars where at names."""
+    """Statistics to plot: lines if the conditions are numbers, bars if they are names.
+
+    Attributes:
+        statistics: Names of the statistics.
+        x: Label of the x axis.
+        y: Label of the y axis.
+        log_x: Use a logarithmic x axis.
+    """
 
     statistics: tuple[str, ...]
     x: str = ""
     y: str = ""
-    log_x: bool = False  # the x axis grows by factors
+    log_x: bool = False
 
 
 JudgedStatistics = Callable[[StatisticTable], Iterable[tuple[str, Condition]]]
 
 
 def statistic_key_selector(*names: str) -> JudgedStatistics:
-    """All figures of these names: what most rules look at.
+    """Return a function that selects all statistics with these names. Most rules use it.
 
     >>> list(statistic_key_selector("lost")(StatisticTable().add("lost", "a", 1.0).add("loss", "a", 2.0)))
     [('lost', 'a')]
@@ -55,7 +65,7 @@ def statistic_key_selector(*names: str) -> JudgedStatistics:
 
 
 def format_labeled_lists(lists: Mapping[str, Sequence[str]]) -> str:
-    """What was found of several things, in a line; empty lists are left out.
+    """Join labeled lists into one line. Empty lists are omitted.
 
     >>> format_labeled_lists({"shown": ["local early"], "open": [], "not so": ["semantic late", "long range late"]})
     'shown: local early; not so: semantic late, long range late'
@@ -69,29 +79,47 @@ def _empty(ignored: Any) -> tuple[()]:
 
 @dataclass(frozen=True)
 class Claim:
-    """One file of claims/ has one of these, called CLAIM."""
+    """A claim and its test. Each module of `claim_tests` defines one as CLAIM.
+
+    Attributes:
+        number: Number of the claim.
+        name: Name on the command line.
+        statement: The claim in one sentence.
+        counterevidence: Result that would contradict the claim.
+        setup: How the claim is measured.
+        rule: How the verdict follows from the statistics.
+        measure: Function that runs the experiment.
+        judge: Function that applies the rule.
+        plot: Statistics to plot.
+        judged: Selects the statistics whose intervals the rule uses. These intervals get a Bonferroni correction.
+        possible_verdicts: Verdicts that the rule can return.
+        identity: The part of the claim that is true by construction and therefore is not a finding.
+        training_configs: Configurations of the trained models that the claim needs.
+        timed: True if the claim measures time or memory. It then runs alone, and its results vary between runs.
+        measure_model: Function that runs the experiment on a given model, or None if the claim cannot be tested on one.
+        extra_key: Further input of the result key, for example the installed pretrained model.
+        version: Version of `measure`. Increase it if `measure` returns different numbers (see declared_code_versions.py).
+    """
 
     number: int
     name: str
-    statement: str  # the claim, as guides make it
-    counterevidence: str  # what would count against it
+    statement: str
+    counterevidence: str
     setup: str
-    rule: str  # how the verdict follows from the figures
+    rule: str
     measure: Callable[["ExperimentContext"], StatisticTable]
     judge: Callable[[StatisticTable], Verdict]
     plot: PlotSpec
-    judged: JudgedStatistics = _empty  # the figures whose intervals the rule looks at: they are made to hold together
-    possible_verdicts: tuple[VerdictWord, ...] = EMPIRICAL_VERDICTS  # the verdicts its rule can reach
-    identity: str = ""  # what of it is true by construction, and so is no finding
-    training_configs: Callable[["ExperimentContext"], Iterable[ExperimentConfig]] = (
-        _empty  # the trained models it asks for
-    )
-    timed: bool = False  # it measures time or memory: alone on the machine, and never twice the same
-    measure_model: Callable[["ModelProtocol", Any], StatisticTable] | None = None  # the same for a model that is given
-    extra_key: Callable[[], str] = str  # what else decides its figures, as what is installed
-    version: int = 1  # of `measure`: raised when it gives other figures, as said in versions.py
+    judged: JudgedStatistics = _empty
+    possible_verdicts: tuple[VerdictWord, ...] = EMPIRICAL_VERDICTS
+    identity: str = ""
+    training_configs: Callable[["ExperimentContext"], Iterable[ExperimentConfig]] = _empty
+    timed: bool = False
+    measure_model: Callable[["ModelProtocol", Any], StatisticTable] | None = None
+    extra_key: Callable[[], str] = str
+    version: int = 1
 
     def correct_and_judge(self, statistics: StatisticTable) -> tuple[StatisticTable, Verdict]:
-        """The figures with the intervals the rule looks at made to hold together, and what it says of them."""
+        """Apply the Bonferroni correction to the intervals that the rule uses, then apply the rule."""
         corrected = statistics.bonferroni(self.judged(statistics))
         return corrected, self.judge(corrected)

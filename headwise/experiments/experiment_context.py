@@ -1,4 +1,4 @@
-"""The lab: how large experiments are, which seeds they use, and the models they share."""
+"""Settings of an experiment: model size, seeds, and access to shared trained models."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,15 +11,26 @@ from headwise.text import Corpus
 from headwise.text.synthetic import VOCABULARY
 from headwise.training import Recipe
 
-QUICK_SEEDS, FULL_SEEDS = 1, 3  # how many seeds
-EXPLORED_SEEDS = range(10)  # seeds that were looked at while rules were made: verdicts on them are for exploring
-# A vocabulary to begin with; that of the tokenizer takes its place when a model is made.
+QUICK_SEEDS, FULL_SEEDS = 1, 3  # number of seeds
+EXPLORED_SEEDS = range(10)  # seeds used while the rules were designed: verdicts on them are exploratory
+# Placeholder. The vocabulary size of the tokenizer replaces it when a model is created.
 SYNTHETIC_VOCAB_SIZE = len(VOCABULARY)
 
 
 @dataclass(frozen=True)
 class ExperimentSize(JSONSpec):
-    """The usual model and its training; claims say where they differ."""
+    """Default model size and training settings. A claim documents where it differs.
+
+    Attributes:
+        width: Width of the residual stream.
+        heads: Heads per layer.
+        layers: Number of layers.
+        context: Context length in tokens.
+        steps: Training steps.
+        batch_size: Rows per step.
+        learning_rate: Peak learning rate.
+        documents: Number of held-out documents on which heads are analyzed.
+    """
 
     width: int = 64
     heads: int = 8
@@ -28,12 +39,18 @@ class ExperimentSize(JSONSpec):
     steps: int = 2000
     batch_size: int = 16
     learning_rate: float = 2e-3
-    documents: int = 200  # held-out documents that heads are looked at on
+    documents: int = 200
 
 
 @dataclass(frozen=True)
 class ExperimentContext:
-    """What an experiment is handed. `config` names a model, `trained` gives it trained."""
+    """Input of an experiment. `make_config` describes a model, `train_or_load` returns it trained.
+
+    Attributes:
+        store: Store of trained models and results.
+        seeds: Seeds to train and measure with.
+        size: Default model size and training settings.
+    """
 
     store: ExperimentStore
     seeds: tuple[int, ...] = (0,)
@@ -49,7 +66,7 @@ class ExperimentContext:
         recipe: dict[str, Any] | None = None,
         **attention: Any,
     ) -> ExperimentConfig:
-        """The usual model but for what is given: fields of its attention by name, of its recipe in `recipe`."""
+        """Return the default configuration with overrides: attention fields by keyword, recipe fields in `recipe`."""
         size = self.size
         spec = ModelSpec(
             vocab=SYNTHETIC_VOCAB_SIZE,
@@ -61,16 +78,16 @@ class ExperimentContext:
         return default_config(spec, full_recipe, init)
 
     def make_recipe(self, seed: int) -> Recipe:
-        """The usual training."""
+        """Return the default recipe."""
         size = self.size
         return default_recipe(size.steps, seed=seed, batch_size=size.batch_size, learning_rate=size.learning_rate)
 
     def train_or_load(self, config: ExperimentConfig) -> TrainedModel:
-        """The point, trained; from the store, or now."""
+        """Return the trained model from the store, or train it now."""
         return train_or_load(config, self.store)
 
     def held_out_corpus(self, seed: int | None = None) -> Corpus:
-        """Held-out documents of the synthetic language, with their relations, to look at heads on: of a seed, or for all."""
+        """Return held-out documents of the synthetic language with their relations, for one seed or shared by all seeds."""
         base_seed = self.seeds[0] + 1 if seed is None else seed
         return Corpus.synthetic("held-out", documents=self.size.documents, seed=10_000 + base_seed)
 
@@ -78,14 +95,14 @@ class ExperimentContext:
 def default_config(
     spec: ModelSpec, recipe: Recipe, init: str = "default", text: str = "", tokenizer: str = "word"
 ) -> ExperimentConfig:
-    """A point that is also kept as it was at the start, and after an eighth, a quarter and a half of its steps."""
+    """Return a configuration with checkpoints at step 0 and after an eighth, a quarter and half of the steps."""
     return ExperimentConfig(
         spec, recipe, init, text, tokenizer, (0, *(recipe.steps // divisor for divisor in (8, 4, 2)))
     )
 
 
 def default_recipe(steps: int, **overrides: Any) -> Recipe:
-    """How points are trained: one text a row, the held-out loss measured eight times on the way."""
+    """Return the default recipe: one text per row, and eight evaluations of the held-out loss."""
     interval = max(1, steps // 8)
     defaults = {
         "final_lr_fraction": 0.05,

@@ -1,4 +1,4 @@
-"""Things that branches make, heads of a layer or groups of a convolution: do gradients run through each by itself?"""
+"""Measure whether gradients flow independently through parallel branches: heads of a layer, or groups of a convolution."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,22 +11,29 @@ from torch import Tensor, nn
 
 from headwise.model import ModelProtocol
 
-# Outputs up to so many give the whole Jacobian; of more, so many random mixtures are followed back.
+# Up to MAX_FULL_OUTPUTS outputs the full Jacobian is computed. Above, NUM_DIRECTIONS random directions are backpropagated.
 MAX_FULL_OUTPUTS, NUM_DIRECTIONS = 256, 8
 
 
 @dataclass(frozen=True)
 class BranchedFunction:
-    """Something that branches make: `run` gives what was read, what came out and each branch's part of it."""
+    """A function whose output is a sum over branches.
+
+    Attributes:
+        run: Returns the input, the output and the contribution of each branch to the output.
+        weights: Weights of all branches.
+        branch_weights: Returns views of the weights of each branch.
+        channel_dim: Channel axis of the input.
+    """
 
     run: Callable[[], tuple[Tensor, Tensor, list[Tensor]]]
     weights: list[Tensor]
-    branch_weights: Callable[[], list[list[Tensor]]]  # live views of the weights, those of each branch
-    channel_dim: int  # which axis of what is read they are
+    branch_weights: Callable[[], list[list[Tensor]]]
+    channel_dim: int
 
 
 def head_branches(model: ModelProtocol, layer: Any, ids: Tensor) -> BranchedFunction:
-    """The heads of one attention layer of a model, ours or attached, while it reads tokens (1, T)."""
+    """Describe the heads of one attention layer (native or attached) as branches, for the tokens ids (1, T)."""
     is_native = isinstance(layer, nn.Module)
     output_projection: Any = layer.output_projection if is_native else layer.info.output_module
 
@@ -63,7 +70,7 @@ def head_branches(model: ModelProtocol, layer: Any, ids: Tensor) -> BranchedFunc
 
 
 def convolution_branches(channels: int, branches: int, tokens: int, seed: int = 0) -> BranchedFunction:
-    """A grouped convolution over three neighbours, then one that mixes channels: what W_O is to heads. In float64."""
+    """Create a grouped convolution of kernel size 3 and a 1×1 convolution that mixes channels, as W_O does. In float64."""
     torch.manual_seed(seed)
     x = torch.randn(1, channels, tokens, dtype=torch.float64, requires_grad=True)  # (B, C, T)
     grouped = nn.Conv1d(channels, channels, 3, padding=1, groups=branches, bias=False).double()
@@ -86,22 +93,28 @@ def convolution_branches(channels: int, branches: int, tokens: int, seed: int = 
 
 
 def measure_gradient_independence(branches: BranchedFunction, seed: int = 0) -> dict[str, float]:
-    """What the sum of the branches' Jacobians leaves of the whole's, how far a branch's own gradient moves when the others
-    are drawn anew (with the gradient from above fixed, and through a squared loss), and the share of channels it reads.
+    """Measure how independent the gradients of the branches are.
+
+    Returns:
+        "left over": Norm of the full Jacobian minus the sum of the branch Jacobians, relative to the full Jacobian.
+        "moved by others": Largest relative change of a branch's gradient after the other branches are resampled, with a
+            fixed output gradient.
+        "moved through a loss": The same change, with the gradient of a squared loss.
+        "channels read": Mean fraction of input channels that a branch depends on.
     """
     generator = torch.Generator().manual_seed(seed)
     x, out, branch_outputs = branches.run()
     directions = (
         torch.eye(out.numel())
         if out.numel() <= MAX_FULL_OUTPUTS
-        else torch.randn(NUM_DIRECTIONS, out.numel(), generator=generator)
+        else torch.randn(NUM_DIRECTIONS, out.numel(), generator=generator, device="cpu")
     )
     directions = directions.to(out).unflatten(1, out.shape)  # (R, *out)
     full_jacobian, branch_jacobians = (
         _jacobian(out, x, directions),
         [_jacobian(branch_output, x, directions) for branch_output in branch_outputs],
     )
-    grad_output = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
+    grad_output = torch.randn(out.shape, generator=generator, dtype=torch.float64, device="cpu").to(out)
     return {
         "left over": float((full_jacobian - torch.stack(branch_jacobians).sum(0)).norm() / full_jacobian.norm()),
         "moved by others": _gradient_change(branches, lambda output: (output * grad_output).sum(), generator),
@@ -112,30 +125,30 @@ def measure_gradient_independence(branches: BranchedFunction, seed: int = 0) -> 
 
 
 def _jacobian(out: Tensor, x: Tensor, directions: Tensor) -> Tensor:
-    """(R, *x)"""
+    """Vector-Jacobian products for all directions, (R, *x)."""
     return torch.stack([torch.autograd.grad(out, x, direction, retain_graph=True)[0] for direction in directions])
 
 
 def _channel_fraction(jacobian: Tensor, channel_dim: int) -> float:
-    """The share of channels that anything hangs on."""
+    """Return the fraction of channels with a nonzero gradient."""
     is_used = (jacobian != 0).any(0).movedim(channel_dim, 0).flatten(1).any(1)  # (C,)
     return float(is_used.double().mean())
 
 
 def _gradient_change(branches: BranchedFunction, loss: Callable[[Tensor], Tensor], generator: torch.Generator) -> float:
-    """The most that any branch's own gradient moves, relative to its length."""
+    """Return the largest change of any branch's own gradient, relative to its norm."""
     before, worst = _gradients(branches, loss), 0.0
     for index, grad_before in enumerate(before):
         with _others_resampled(branches, index, generator):
             grad_after = _gradients(branches, loss)[index]
         distance = float((grad_after - grad_before).norm())
-        # a silent head has no gradient, and keeps none
+        # a silenced head has zero gradient before and after
         worst = max(worst, distance and distance / float(grad_before.norm()))
     return worst
 
 
 def _gradients(branches: BranchedFunction, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Each branch's own, in one piece: gradients are put where the weights are, and seen through the same views."""
+    """Return the flattened gradient of each branch. Gradients are copied into the weights and read through the views."""
     grads = torch.autograd.grad(loss(branches.run()[1]), branches.weights, allow_unused=True, materialize_grads=True)
     with _temporarily_set(branches.weights, grads), torch.no_grad():
         return [torch.cat([view.flatten() for view in views]) for views in branches.branch_weights()]
@@ -161,7 +174,8 @@ def _fill(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def _others_resampled(branches: BranchedFunction, index: int, generator: torch.Generator) -> Iterator[None]:
     own_weights = [view.detach().clone() for view in branches.branch_weights()[index]]
     random_weights = [
-        torch.randn(w.shape, generator=generator).to(w) * w.detach().square().mean().sqrt() for w in branches.weights
+        torch.randn(w.shape, generator=generator, device="cpu").to(w) * w.detach().square().mean().sqrt()
+        for w in branches.weights
     ]
     with _temporarily_set(branches.weights, random_weights):
         _fill(branches.branch_weights()[index], own_weights)

@@ -1,4 +1,4 @@
-"""The trade-off of heads: one model for each head count and seed, all else equal."""
+"""Head count sweep: train one model per head count and seed, with all other settings equal."""
 
 import hashlib
 import json
@@ -10,59 +10,81 @@ from pathlib import Path
 from typing import Any
 
 from headwise.distributed import check_executor, run_jobs_as_completed
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError
 from headwise.experiments.engine.declared_code_versions import version_string
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import Statistic
 from headwise.experiments.engine.training_pool import train_all
-from headwise.experiments.equal_parameter_specs import reduce_layers_or_heads
 from headwise.experiments.experiment_context import SYNTHETIC_VOCAB_SIZE, default_config, default_recipe
 from headwise.experiments.head_diversity import head_diversity
+from headwise.experiments.layers_or_heads_specs import reduce_layers_or_heads
 from headwise.progress import Progress
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Corpus
 
-MIN_CONTEXT = 128  # context that holds every document of the synthetic language
-HELD_OUT_DOCUMENTS = 100  # held out, on which the maps of heads are compared
+MIN_CONTEXT = 128  # fits every document of the synthetic language
+HELD_OUT_DOCUMENTS = 100  # number of held-out documents on which attention maps are compared
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One head count: its sizes, and what its models came to, over seeds."""
+    """Sizes and results of one head count, over all seeds.
+
+    Attributes:
+        name: Name of the row.
+        heads: Heads per layer.
+        head_dim: Channels per head.
+        layers: Number of layers.
+        parameters: Parameter count of the model.
+        loss: Held-out loss, nats per token.
+        probe_accuracy: Accuracy by kind of cloze probe. Empty if the corpus is not the synthetic language.
+        diversity: Head diversity: "js" is the Jensen-Shannon distance between the maps of a layer's heads, "write" is
+            the similarity of the subspaces that they write to.
+        speed: Training tokens per second, measured while other models train in parallel.
+        memory: Peak memory of training in megabytes, above the memory before training.
+    """
 
     name: str
     heads: int
     head_dim: int
     layers: int
     parameters: int
-    loss: Statistic  # held out, nats a token
-    probe_accuracy: dict[str, Statistic]  # right answers by kind of quiz, on the synthetic language
-    # js: how far the maps of a layer's heads are apart; write: how far they write alike
+    loss: Statistic
+    probe_accuracy: dict[str, Statistic]
     diversity: dict[str, Statistic]
-    speed: Statistic  # tokens a second, with the other points running beside
-    memory: Statistic  # megabytes at the peak of training, above what the process held before
+    speed: Statistic
+    memory: Statistic
 
 
 @dataclass(frozen=True)
 class HeadSweep:
-    """Every row, in the order asked for. `constant` says what stayed the same."""
+    """Result of a sweep.
+
+    Attributes:
+        constant: The quantity that is equal in all rows.
+        width: Width of the residual stream.
+        steps: Training steps.
+        seeds: Number of seeds.
+        rows: One row per model, in the requested order.
+        curves: Held-out loss during training, by row name.
+    """
 
     constant: str
     width: int
     steps: int
     seeds: int
     rows: tuple[SweepRow, ...]
-    curves: dict[str, list[dict[str, Any]]]  # the held-out loss through training, by the name of a row
+    curves: dict[str, list[dict[str, Any]]]
 
     @property
     def best(self) -> SweepRow:
-        """The row with the lowest loss."""
+        """Row with the lowest loss."""
         return min(self.rows, key=lambda row: row.loss.mean)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
-        return json.loads(json.dumps(asdict(self)), parse_constant=str)  # NaN is a word there
+        """Return all fields as JSON-compatible data."""
+        return json.loads(json.dumps(asdict(self)), parse_constant=str)  # NaN becomes a string
 
 
 def head_sweep(
@@ -83,11 +105,33 @@ def head_sweep(
     executor: Executor | str | None = None,
     progress: Progress | None = None,
 ) -> HeadSweep:
-    """Train a model for each head count and seed, at constant heads × head_dim, or with `head_dim` at that constant.
+    """Train one model per head count and seed, and compare loss, probe accuracy, head diversity, speed and memory.
 
-    All points have learned positions: heads of one channel cannot rotate. `corpus` is a file or a folder; none is the
-    synthetic language. Points are trained in so many processes, or by an `executor` ("dask", "slurm", any of
-    `concurrent.futures`), and kept in the cache; those that are there are not trained again.
+    All models use learned positions, because a head of one channel cannot use rotary positions. Trained models are
+    cached and not trained again.
+
+    Args:
+        heads: Head counts.
+        width: Width of the residual stream.
+        head_dim: Channels per head. Default: width / heads, so that heads × head_dim is constant.
+        layers: Number of layers.
+        context: Context length in tokens.
+        corpus: Text file or folder. Default: the synthetic language.
+        tokenizer: Tokenizer name. Default: "word" for the synthetic language, "byte" for other text.
+        steps: Training steps per model.
+        batch_size: Rows per step.
+        learning_rate: Peak learning rate.
+        seeds: Number of seeds per head count.
+        cache: Folder for trained models. Default: `$HEADWISE_CACHE` or the user's cache folder.
+        processes: Number of worker processes.
+        executor: "dask", "slurm" or a `concurrent.futures` executor, used in place of local processes.
+        progress: Callback for progress reports.
+
+    Returns:
+        One row per head count, with means and confidence intervals over the seeds.
+
+    Raises:
+        ArgumentError: A head count does not divide the width, or an argument is out of range.
     """
     specs = {}
     for count in check_heads(heads, width, head_dim):
@@ -103,15 +147,20 @@ def head_sweep(
 def depth_vs_heads_sweep(
     *, width: int = 64, heads: int = 8, layers: int = 6, context: int = 128, **training: Any
 ) -> HeadSweep:
-    """The same parameters taken from layers or from heads: the whole model, one block less, and fewer heads everywhere.
+    """Compare the full model, a model with one block less, and a model with fewer heads and about as many parameters.
 
-    `training` is what `compare_specs` takes: corpus, steps, seeds and so on.
+    Args:
+        width: Width of the residual stream.
+        heads: Heads per layer of the full model.
+        layers: Layers of the full model.
+        context: Context length in tokens.
+        **training: Further arguments of `compare_specs`, such as corpus, steps and seeds.
     """
     attention = AttentionSpec(width=width, heads=heads)
     full = ModelSpec(vocab=SYNTHETIC_VOCAB_SIZE, context=context, layers=layers, attention=attention)
     shallow, narrow = reduce_layers_or_heads(full)
     specs = {"whole": full, "fewer layers": shallow, "fewer heads": narrow}
-    return compare_specs(specs, "what is cut, in parameters", **training)
+    return compare_specs(specs, "number of removed parameters", **training)
 
 
 def compare_specs(
@@ -129,9 +178,9 @@ def compare_specs(
     executor: Executor | str | None = None,
     progress: Progress | None = None,
 ) -> HeadSweep:
-    """Train any models side by side, each with every seed, and measure them alike."""
+    """Train each spec with every seed and measure all models in the same way. See `head_sweep` for the arguments."""
     if seeds < 1:
-        raise HeadwiseError(f"a sweep needs at least one seed, got {seeds}.")
+        raise ArgumentError(f"seeds: a sweep needs at least one seed. Got {seeds}. Use seeds=1 or more.")
     check_executor(executor)
     if corpus is None:
         _check_synthetic(specs, tokenizer)
@@ -161,37 +210,39 @@ def compare_specs(
 
 
 def _check_synthetic(specs: dict[str, ModelSpec], tokenizer: str | None) -> None:
-    """The synthetic language is read word by word, and a row is a whole document."""
+    """Check that the tokenizer splits words and that every row fits a full document."""
     if tokenizer not in (None, "word"):
-        raise HeadwiseError(
-            f"the synthetic language is read in words, got tokenizer {tokenizer!r}; give a text of your own."
+        raise ArgumentError(
+            "tokenizer: without corpus=, the models are trained on the synthetic language, which requires the 'word' "
+            f"tokenizer. Got {tokenizer!r}. Omit tokenizer, or set corpus to a text file."
         )
     min_context = min(spec.context for spec in specs.values())
     if min_context < MIN_CONTEXT:
-        raise HeadwiseError(
-            f"documents of the synthetic language need a context of {MIN_CONTEXT} tokens, got {min_context}."
+        raise ArgumentError(
+            f"context: documents of the synthetic language need at least {MIN_CONTEXT} tokens. Got {min_context}. "
+            f"Use context={MIN_CONTEXT} or more."
         )
 
 
 def check_heads(heads: Sequence[int], width: int, head_dim: int | None = None) -> list[int]:
-    """Head counts that divide the width, each once; others are refused, with the nearest that do.
+    """Return the distinct head counts. Raise ArgumentError if one does not divide the width and head_dim is not given.
 
     >>> check_heads([1, 8, 8], 64)
     [1, 8]
     """
     counts = list(dict.fromkeys(heads))
     if width < 1 or (head_dim is not None and head_dim < 1):
-        raise HeadwiseError(f"width and head_dim must be at least 1, got {width} and {head_dim}.")
+        raise ArgumentError(f"width and head_dim must be at least 1. Got width={width}, head_dim={head_dim}.")
     if not counts or any(type(count) is not int or count < 1 for count in counts):
-        raise HeadwiseError(f"head counts are whole numbers of at least 1, e.g. 1,2,4,8; got {list(heads)}.")
+        raise ArgumentError(f"heads: head counts must be integers of at least 1, e.g. 1,2,4,8. Got {list(heads)}.")
     for count in counts:
         if head_dim is None and width % count:
             divisors = [d for d in range(1, width + 1) if width % d == 0]
             nearest = [max(d for d in divisors if d < count), *[d for d in divisors if d > count][:1]]
-            nearest_text = " and ".join(map(str, nearest))
-            raise HeadwiseError(
-                f"{count} heads do not divide a width of {width}; nearest to it {nearest_text} would. "
-                f"Or keep the size of a head with head_dim."
+            nearest_text = " or ".join(map(str, nearest))
+            raise ArgumentError(
+                f"heads={count}: width {width} is not divisible by {count}. Use {nearest_text}, "
+                "or set head_dim to fix the size of a head."
             )
     return counts
 
@@ -199,7 +250,9 @@ def check_heads(heads: Sequence[int], width: int, head_dim: int | None = None) -
 def _load_trained(store: ExperimentStore, config: ExperimentConfig) -> TrainedModel:
     trained = store.load_trained(config)
     if trained is None:
-        raise HeadwiseError(f"{store.folder_of(config)} was taken away meanwhile; run the same again.")
+        raise FileFormatError(
+            f"{store.folder_of(config)}: the trained model was deleted during the run. Run the command again."
+        )
     return trained
 
 
@@ -210,7 +263,7 @@ def _measure_diversities(
     progress: Progress | None,
     executor: Executor | str | None,
 ) -> dict[str, dict[str, float]]:
-    """How far apart the heads of each model are, by the name of its point; what was measured before is taken as it is."""
+    """Return the head diversity of each model by folder name. Results in the store are not measured again."""
     version = hashlib.sha256(version_string("metrics").encode()).hexdigest()[:16]
     results = {run.folder.name: store.load_result("diversity", f"{run.folder.name}-{version}") for run in trained}
     pending = [run for run in trained if results[run.folder.name] is None]
@@ -259,7 +312,7 @@ def _nan_if_none(value: float | None) -> float:
 
 
 def _curve(trained: list[TrainedModel]) -> list[dict[str, Any]]:
-    """Of the runs that came to an end."""
+    """Return the mean held-out loss per step over the runs that did not diverge."""
     curves = [dict(run.loss_curve) for run in trained if not run.has_diverged]
     losses = {step: Statistic.mean_of([curve[step] for curve in curves]) for step in (curves[0] if curves else ())}
     return [

@@ -1,4 +1,4 @@
-"""The head counts that claims compare, and how a figure moves along them."""
+"""Head counts that claims compare, and the trend of a quantity over them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ HEAD_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def head_counts(width: int, min_heads: int = 1) -> list[int]:
-    """Powers of two that divide a width, up to 64.
+    """Return the powers of two up to 64 that divide the width.
 
     >>> head_counts(16, min_heads=2)
     [2, 4, 8, 16]
@@ -18,7 +18,7 @@ def head_counts(width: int, min_heads: int = 1) -> list[int]:
 
 
 def log2_slopes(values: Mapping[int, Sequence[float]]) -> list[float]:
-    """For each seed, how much a quantity grows when what it was measured at doubles: least squares on the logarithm.
+    """Return the least-squares slope per doubling of the condition, one per seed.
 
     >>> log2_slopes({1: [3.0], 2: [5.0], 4: [7.0]})
     [2.0]

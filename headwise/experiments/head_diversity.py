@@ -1,4 +1,4 @@
-"""How far apart the heads of a layer are."""
+"""Diversity of the heads of a layer."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import numpy as np
 from headwise.analysis import compare_heads
 from headwise.model import Transformer
 
-ROWS = 256  # of text, on which maps are compared
+ROWS = 256  # text rows on which maps are compared
 
 
 def head_diversity(model: Transformer, corpus: Any = None, rows: int = ROWS) -> dict[str, float]:
-    """Over pairs of heads of a layer, then over layers: how far their maps are apart, how far they write to the same space.
+    """Return the mean over layers and head pairs of the map distance ("js") and of the write-subspace similarity ("write").
 
-    Nothing for layers of one head, which differs from none.
+    Returns an empty dict if layers have a single head.
     """
     if len(model.spec.attention.head_ids) < 2:
         return {}

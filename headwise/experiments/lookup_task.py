@@ -1,11 +1,12 @@
-"""Several look-ups at once: a task in which one row of attention must bring back what stood at several places.
+"""Synthetic task with several lookups per position: predict the symbols at several fixed offsets.
 
-At every place of a row of random symbols the model names the symbols that stood so many places before: one readout for
-each, all from what one attention layer wrote. A head brings back one weighted sum of values, and a value is the sum of what
-stands for its symbol and for its place. While weights depend on places alone, a linear readout of one head can find the
-symbol of most weight and no other: moved by a lesser weight, the convex hulls of two symbols' sums still meet. With two
-heads a place has two weights, a point in a plane, and places at the corners of a convex figure can all be read, if training
-finds them. Weights that depend on symbols too are a nonlinearity, and may unpick a few symbols; so may an MLP.
+At every position of a row of random symbols, the model predicts the symbols at given distances back. There is one linear
+readout per offset, all from the output of one attention layer. A head returns one weighted sum of values, and a value is the
+sum of a symbol embedding and a position embedding. If the weights depend on positions only, a linear readout of one head can
+recover only the symbol with the largest weight: for a smaller weight, the convex hulls of the sums of two symbols still
+intersect. With two heads a position has two weights, a point in a plane, and all positions at the vertices of a convex
+polygon can be read, if training finds them. Weights that also depend on symbols are a nonlinearity and may separate a few
+symbols. So may an MLP.
 """
 
 from dataclasses import dataclass
@@ -13,17 +14,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads import MultiHeadAttention
 from headwise.kernels import causal
 
-STEPS, BATCH_SIZE, TEST_ROWS = 500, 32, 512  # steps, rows in each, rows of the test
+STEPS, BATCH_SIZE, TEST_ROWS = 500, 32, 512  # training steps, rows per step, test rows
 LEARNING_RATE = 1e-2
 
 
 @dataclass(frozen=True)
 class OffsetLookupTask:
-    """The task: how many symbols there are, how long a row is, and how far back each look-up goes."""
+    """The lookup task.
+
+    Attributes:
+        offsets: Distance of each lookup, in positions before the current one.
+        symbols: Number of different symbols.
+        length: Row length in positions.
+    """
 
     offsets: tuple[int, ...] = (1, 2, 3, 4)
     symbols: int = 16
@@ -31,20 +38,22 @@ class OffsetLookupTask:
 
     def __post_init__(self) -> None:
         if not self.offsets or not 0 < min(self.offsets) <= max(self.offsets) < self.length:
-            raise HeadwiseError(f"offsets must lie between 1 and {self.length - 1}, got {list(self.offsets)}.")
+            raise ArgumentError(
+                f"offsets must be between 1 and {self.length - 1} (length - 1). Got {list(self.offsets)}."
+            )
 
     def sample(self, rows: int, generator: torch.Generator) -> Tensor:
-        """Random symbols, (rows, length)."""
-        return torch.randint(self.symbols, (rows, self.length), generator=generator)
+        """Return random symbols, (rows, length)."""
+        return torch.randint(self.symbols, (rows, self.length), generator=generator, device="cpu")
 
     def targets(self, ids: Tensor) -> Tensor:
-        """What stood at each offset, from the first place that has them all: (B, T) → (B, T − furthest, k)."""
+        """Return the symbols at each offset, from the first position with all of them: (B, T) → (B, T − max offset, k)."""
         max_offset = max(self.offsets)
         return torch.stack([ids[:, max_offset - offset : self.length - offset] for offset in self.offsets], -1)
 
 
 class LookupModel(nn.Module):
-    """Tables of symbols and places, one attention layer, and a readout for each look-up; `hidden` > 0: an MLP between."""
+    """Symbol and position embeddings, one attention layer and one readout per lookup. `hidden` > 0 adds an MLP."""
 
     def __init__(self, task: OffsetLookupTask, heads: int, width: int = 64, hidden: int = 0) -> None:
         super().__init__()
@@ -55,9 +64,9 @@ class LookupModel(nn.Module):
         self.readout = nn.Linear(width, len(task.offsets) * task.symbols)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(B, T) → logits (B, T − furthest, k, symbols)"""
+        """Map ids (B, T) to logits (B, T − max offset, k, symbols)."""
         x = self.symbols(ids) + self.positions.weight[: ids.shape[1]]  # (B, T, D)
-        hidden = self.attention(x, mask=causal())[:, max(self.task.offsets) :]  # (B, T − furthest, D)
+        hidden = self.attention(x, mask=causal())[:, max(self.task.offsets) :]  # (B, T − max offset, D)
         if self.mlp is not None:
             hidden = hidden + self.mlp(hidden)
         return self.readout(hidden).unflatten(-1, (len(self.task.offsets), -1))
@@ -72,7 +81,7 @@ def train_and_evaluate_lookups(
     steps: int = STEPS,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Train a reader and test it: the share of look-ups it gets right, and of places where it gets all of them right.
+    """Train a model and return its accuracy per lookup, and the fraction of positions with all lookups correct.
 
     >>> share, every = train_and_evaluate_lookups(2, OffsetLookupTask((1,), symbols=3, length=4), width=8, steps=5)
     >>> share == every
@@ -97,6 +106,6 @@ def train_and_evaluate_lookups(
 
 @torch.no_grad()
 def lookup_accuracies(model: LookupModel, ids: Tensor) -> tuple[float, float]:
-    """The share of look-ups a reader gets right, and of places where it gets all of them right."""
-    correct = model(ids).argmax(-1) == model.task.targets(ids)  # (B, T − furthest, k)
+    """Return the accuracy per lookup, and the fraction of positions with all lookups correct."""
+    correct = model(ids).argmax(-1) == model.task.targets(ids)  # (B, T − max offset, k)
     return float(correct.float().mean()), float(correct.all(-1).float().mean())

@@ -1,4 +1,4 @@
-"""A real model that claims are also tried on, where it is installed."""
+"""The pretrained model on which some claims are also tested, if it is installed."""
 
 from headwise.io import is_bundle_installed
 from headwise.model import ModelProtocol
@@ -8,10 +8,10 @@ PRETRAINED = "smollm2"
 
 
 def load_pretrained() -> ModelProtocol | None:
-    """SmolLM2, if its package is there; one that is damaged is an error, not an absence."""
+    """Load SmolLM2 if its package is installed, else return None. A damaged package raises an error."""
     return load(PRETRAINED) if installed_pretrained_name() else None
 
 
 def installed_pretrained_name() -> str:
-    """Its name, if it is there: part of what decides figures."""
+    """Return the name of the pretrained model if it is installed, else "". It is part of the result key."""
     return PRETRAINED if is_bundle_installed(PRETRAINED) else ""

@@ -1,4 +1,4 @@
-"""Put claims to the test: train the models they share, measure them side by side, then those that need the machine alone."""
+"""Test claims: train the shared models, measure claims in parallel, then measure the timed claims one at a time."""
 
 import hashlib
 import shlex
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.distributed import check_executor, run_jobs_as_completed
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError
 from headwise.experiments.claim import Claim, Verdict
 from headwise.experiments.engine.declared_code_versions import version_string
 from headwise.experiments.engine.experiment_store import ExperimentStore
@@ -32,34 +32,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClaimResult:
-    """A claim that was put to the test."""
+    """Result of one claim.
+
+    Attributes:
+        claim: The claim.
+        statistics: Measurements, with corrected intervals for the ones that the rule uses.
+        verdict: Verdict of the rule.
+        seeds: Seeds of the trained models.
+        model_name: Name of the given model. Empty if models were trained for the claim.
+        rerun_command: Command or Python call that repeats the run.
+    """
 
     claim: Claim
     statistics: StatisticTable
     verdict: Verdict
     seeds: tuple[int, ...]
-    model_name: str = ""  # the model it was tried on, where one was given
-    rerun_command: str = ""  # how to do it again
+    model_name: str = ""
+    rerun_command: str = ""
 
     @property
     def has_few_seeds(self) -> bool:
-        """One seed shows the way, no more."""
+        """Whether the verdict is preliminary because fewer than three seeds were used."""
         return len(self.seeds) < 3
 
     @property
     def is_exploratory(self) -> bool:
-        """Whether its seeds were looked at while rules were made: then its verdict is for exploring."""
+        """Whether a seed was already used while the rules were designed."""
         return not self.model_name and any(seed in EXPLORED_SEEDS for seed in self.seeds)
 
     @property
     def interval_note(self) -> str:
-        """What `low` and `high` of its figures are."""
+        """Confidence levels of the intervals."""
         levels = [statistic.level for _, _, statistic in self.statistics if statistic.level != LEVEL]
-        correction = f"; {100 * levels[0]:.4g} % each for the {len(levels)} the rule looks at" if levels else ""
-        return f"{100 * LEVEL:g} %{correction}"
+        correction = f"; {100 * levels[0]:.4g}% each for the {len(levels)} that the rule uses" if levels else ""
+        return f"{100 * LEVEL:g}%{correction}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """Return all fields as JSON-compatible data."""
         claim = self.claim
         return {
             "number": claim.number, "name": claim.name, "statement": claim.statement,
@@ -86,25 +95,49 @@ def claims(
     progress: Progress | None = None,
     log: Callable[[str], object] | None = None,
 ) -> list[ClaimResult]:
-    """Run claims by name, or all: with one seed, with three (`full`), or with as many as `seeds` says, from `first_seed` on.
+    """Test claims about heads.
 
-    `model` tries those that apply on a model, with a corpus if given; seeds are for models that are trained here. What was
-    found before by the same code is not done again. `executor` trains and measures, all but what needs a machine alone: that
-    is measured here. `log` is told which claims a model does not fit, and why.
+    Results of the same code version are cached and not measured again.
+
+    Args:
+        names: Names or numbers of claims. Default: all claims.
+        full: Use three seeds in place of one.
+        seeds: Number of seeds. Cannot be combined with `full`.
+        first_seed: First seed. Seeds below 10 were used to design the rules, so that their verdicts are exploratory.
+        model: Model or model name. Only the claims that apply to a given model are tested, without seeds.
+        corpus: Corpus for `model`.
+        size: Size of the trained models and training settings.
+        cache: Folder for models and results. Default: `$HEADWISE_CACHE` or the user's cache folder.
+        processes: Number of worker processes.
+        executor: "dask", "slurm" or a `concurrent.futures` executor for training and measuring. Timed claims always run
+            in this process.
+        progress: Callback for progress reports.
+        log: Function called with a message for each claim that is skipped because it does not apply to the model.
+
+    Returns:
+        One result per claim.
+
+    Raises:
+        ArgumentError: A claim does not exist, or two arguments contradict each other.
     """
     names = list(names)
     selected = find_claims(names)
     check_executor(executor)
     if full and seeds is not None:
-        raise HeadwiseError(f"full takes three seeds, seeds={seeds} so many; give one of them.")
+        raise ArgumentError(
+            f"full and seeds={seeds} cannot be combined, because full uses {FULL_SEEDS} seeds. Use one of them."
+        )
     if model is not None and (seeds is not None or first_seed):
-        raise HeadwiseError("seeds are for models that are trained here; the one that is given is there already.")
+        raise ArgumentError(
+            f"seeds and first_seed apply only to models that are trained here. Got seeds={seeds}, first_seed={first_seed} "
+            "and a model. Omit them, or omit model."
+        )
     if model is not None:
         return _measure_on_model(_applicable_claims(selected, bool(names)), model, corpus, bool(names), progress, log)
     if seeds is not None and seeds < 1:
-        raise HeadwiseError(f"an experiment needs at least one seed, got {seeds}.")
+        raise ArgumentError(f"seeds: an experiment needs at least one seed. Got {seeds}. Use seeds=1 or more.")
     if first_seed < 0:
-        raise HeadwiseError(f"seeds are counted from 0 on; the first one cannot be {first_seed}.")
+        raise ArgumentError(f"first_seed must be at least 0. Got {first_seed}.")
     num_seeds = seeds if seeds is not None else FULL_SEEDS if full else QUICK_SEEDS
     experiment = ExperimentContext(
         ExperimentStore(cache), tuple(range(first_seed, first_seed + num_seeds)), size or ExperimentSize()
@@ -174,7 +207,7 @@ def _measure_all(
 
 
 def _measure(name: str, folder: str, seeds: tuple[int, ...], size: str, key: str) -> list[dict[str, Any]]:
-    """In another process."""
+    """Measure one claim in a worker process."""
     (claim,) = find_claims([name])
     experiment = ExperimentContext(ExperimentStore(folder), seeds, ExperimentSize.from_json(size))
     check_unchanged(_result_key(claim, experiment), key)
@@ -184,7 +217,7 @@ def _measure(name: str, folder: str, seeds: tuple[int, ...], size: str, key: str
 def _apply_rule(
     claim: Claim, statistics: StatisticTable, seeds: tuple[int, ...], model_name: str = "", rerun_command: str = ""
 ) -> ClaimResult:
-    """The verdict is drawn anew each time: a rule is not a measurement."""
+    """Apply the rule to the statistics. Verdicts are not cached, so that a changed rule takes effect."""
     return ClaimResult(claim, *claim.correct_and_judge(statistics), seeds, model_name, rerun_command)
 
 
@@ -204,12 +237,13 @@ def _save_statistics(claim: Claim, experiment: ExperimentContext, rows: list[dic
 
 
 def _applicable_claims(selected: tuple[Claim, ...], by_name: bool) -> list[Claim]:
-    """Those that can be tried on a model that is given; one that was named and cannot is refused."""
+    """Return the claims that can be tested on a given model. Raise an error if a requested claim cannot."""
     not_applicable = [claim.name for claim in selected if claim.measure_model is None]
     if by_name and not_applicable:
         applicable = ", ".join(claim.name for claim in find_claims() if claim.measure_model is not None)
-        raise HeadwiseError(
-            f"{', '.join(not_applicable)} cannot be tried on a given model: models are trained for it; {applicable} can."
+        raise ArgumentError(
+            f"claims {', '.join(not_applicable)}: cannot be tested on a given model, because they train their own models. "
+            f"Omit model, or choose from: {applicable}."
         )
     return [claim for claim in selected if claim.measure_model is not None]
 
@@ -222,7 +256,7 @@ def _measure_on_model(
     progress: Progress | None,
     log: Callable[[str], object] | None,
 ) -> list[ClaimResult]:
-    """Each claim on the model; one that does not fit it is left out, unless it was asked for by name."""
+    """Measure each claim on the model. A claim that does not apply is skipped, or raises if it was requested by name."""
     name = model_or_name if isinstance(model_or_name, str) else type(model_or_name).__name__
     model = load(model_or_name) if isinstance(model_or_name, str) else model_or_name
     results = []
@@ -240,7 +274,7 @@ def _measure_on_model(
             if by_name:
                 raise
             if log is not None:
-                log(f"{claim.name} is left out: {error}")
+                log(f"{claim.name} is skipped: {error}")
     return results
 
 

@@ -1,4 +1,4 @@
-"""Exporters to other engines: GGUF, ONNX, torch.export, transformers. The process of an engine needs no torch."""
+"""Exporters to other engines: GGUF, ONNX, torch.export, transformers. The exported model runs without Headwise."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What was written, run in its own engine beside the model it came from."""
+"""Compare an exported model, run in its engine, with the original model."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from headwise.exporters.llama_cpp import EngineToken
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 
-TIE_TOLERANCE = 1e-2  # nats between two candidates: which of them is chosen is then a matter of rounding
-MIN_COSINE = 0.999  # the cosine from which on two vectors of a token point the same way
-# Tokens that llama.cpp takes for the end of a text by how they are written, whatever the file calls the end.
+TIE_TOLERANCE = 1e-2  # nats; if two candidates are closer than this, rounding decides which one is chosen
+MIN_COSINE = 0.999  # smallest cosine similarity at which two hidden states count as equal
+# Tokens that llama.cpp treats as the end of a text because of their spelling, regardless of the file's metadata.
 END_TOKENS = (
     "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<eos>",
     "<EOT>", "<|return|>", "<|call|>", "<|EOT|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>",
@@ -22,18 +23,27 @@ END_TOKENS = (
 
 @dataclass(frozen=True)
 class ParityReport:
-    """How far an engine's log-probabilities are from ours, and where its text parts from ours."""
+    """Differences between a decoder and its export, measured on generated text.
+
+    Attributes:
+        prompts: Number of prompts.
+        tokens: Number of generated tokens that were compared.
+        values: Number of log-probabilities that were compared.
+        max_difference: Largest absolute difference of a log-probability, in nats, among the top candidates.
+        diverged: Number of prompts whose generated text differs.
+        diverged_at_ties: Number of those prompts where the first differing candidates are within 0.01 nats.
+    """
 
     prompts: int
-    tokens: int  # compared in all
-    values: int  # log-probabilities compared
-    max_difference: float  # difference of a log-probability among the likeliest tokens
-    diverged: int  # prompts whose text differs
-    diverged_at_ties: int  # of those, where our two candidates lay within 1e-2
+    tokens: int
+    values: int
+    max_difference: float
+    diverged: int
+    diverged_at_ties: int
 
     @property
     def agrees(self) -> bool:
-        """Whether all texts are the same but where two candidates were as good as equal."""
+        """Whether the texts differ only at near-ties of two candidates."""
         return self.diverged == self.diverged_at_ties
 
     def __str__(self) -> str:
@@ -41,34 +51,42 @@ class ParityReport:
         summary = f"{compared} within {self.max_difference:.1e}, "
         same_text = "the same text"
         return summary + (
-            f"{self.diverged} texts part, {self.diverged_at_ties} at equal candidates" if self.diverged else same_text
+            f"{self.diverged} texts diverge, {self.diverged_at_ties} at near-ties" if self.diverged else same_text
         )
 
 
 @dataclass(frozen=True)
 class EncoderParityReport:
-    """How far an encoder's vectors are from ours, token by token."""
+    """Differences between an encoder and its export, measured on the hidden state of each token.
+
+    Attributes:
+        prompts: Number of texts.
+        tokens: Number of tokens.
+        values: Number of hidden-state values that were compared.
+        max_difference: Largest absolute difference of a value.
+        min_cosine: Smallest cosine similarity of a token's hidden states.
+    """
 
     prompts: int
     tokens: int
     values: int
-    max_difference: float  # difference of a number
-    min_cosine: float  # the smallest of a token's vector with ours
+    max_difference: float
+    min_cosine: float
 
     @property
     def agrees(self) -> bool:
-        """Whether every vector points the same way as ours: a cosine of at least .999."""
+        """Whether every cosine similarity is at least 0.999."""
         return self.min_cosine >= MIN_COSINE
 
     def __str__(self) -> str:
         return (
-            f"{self.prompts} texts, {self.tokens} tokens: {self.values} numbers within {self.max_difference:.1e}, "
-            f"cosines 1 − {max(1 - self.min_cosine, 0):.1e} and above"
+            f"{self.prompts} texts, {self.tokens} tokens: {self.values} values within {self.max_difference:.1e}, "
+            f"cosines at least 1 − {max(1 - self.min_cosine, 0):.1e}"
         )
 
 
 def end_token_ids(model: ModelProtocol) -> tuple[int, ...]:
-    """The tokens an engine is told not to write, so that no text ends early."""
+    """Return the token ids that an engine must not generate, so that no text ends early."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return ()
@@ -84,7 +102,15 @@ def greedy_decode(
     banned: Collection[int],
     top_k: int = 5,
 ) -> list[EngineToken]:
-    """Always the likeliest token. `next_logits` takes the prompt, then each token, and gives the row of logits behind it."""
+    """Decode greedily.
+
+    Args:
+        prompt: Token ids.
+        max_new_tokens: Number of tokens to generate.
+        next_logits: Takes new token ids, first the prompt and then one token at a time, and returns the next token's logits.
+        banned: Token ids that are never generated.
+        top_k: Number of candidates to store per token.
+    """
     steps, new_ids = [], list(prompt)
     for _ in range(max_new_tokens):
         row = np.asarray(next_logits(new_ids), dtype=np.float64)
@@ -100,7 +126,7 @@ def greedy_decode(
 def compare_generated(
     model: ModelProtocol, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[EngineToken]]
 ) -> ParityReport:
-    """Our log-probabilities behind each prompt and what the engine wrote, beside its own. It was told never to end."""
+    """Compare the log-probabilities of the generated tokens with those of the model. End tokens are excluded."""
     max_difference, diverged, ties, tokens, values = 0.0, 0, 0, 0, 0
     banned = list(end_token_ids(model))
     with eval_mode(model):
@@ -118,7 +144,7 @@ def compare_generated(
                 if best != step.id:
                     diverged += 1
                     ties += float(native[best] - native[step.id]) < TIE_TOLERANCE
-                    break  # from here on they read different texts
+                    break  # after this token the two texts differ
     return ParityReport(len(prompts), tokens, values, max_difference, diverged, ties)
 
 
@@ -126,11 +152,11 @@ def compare_generated(
 def compare_hidden_states(
     model: ModelProtocol, prompts: Sequence[Sequence[int]], answers: Sequence[Any]
 ) -> EncoderParityReport:
-    """What an engine made of every token, (T, D) a text, beside what the model makes of it."""
+    """Compare the hidden states of an engine, (T, D) per text, with those of the model."""
     max_difference, min_cosine, values = 0.0, 1.0, 0
     with eval_mode(model):
         for ids, answer in zip(prompts, answers, strict=True):
-            native = model(torch.tensor([list(ids)], device=model.device))[0].double().cpu()
+            native = to_float64(model(torch.tensor([list(ids)], device=model.device))[0]).cpu()
             engine = torch.as_tensor(np.asarray(answer), dtype=torch.double)
             max_difference = max(max_difference, float((native - engine).abs().max()))
             min_cosine = min(min_cosine, float(torch.cosine_similarity(native, engine, dim=-1).min()))

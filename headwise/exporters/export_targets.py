@@ -1,4 +1,4 @@
-"""`export`: a model written for an engine; one table says what each can hold."""
+"""`export` and the table of export targets."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, MissingDependencyError, UnsupportedModelError, suggest_names
 from headwise.exporters.engine_parity import (
     EncoderParityReport,
     ParityReport,
@@ -29,12 +29,19 @@ TEXTS = (
     "日本語 и Москва 🙂",
     "x = f(1999, 'a_b')",
 )
-CHECK_TOKENS = 16  # that are written behind each when a file is checked
+CHECK_TOKENS = 16  # tokens generated per prompt when an export is checked
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What lies where, for whom, what was done about the rest, and, where it was asked for, how it does in its engine."""
+    """Result of `export`.
+
+    Attributes:
+        path: File or folder that was written.
+        to: Name of the target.
+        notes: Remarks on how the model was represented, for example on pruned heads.
+        parity: Comparison with the original model; None unless `check=True`.
+    """
 
     path: Path
     to: str
@@ -42,7 +49,7 @@ class ExportResult:
     parity: ParityReport | EncoderParityReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return the result as plain data for JSON."""
         result = {"path": str(self.path), "to": self.to, "notes": list(self.notes)}
         return (
             result if self.parity is None else {**result, "checked": vars(self.parity) | {"agrees": self.parity.agrees}}
@@ -51,12 +58,19 @@ class ExportResult:
 
 @dataclass(frozen=True)
 class ExportTarget:
-    """An engine: how a model is written for it and checked in it."""
+    """How to write a model for an engine and how to check the result.
+
+    Attributes:
+        write: Writes the model and returns notes.
+        check: Runs the written model in its engine and compares it with the original.
+        engine: Package that runs the export.
+        install_extra: Extra of Headwise that installs the package; None if it is always installed.
+    """
 
     write: Callable[..., tuple[str, ...]]
     check: Callable[[ModelProtocol, Path, Sequence[Sequence[int]]], ParityReport | EncoderParityReport]
-    engine: str  # the package that runs it
-    install_extra: str | None  # what brings that package
+    engine: str
+    install_extra: str | None
 
 
 def export(
@@ -68,12 +82,27 @@ def export(
     check: bool = False,
     **options: Any,
 ) -> ExportResult:
-    """Write a model for another engine: `transformers` and `onnx` (a folder), `gguf` and `torch` (a file).
+    """Write a model for another engine.
 
-    What an engine cannot hold is refused with the reason, or done otherwise with the same numbers, as the notes say. What
-    was written here before is replaced, anything else refused. `check` runs the file in its real engine and compares.
-    Options of gguf: `dtype` (f32, f16, q8_0, q4_0), `tokenizer=False`, `pooling` (of an encoder: mean, cls, none); of onnx:
-    `int8=True`.
+    A part of the model that the engine does not support raises an error that names it. Some parts are written in an
+    equivalent form; `notes` of the result lists them. An earlier export at the same path is replaced. Other existing files
+    are never overwritten.
+
+    Args:
+        model: Native model, or an attached model (only for `to="transformers"`).
+        path: Output folder for `transformers` and `onnx`, output file for `gguf` and `torch` (`.pt2`).
+        family: Model family of a transformers export, for example `gpt2`. Default: the family that the model was loaded from,
+            or the first family that can represent it.
+        to: Target: `transformers`, `gguf` (llama.cpp), `onnx` (onnxruntime) or `torch` (torch.export).
+        check: Run the exported model in its engine and compare it with `model`.
+        **options: Options of the target. gguf: `dtype` (f32, f16, q8_0, q4_0), `tokenizer` (False writes token ids instead of
+            a tokenizer), `pooling` (mean, cls or none; encoders only). onnx: `int8` (True quantizes weights to 8 bits).
+
+    Returns:
+        Path, notes, and the comparison if `check` is True.
+
+    Raises:
+        HeadwiseError: The target cannot represent the model, or `path` exists and was not written by Headwise.
 
     >>> import tempfile
     >>> from headwise.model import Transformer
@@ -84,18 +113,20 @@ def export(
     'transformers'
     """
     if to not in TARGETS:
-        raise HeadwiseError(f"there is no target {to!r}; {suggest_names(to, TARGETS)}")
+        raise ArgumentError(f"to={to!r}: unknown export target; {suggest_names(to, TARGETS)}")
     if model.spec.cache:
-        raise HeadwiseError(
-            f"{to} cannot let heads keep caches of their own, and without them the model says other things; use "
-            f"model.save(folder)."
+        raise UnsupportedModelError(
+            f"to={to!r}: per-head cache policies cannot be exported, and the model computes different outputs without "
+            f"them. Save it in Headwise's format: model.save(folder)."
         )
     target = TARGETS[to]
     if family is not None:
         options["family"] = family
     option_names = list(inspect.signature(target.write).parameters)[2:]
     if unknown := [name for name in options if name not in option_names]:
-        raise HeadwiseError(f"{to} has no option {', '.join(unknown)}; it has {', '.join(option_names) or 'none'}.")
+        raise ArgumentError(
+            f"to={to!r}: unknown option {', '.join(unknown)}. Valid options: {', '.join(option_names) or 'none'}."
+        )
     if check:
         _require_engine(model, to, target)
     notes = target.write(model, Path(path), **options)
@@ -107,33 +138,35 @@ def export(
 
 
 def _require_engine(model: ModelProtocol, to: str, target: ExportTarget) -> None:
-    """Before anything is written."""
+    """Raise an error if the export could not be checked, before anything is written."""
     if find_spec(target.engine) is None:
-        raise HeadwiseError(
-            f"what is written for {to} is checked in {target.engine}; pip install "
-            f"'headwise[{target.install_extra}]', or leave check out."
+        raise MissingDependencyError(
+            f"check=True: an export to {to} is checked in {target.engine}, which is not installed. Run: pip install "
+            f"'headwise[{target.install_extra}]', or set check=False."
         )
     if model.spec.kind == "encoder-decoder" or (model.spec.kind == "decoder" and model.output is None):
-        raise HeadwiseError(
-            "a check compares what a decoder writes or what an encoder makes of a text; this model does "
-            "neither, leave check out."
+        raise UnsupportedModelError(
+            "check=True: only decoders with an LM head and encoders can be checked. Got "
+            f"{'an encoder-decoder' if model.spec.kind == 'encoder-decoder' else 'a decoder without an LM head'}. Set "
+            "check=False."
         )
 
 
 def _prompt_ids(model: ModelProtocol, text: str) -> list[int]:
-    """A prompt in the model's tokens, or, where it has no tokenizer, the same letters as numbers."""
+    """Tokenize a prompt. Without a tokenizer, map its characters to token ids."""
     if model.tokenizer is None:
         return [ord(char) % model.spec.vocab for char in text]
     return list(model.tokenizer.encode(text))
 
 
-# How each is written.
+# Writers.
 
 
 def _write_transformers(model: Any, path: Path, family: str | None = None) -> tuple[str, ...]:
     write_folder(model, path, family)
     pruned_layers = len(getattr(model.spec, "kept_heads", ()))
-    return ("cut heads are zeros: the numbers are those of the cut model, the size is not",) if pruned_layers else ()
+    note = "pruned heads are stored as zeros: outputs equal those of the pruned model, but the size is not reduced"
+    return (note,) if pruned_layers else ()
 
 
 def _write_gguf(
@@ -141,7 +174,7 @@ def _write_gguf(
 ) -> tuple[str, ...]:
     from headwise.exporters.gguf_export import write_gguf, written_by_headwise
 
-    model.check_native("GGUF is written from headwise's own models")
+    model.check_native("only Headwise's own models can be exported to GGUF")
     with atomic_file(path, written_by_headwise, "GGUF file") as staging:
         result = write_gguf(model, staging, dtype, tokenizer, pooling)
     return (f"architecture {result.architecture}", *result.notes)
@@ -157,12 +190,12 @@ def _write_torch(model: Any, path: Path) -> tuple[str, ...]:
     from headwise.exporters.torch_export import write_pt2, written_by_headwise
 
     if path.suffix != ".pt2":
-        raise HeadwiseError(f"torch knows such files by their name, which ends in .pt2; got {path.name}.")
-    with atomic_file(path, written_by_headwise, "file of torch.export") as staging:
+        raise ArgumentError(f"path={path.name!r}: a torch.export file must end in .pt2. Rename it.")
+    with atomic_file(path, written_by_headwise, "torch.export file") as staging:
         return write_pt2(model, staging)
 
 
-# How each is run.
+# Checks.
 
 
 def _check_transformers(

@@ -1,14 +1,14 @@
-"""GGUF for stock llama.cpp: Llamas full or pruned, GPT-2 and BERT.
+"""Export to GGUF for stock llama.cpp: full and pruned Llama models, GPT-2 and BERT.
 
-Each architecture says field by field of our specs which value it requires, or that any value will do. A field that is
-named nowhere is refused, so that a new one is never forgotten.
+Each architecture lists, for every field of our specs, the value it requires or `ANY_VALUE`. A field that is not listed must
+be None, so a new field is never ignored by mistake.
 """
 
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
 from headwise.exporters.gguf_tensors import (
     GGUF_TYPES,
     QUANT_BLOCK,
@@ -26,7 +26,7 @@ from headwise.text import Tokenizer
 
 ANY_VALUE = object()
 
-# What is the same for all of them. Windows, scale and positions have rules of their own below.
+# Fields common to all architectures. Windows, scale and positions have their own rules below.
 SIZE_FIELDS = dict.fromkeys(
     ("vocab", "context", "layers", "attention", "mlp_width", "norm_eps", "dropout", "kept_heads"), ANY_VALUE
 )
@@ -39,14 +39,21 @@ ATTENTION_FIELDS = {
     **dict.fromkeys(("dropout", "head_dropout", "head_dropout_schedule"), ANY_VALUE),
     "bias": ANY_VALUE, "out_bias": ANY_VALUE, "scale": ANY_VALUE, "window": ANY_VALUE, "kept_heads": None, "cache": (),
     "weight_bits": None,
-    **{field.name: field.default for field in fields(AttentionSpec) if field.name in POSITION_BIASES},  # it has none
+    # llama.cpp supports no position bias
+    **{field.name: field.default for field in fields(AttentionSpec) if field.name in POSITION_BIASES},
     "softcap": None, "softmax": "plain", "head_input": "full", "gated": False,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """What one of llama.cpp's models insists on."""
+    """Values that one of llama.cpp's architectures requires of our specs.
+
+    Attributes:
+        name: Name of the architecture.
+        model_fields: Required value of each field of `ModelSpec`.
+        attention_fields: Required value of each field of `AttentionSpec`.
+    """
 
     name: str
     model_fields: dict[str, Any]
@@ -83,17 +90,18 @@ BERT = GgufArchitecture(
 
 
 def choose_gguf_architecture(spec: ModelSpec) -> GgufArchitecture:
-    """The architecture that computes what the model does; refused, with every reason, where none does."""
+    """Return the llama.cpp architecture that computes this model. Raise an error that lists the reasons if there is none."""
     if spec.weight_rules:
-        raise HeadwiseError(
-            "GGUF has no weights at bits by head; write the numbers: hw.export(hw.dequantize(model), …, to='gguf')."
+        raise UnsupportedModelError(
+            "to='gguf': weights quantized per head cannot be stored in GGUF. Dequantize first: "
+            "hw.export(hw.dequantize(model), …, to='gguf')."
         )
     nearest = BERT if spec.kind == "encoder" else LLAMA if spec.norm == "rms" else GPT2
     if problems := [*_field_differences(spec, nearest), *_size_problems(spec, nearest)]:
         suffix = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise HeadwiseError(
-            f"llama.cpp's {nearest.name} cannot compute this model: {'; '.join(problems[:3])}{suffix}. "
-            f"Use to='onnx', or model.save(folder)."
+        raise UnsupportedModelError(
+            f"to='gguf': llama.cpp's {nearest.name} architecture cannot compute this model: {'; '.join(problems[:3])}"
+            f"{suffix}. Use to='onnx', or model.save(folder)."
         )
     return nearest
 
@@ -107,27 +115,31 @@ def _field_differences(spec: ModelSpec, architecture: GgufArchitecture) -> list[
         for field in fields(part_spec):
             value, required_value = getattr(part_spec, field.name), required.get(field.name, None)
             if required_value is not ANY_VALUE and value != required_value:
-                problems.append(f"{prefix}{field.name} is {value!r}, there it is {required_value!r}")
+                problems.append(f"{prefix}{field.name} is {value!r}, but must be {required_value!r}")
     return problems
 
 
 def _size_problems(spec: ModelSpec, architecture: GgufArchitecture) -> list[str]:
     attention, rotary = spec.attention, spec.attention.rotary
     problems = {
-        "it looks back only so far (window)": any(
+        "its attention window is shorter than its context": any(
             window is not None and window < spec.context for window in (attention.window, *spec.windows)
         ),
-        "values have another size than keys": attention.value_dim != attention.head_dim,
+        "value_dim differs from head_dim": attention.value_dim != attention.head_dim,
     }
     if architecture is LLAMA:
         problems["it has no rotary positions"] = rotary is None
-        problems["only part of a head's channels turn"] = rotary is not None and rotary.dims not in (
-            None,
-            attention.head_dim,
+        problems["rotary positions apply to only part of a head's channels"] = (
+            rotary is not None
+            and rotary.dims
+            not in (
+                None,
+                attention.head_dim,
+            )
         )
     else:
         problems[
-            f"its heads are {attention.heads} × {attention.head_dim} wide, there they fill the width {spec.width}"
+            f"heads × head_dim is {attention.heads} × {attention.head_dim}, but must equal the width {spec.width}"
         ] = attention.heads * attention.head_dim != spec.width
     return [problem for problem, applies in problems.items() if applies]
 
@@ -137,7 +149,13 @@ WRITER_TAG = "written by headwise"
 
 @dataclass(frozen=True)
 class GgufResult:
-    """What was written, and what was done about what the target cannot hold."""
+    """Result of `write_gguf`.
+
+    Attributes:
+        path: File that was written.
+        architecture: Name of the llama.cpp architecture.
+        notes: Remarks on how the model was represented.
+    """
 
     path: Path
     architecture: str
@@ -147,14 +165,22 @@ class GgufResult:
 def write_gguf(
     model: Transformer, path: Path, dtype: str = "f32", tokenizer: bool = True, pooling: str | None = None
 ) -> GgufResult:
-    """Write one file; refused, with the reason, where llama.cpp would compute something else."""
+    """Write a GGUF file. Raise an error if llama.cpp would compute different outputs.
+
+    Args:
+        model: Native model.
+        path: Output file.
+        dtype: Data type of the weights: f32, f16, q8_0 or q4_0.
+        tokenizer: Store the tokenizer. If False, texts are token ids in decimal digits.
+        pooling: How llama.cpp pools an encoder's hidden states: mean (default), cls or none.
+    """
     if dtype not in GGUF_TYPES:
-        raise HeadwiseError(
-            f"weights are written as {', '.join(GGUF_TYPES)}, got {dtype!r}; {suggest_names(dtype, GGUF_TYPES)}"
+        raise ArgumentError(
+            f"dtype={dtype!r}: must be one of {', '.join(GGUF_TYPES)}; {suggest_names(dtype, GGUF_TYPES)}"
         )
     architecture = choose_gguf_architecture(model.spec).name
     if pooling is not None and architecture != "bert":
-        raise HeadwiseError("pooling makes one vector of a text that an encoder read; leave it out for a decoder.")
+        raise ArgumentError(f"pooling={pooling!r}: applies only to encoders, and this model is a decoder. Remove it.")
     has_tokenizer = tokenizer and model.tokenizer is not None
     fields = (
         _tokenizer_fields(model)
@@ -173,16 +199,16 @@ def write_gguf(
     _write_tokenizer(store.writer, fields)
     store.close()
     notes += (
-        [f"{store.unquantized_tensors} tensors whose rows are no multiple of {QUANT_BLOCK} are at 16 bits"]
+        [f"{store.unquantized_tensors} tensors whose rows are not a multiple of {QUANT_BLOCK} are stored as f16"]
         if store.unquantized_tensors
         else []
     )
-    notes += [] if has_tokenizer else ["no tokenizer: it reads and writes ids as numbers"]
+    notes += [] if has_tokenizer else ["no tokenizer: texts are token ids in decimal digits"]
     return GgufResult(path, name, tuple(notes))
 
 
 def written_by_headwise(path: Path) -> bool:
-    """Whether a file was written here: its name, among the first things in it, says so."""
+    """Return whether Headwise wrote a file, according to the model name in its header."""
     with path.open("rb") as file:
         header = file.read(256)
     return header.startswith(b"GGUF") and WRITER_TAG.encode() in header
@@ -190,7 +216,9 @@ def written_by_headwise(path: Path) -> bool:
 
 def _tokenizer_fields(model: Transformer) -> dict[str, Any]:
     if not isinstance(model.tokenizer, Tokenizer):
-        raise HeadwiseError(f"{type(model.tokenizer).__name__} is no tokenizer GGUF could hold; use tokenizer=False.")
+        raise UnsupportedModelError(
+            f"{type(model.tokenizer).__name__}: this tokenizer cannot be stored in GGUF. Set tokenizer=False."
+        )
     return tokenizer_fields(model.tokenizer, model.spec.vocab)
 
 

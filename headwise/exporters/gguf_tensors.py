@@ -1,11 +1,12 @@
 """Tensors of a model in a GGUF file: names, layout and data types for the architectures of llama.cpp.
 
-Llama: a pruned model is written as `deci`, which has a number of heads per layer. Groups must be even there (a layer's heads
-are shared out equally over its KV heads), so smaller ones are padded with heads whose W_O is zero: they write nothing. A
-layer without heads has no attention, and what it wrote on average goes into the bias of the MLP before it: both are added
-to the same stream. The first layer keeps one head of zeros, because the file tells the size of heads by it.
+Llama: a pruned model is written as `deci`, which has a head count per layer. llama.cpp requires groups of equal size (the
+same number of heads per KV head), so smaller groups are padded with heads whose W_O is zero and whose output is therefore
+zero. A layer without heads is written without attention; its output bias is added to the bias of the preceding MLP, because
+both are added to the same residual stream. The first layer always has at least one (zero) head, because llama.cpp infers
+the head size from it.
 
-GPT-2 and BERT: all layers have the same number of heads, so pruned heads are zeros there, in the full shape.
+GPT-2 and BERT: all layers have the same number of heads, so pruned heads are stored as zeros in the full shape.
 """
 
 from contextlib import suppress
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, MissingDependencyError, suggest_names
 from headwise.heads import MultiHeadAttention
 from headwise.kernels import sinusoidal
 from headwise.model import Transformer
@@ -25,25 +26,27 @@ from headwise.spec import ModelSpec
 from headwise.weights.export import full_shape_state
 
 GGUF_TYPES = ("f32", "f16", "q8_0", "q4_0")
-QUANT_BLOCK = 32  # weights of a row that share a scale
+QUANT_BLOCK = 32  # consecutive weights of a row that share a quantization scale
 POOLING = ("mean", "cls", "none")
 State = dict[str, Tensor]
 
 
 class GgufFile:
-    """One file that is being written: sizes go in through `writer`, tensors through `add`."""
+    """A GGUF file being written. Sizes are set through `writer`, tensors through `add_tensor`."""
 
     def __init__(self, path: Path, architecture: str, dtype: str) -> None:
         try:
             import gguf
         except ImportError:
-            raise HeadwiseError("GGUF files are written by the gguf package; pip install 'headwise[deploy]'.") from None
+            raise MissingDependencyError(
+                "the gguf package is required to write GGUF files. Run: pip install 'headwise[deploy]'"
+            ) from None
         self.package: Any = gguf
         self.writer: Any = gguf.GGUFWriter(path, architecture)
         self.dtype, self.unquantized_tensors = dtype, 0
 
     def add_tensor(self, name: str, tensor: Tensor, keep_float32: bool = False, is_vocab_table: bool = False) -> None:
-        """Add a tensor: norms and biases `keep_float32`, an `is_vocab_table` is never coarser than 8 bits."""
+        """Add a tensor. Norms and biases set `keep_float32`; an `is_vocab_table` has at least 8 bits per weight."""
         data = np.ascontiguousarray(tensor.detach().float().cpu().numpy())
         dtype = "f32" if keep_float32 else "q8_0" if is_vocab_table and self.dtype == "q4_0" else self.dtype
         if dtype.startswith("q") and data.shape[-1] % QUANT_BLOCK:
@@ -58,7 +61,7 @@ class GgufFile:
             self.writer.add_tensor(name, self.package.quants.quantize(data, quant_type), raw_dtype=quant_type)
 
     def close(self) -> None:
-        """Write the file; one that cannot be written is closed all the same."""
+        """Write the file to disk and close it, even if writing fails."""
         try:
             self.writer.write_header_to_file()
             self.writer.write_kv_data_to_file()
@@ -66,27 +69,36 @@ class GgufFile:
             self.writer.close()
         except BaseException:
             for file in self.writer.fout or ():
-                with suppress(OSError):  # what is left to be written cannot be, either
+                with suppress(OSError):  # flushing the remaining data fails, too
                     file.close()
             raise
 
 
 @dataclass(frozen=True)
-class PaddedLayer:
-    """One layer: its weights, rows of q and k as they were, and how many heads are nothing but zeros."""
+class GQAPaddedLayer:
+    """Weights of one attention layer, padded with zero heads. Rows of q and k are in the original order.
+
+    Attributes:
+        heads: Number of heads, with padding.
+        kv_heads: Number of KV heads.
+        q, k, v: Weights, (heads · d, D); None if the layer has no heads.
+        o: Output weights, (D, heads · e); None if the layer has no heads.
+        biases: Biases of q, k, v and o.
+        zero_heads: Number of padding heads.
+    """
 
     heads: int
     kv_heads: int
-    q: Tensor | None  # (heads · d, D)
+    q: Tensor | None
     k: Tensor | None
     v: Tensor | None
-    o: Tensor | None  # (D, heads · e)
-    biases: dict[str, Tensor]  # of q, k, v and o
+    o: Tensor | None
+    biases: dict[str, Tensor]
     zero_heads: int
 
 
-def padded_layers_and_biases(model: Transformer) -> tuple[list[PaddedLayer], dict[int, Tensor]]:
-    """All layers, and by layer what has to be added behind its MLP: the constant of the emptied layer after it."""
+def padded_layers_and_biases(model: Transformer) -> tuple[list[GQAPaddedLayer], dict[int, Tensor]]:
+    """Return all padded layers, and the biases to add to the MLP of a layer because the next layer has no heads."""
     padded, constant_biases = [], {}
     for index, layer in enumerate(model.attention_layers()):
         bias = layer.b_O
@@ -95,13 +107,13 @@ def padded_layers_and_biases(model: Transformer) -> tuple[list[PaddedLayer], dic
         elif index == 0:
             padded.append(_zero_head_layer(layer, bias))
         else:
-            padded.append(PaddedLayer(0, 0, None, None, None, None, {}, 0))
+            padded.append(GQAPaddedLayer(0, 0, None, None, None, None, {}, 0))
             if bias is not None:
                 constant_biases[index - 1] = bias.detach()
     return padded, constant_biases
 
 
-def _pad_layer(layer: MultiHeadAttention) -> PaddedLayer:
+def _pad_layer(layer: MultiHeadAttention) -> GQAPaddedLayer:
     spec, qkv = layer.spec, layer.qkv
     groups: list[list[int]] = [[] for _ in spec.kv_head_ids]
     for index, group in enumerate(spec.kv_of_head):
@@ -109,7 +121,7 @@ def _pad_layer(layer: MultiHeadAttention) -> PaddedLayer:
     group_size = max(map(len, groups))
     indices = [
         index for members in groups for index in (*members, *[-1] * (group_size - len(members)))
-    ]  # −1: nothing but zeros
+    ]  # −1: a zero head
     q, o = (
         qkv.weight_by_head("q").detach(),
         layer.output_projection.head_output_weights.detach(),
@@ -126,7 +138,7 @@ def _pad_layer(layer: MultiHeadAttention) -> PaddedLayer:
         biases["q"] = _gather_heads(q_bias.detach(), indices).flatten()
     if layer.b_O is not None:
         biases["o"] = layer.b_O.detach()
-    return PaddedLayer(
+    return GQAPaddedLayer(
         len(indices),
         len(groups),
         _gather_heads(q, indices).flatten(0, 1),
@@ -138,29 +150,29 @@ def _pad_layer(layer: MultiHeadAttention) -> PaddedLayer:
     )
 
 
-def _zero_head_layer(layer: MultiHeadAttention, out_bias: Tensor | None) -> PaddedLayer:
+def _zero_head_layer(layer: MultiHeadAttention, out_bias: Tensor | None) -> GQAPaddedLayer:
     spec = layer.spec
     rows, width = torch.zeros(spec.head_dim, spec.width), spec.width
     biases = {} if out_bias is None else {"o": out_bias.detach()}
     if spec.bias:
         biases |= {projection: torch.zeros(spec.head_dim) for projection in "qkv"}
-    return PaddedLayer(1, 1, rows, rows, rows, torch.zeros(width, spec.value_dim), biases, 1)
+    return GQAPaddedLayer(1, 1, rows, rows, rows, torch.zeros(width, spec.value_dim), biases, 1)
 
 
 def _gather_heads(x: Tensor, indices: list[int]) -> Tensor:
-    """Heads in another order, zeros where there is none: (H, …) → (len(indices), …)"""
+    """Reorder heads; index −1 gives a zero head: (H, …) → (len(indices), …)."""
     padded = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
     return padded[[index if index >= 0 else len(x) for index in indices]]
 
 
 def llama_architecture_name(model: Transformer) -> str:
-    """`llama`, or `deci` where heads are gone or means folded in."""
+    """Return `deci` if the model is pruned or has output biases, else `llama`."""
     is_pruned = bool(model.spec.kept_heads) or any(layer.b_O is not None for layer in model.attention_layers())
     return "deci" if is_pruned else "llama"
 
 
 def write_llama(model: Transformer, store: GgufFile, name: str) -> list[str]:
-    """Sizes and tensors; what was done about the rest."""
+    """Write sizes and tensors of a Llama model. Returns notes."""
     spec = model.spec
     layers, constant_biases = padded_layers_and_biases(model)
     _write_llama_sizes(store, spec, name, layers)
@@ -191,17 +203,17 @@ def write_llama(model: Transformer, store: GgufFile, name: str) -> list[str]:
         sum(layer.zero_heads for layer in layers),
         [i for i, layer in enumerate(layers) if not layer.heads],
     )
-    notes = [f"{zero_heads} heads of zeros make groups even"] if zero_heads else []
+    notes = [f"{zero_heads} zero heads pad KV groups to equal size"] if zero_heads else []
     notes += [f"layers {', '.join(map(str, headless_layers))} have no attention"] if headless_layers else []
     notes += (
-        [f"what {len(constant_biases)} emptied layers wrote is in the bias of the MLP before"]
+        [f"the output biases of {len(constant_biases)} layers without heads are added to the bias of the preceding MLP"]
         if constant_biases
         else []
     )
     return notes
 
 
-def _write_heads(store: GgufFile, spec: ModelSpec, gguf_prefix: str, layer: PaddedLayer) -> None:
+def _write_heads(store: GgufFile, spec: ModelSpec, gguf_prefix: str, layer: GQAPaddedLayer) -> None:
     assert layer.q is not None
     assert layer.k is not None
     assert layer.v is not None
@@ -219,12 +231,12 @@ def _write_heads(store: GgufFile, spec: ModelSpec, gguf_prefix: str, layer: Padd
 
 
 def query_scale(spec: ModelSpec) -> float:
-    """llama.cpp divides scores by √d; another scale is a factor of q."""
+    """Return the factor to apply to q: llama.cpp divides scores by √d, so any other scale is folded into q."""
     attention = spec.attention
     return 1.0 if attention.scale is None else attention.scale * attention.head_dim**0.5
 
 
-def _write_llama_sizes(store: GgufFile, spec: ModelSpec, name: str, layers: list[PaddedLayer]) -> None:
+def _write_llama_sizes(store: GgufFile, spec: ModelSpec, name: str, layers: list[GQAPaddedLayer]) -> None:
     attention, writer = spec.attention, store.writer
     rotary = attention.rotary
     assert rotary is not None
@@ -247,7 +259,7 @@ def _write_llama_sizes(store: GgufFile, spec: ModelSpec, name: str, layers: list
 
 
 def _permute_rotary(rows: Tensor, spec: ModelSpec) -> Tensor:
-    """Rows of q or k in the order in which llama.cpp turns them: channels that turn together stand together."""
+    """Reorder rows of q or k for llama.cpp: channels that rotate together become adjacent."""
     rotary = spec.attention.rotary
     assert rotary is not None
     if rotary.layout == "interleaved":
@@ -256,7 +268,7 @@ def _permute_rotary(rows: Tensor, spec: ModelSpec) -> Tensor:
 
 
 def _rope_factors(spec: ModelSpec) -> Tensor | None:
-    """Llama 3's stretching, a factor for each frequency."""
+    """Return Llama 3's rotary scaling as one factor per frequency."""
     rotary = spec.attention.rotary
     assert rotary is not None
     scaling = rotary.scaling
@@ -269,7 +281,7 @@ def _rope_factors(spec: ModelSpec) -> Tensor | None:
 
 
 def write_gpt2(model: Transformer, store: GgufFile) -> list[str]:
-    """Sizes and tensors; what was done about the rest."""
+    """Write sizes and tensors of a GPT-2 model. Returns notes."""
     spec, state = model.spec, full_shape_state(model)
     _write_sizes(store, spec)
     store.add_tensor("token_embd.weight", state["embed.tokens.weight"], is_vocab_table=True)
@@ -289,10 +301,10 @@ def write_gpt2(model: Transformer, store: GgufFile) -> list[str]:
 
 
 def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
-    """The same for an encoder; `pooling` is how a server makes one vector of a text."""
+    """Write sizes and tensors of an encoder; llama.cpp pools its hidden states by `pooling`. Returns notes."""
     if pooling not in POOLING:
-        raise HeadwiseError(
-            f"a text becomes one vector by {', '.join(POOLING)}, got {pooling!r}; {suggest_names(pooling, POOLING)}"
+        raise ArgumentError(
+            f"pooling={pooling!r}: must be one of {', '.join(POOLING)}; {suggest_names(pooling, POOLING)}"
         )
     spec, state = model.spec, full_shape_state(model)
     _write_sizes(store, spec)
@@ -313,13 +325,13 @@ def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
         _write_output_and_mlp(store, spec, state, i)
         _write_norm(store, f"{gguf_prefix}attn_output_norm", state, f"{prefix}norm_attention")
         _write_norm(store, f"{gguf_prefix}layer_output_norm", state, f"{prefix}norm_mlp")
-    notes = [f"a text becomes one vector by {pooling}"] if pooling != "none" else []
-    notes += ["the pooler is left out: llama.cpp has none"] if spec.pooler else []
-    notes += ["more than one token type: llama.cpp takes the first for all tokens"] if spec.token_types > 1 else []
+    notes = [f"pooling of hidden states into one vector: {pooling}"] if pooling != "none" else []
+    notes += ["the pooler is omitted: llama.cpp does not support it"] if spec.pooler else []
+    notes += ["llama.cpp uses the first token type for all tokens"] if spec.token_types > 1 else []
     return [
         *_prune_notes(spec),
         *notes,
-        "llama.cpp bends by tanh, not erf, and in 16 bits: states differ in the third digit",
+        "llama.cpp computes GELU with tanh instead of erf, in 16 bits: hidden states differ in the third digit",
     ]
 
 
@@ -336,7 +348,7 @@ def _write_sizes(store: GgufFile, spec: ModelSpec) -> None:
 
 
 def _write_output_and_mlp(store: GgufFile, spec: ModelSpec, state: State, i: int) -> None:
-    """What heads write, and the MLP."""
+    """Write the output projection and the MLP of a layer."""
     prefix, gguf_prefix = f"blocks.{i}.", f"blk.{i}."
     store.add_tensor(
         f"{gguf_prefix}attn_output.weight", state[f"{prefix}attention.output_projection.weight"].flatten(1)
@@ -355,7 +367,7 @@ def _write_output_and_mlp(store: GgufFile, spec: ModelSpec, state: State, i: int
 
 
 def _projection_rows(spec: ModelSpec, state: State, prefix: str, projection: str) -> tuple[Tensor, Tensor]:
-    """Rows of q, k or v and their bias, zeros where there is none."""
+    """Return the rows of q, k or v and their bias; a missing bias is zero."""
     weight = state[f"{prefix}qkv.{projection}.weight"].flatten(0, 1)  # (heads · d, D)
     bias = state.get(f"{prefix}qkv.{projection}.bias")
     rows = weight.new_zeros(len(weight)) if bias is None else bias.flatten()
@@ -364,7 +376,7 @@ def _projection_rows(spec: ModelSpec, state: State, prefix: str, projection: str
 
 
 def _position_table(spec: ModelSpec, state: State) -> Tensor:
-    """A row for every position, whatever they are made of."""
+    """Return one row per position for learned, sinusoidal or no positions."""
     if spec.positions == "learned":
         return state["embed.positions.weight"]
     if spec.positions == "sinusoidal":
@@ -380,7 +392,10 @@ def _write_norm(store: GgufFile, gguf_name: str, state: State, name: str) -> Non
 def _prune_notes(spec: ModelSpec) -> list[str]:
     pruned_count = spec.attention.heads * spec.layers - len(spec.head_addresses)
     return (
-        [f"{pruned_count} cut heads are zeros: the numbers are those of the cut model, the size is not"]
+        [
+            f"{pruned_count} pruned heads are stored as zeros: outputs equal those of the pruned model, but the size is "
+            f"not reduced"
+        ]
         if pruned_count
         else []
     )

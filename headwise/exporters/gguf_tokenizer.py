@@ -1,30 +1,30 @@
-"""A tokenizer as GGUF metadata, or why llama.cpp could not cut text as it does."""
+"""Conversion of a tokenizer to GGUF metadata. Raises an error if llama.cpp would tokenize text differently."""
 
 import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.text import Tokenizer
 from headwise.text.gguf_pretokenizers import PRE_TOKENIZERS
 from headwise.text.gguf_tokenizer import CONTROL_TYPE, GGUF_SPECIAL_NAMES, UNKNOWN_TYPE, USER_DEFINED_TYPE
 
-EXPORT_WITHOUT_TOKENIZER = "export with tokenizer=False, and feed it ids"
-NORMAL_TYPE, BYTE_TYPE = 1, 6  # types of tokens that are nothing special, and of those that are one byte
+EXPORT_WITHOUT_TOKENIZER = "Export with tokenizer=False and pass token ids"
+NORMAL_TYPE, BYTE_TYPE = 1, 6  # GGUF types of ordinary tokens and of single-byte tokens
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-BYTE_LEVEL_PATTERN = PRE_TOKENIZERS["gpt-2"].patterns[0]  # what ByteLevel cuts by itself
+BYTE_LEVEL_PATTERN = PRE_TOKENIZERS["gpt-2"].patterns[0]  # the built-in split pattern of ByteLevel
 
 
 def tokenizer_fields(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
-    """`tokenizer.ggml.*` for byte-level BPE and WordPiece; `vocab` rows, those that stand for nothing filled up."""
+    """Return the `tokenizer.ggml.*` fields of a BPE or WordPiece tokenizer. Unused rows of `vocab` are padding tokens."""
     config = json.loads(tokenizer.backend.to_str())
     kind = config["model"]["type"]
     byte_fallback = kind == "BPE" and config["model"].get("byte_fallback")
     builders = {"BPE": _sentencepiece_fields if byte_fallback else _byte_level_fields, "WordPiece": _wordpiece_fields}
     if kind not in builders:
-        raise HeadwiseError(
-            f"llama.cpp has no {kind} tokenizer like this one; export with tokenizer=False, and feed it ids."
+        raise UnsupportedModelError(
+            f"tokenizer: llama.cpp does not support this {kind} tokenizer. {EXPORT_WITHOUT_TOKENIZER}."
         )
     fields = builders[kind](tokenizer, config, vocab)
     for role, name in GGUF_SPECIAL_NAMES.items():
@@ -32,21 +32,23 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
             fields[f"{name}_token_id"] = tokenizer.special[role]
     prefix, suffix = tokenizer.template_ids
     if kind == "WordPiece":
-        fields["bos_token_id"] = tokenizer.special["cls"]  # where llama.cpp looks for it
+        fields["bos_token_id"] = tokenizer.special["cls"]  # llama.cpp reads [CLS] from this field
     else:
         for added_ids, role in ((prefix, "bos"), (suffix, "eos")):
             if added_ids not in ((), (tokenizer.special.get(role),)):
-                raise HeadwiseError(
-                    f"the tokenizer puts {added_ids} around a text, which GGUF cannot say; export with tokenizer=False."
+                raise UnsupportedModelError(
+                    f"tokenizer: it adds the token ids {added_ids} to each text, but GGUF can only add {role.upper()}. "
+                    f"{EXPORT_WITHOUT_TOKENIZER}."
                 )
         fields |= {"add_bos_token": bool(prefix), "add_eos_token": bool(suffix)}
     return fields
 
 
 def placeholder_tokenizer_fields(vocab: int, special: Mapping[str, int | None]) -> dict[str, Any]:
-    """In place of a tokenizer: every id is written as its number, " 7 12 3", for without words llama.cpp's server ends.
+    """Return a placeholder tokenizer that writes each id as a decimal number, such as " 7 12 3".
 
-    The kind is RWKV's, which takes the longest token that fits and puts nothing around a text.
+    llama.cpp's server requires a vocabulary. The type is RWKV's, which takes the longest matching token and adds no special
+    tokens.
     """
     ids = {
         f"{GGUF_SPECIAL_NAMES[role]}_token_id": id
@@ -64,18 +66,19 @@ def _byte_level_fields(tokenizer: Tokenizer, config: dict[str, Any], vocab: int)
     tokens, types = _token_table(tokenizer, config, vocab)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if not merges:
-        raise HeadwiseError(
-            f"llama.cpp's byte-level tokenizer needs merges, this one has none; {EXPORT_WITHOUT_TOKENIZER}."
+        raise UnsupportedModelError(
+            f"tokenizer: llama.cpp's byte-level BPE requires merges, but this tokenizer has an empty merge list. "
+            f"{EXPORT_WITHOUT_TOKENIZER}."
         )
     return {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": types, "merges": merges}
 
 
 def _split_patterns(config: dict[str, Any]) -> Iterator[str]:
-    """How text is cut before it is merged, pattern by pattern."""
+    """Yield the patterns that split text before the merges."""
     pre_tokenizer = config.get("pre_tokenizer") or {}
     if config.get("normalizer") is not None:
-        raise HeadwiseError(
-            "the tokenizer changes text before it is cut, which GGUF cannot say; export with tokenizer=False."
+        raise UnsupportedModelError(
+            f"tokenizer: it has a normalizer, which GGUF cannot store for byte-level BPE. {EXPORT_WITHOUT_TOKENIZER}."
         )
     for stage in pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]:
         kind, inverted = stage.get("type"), stage.get("invert", False)
@@ -87,28 +90,27 @@ def _split_patterns(config: dict[str, Any]) -> Iterator[str]:
             if stage["use_regex"]:
                 yield BYTE_LEVEL_PATTERN
         else:
-            raise HeadwiseError(
-                f"llama.cpp cannot cut text as this tokenizer does ({kind}); export with tokenizer=False."
+            raise UnsupportedModelError(
+                f"tokenizer: llama.cpp does not support its pre-tokenizer {kind} with these settings. "
+                f"{EXPORT_WITHOUT_TOKENIZER}."
             )
 
 
 def _pretokenizer_name(patterns: tuple[str, ...], ignore_merges: bool) -> str:
-    """The name by which llama.cpp knows a cut."""
+    """Return llama.cpp's name for a pre-tokenizer."""
     for name, pretokenizer in PRE_TOKENIZERS.items():
         if pretokenizer.patterns == patterns and pretokenizer.ignore_merges == ignore_merges and name != "default":
             return name
-    description = (
-        f"by these patterns: {' then '.join(patterns)[:200]}" if patterns else "that leaves a text in one piece"
-    )
-    raise HeadwiseError(f"llama.cpp knows no cut {description}; {EXPORT_WITHOUT_TOKENIZER}.")
+    description = f"with the patterns {' then '.join(patterns)[:200]}" if patterns else "that does not split text"
+    raise UnsupportedModelError(f"tokenizer: llama.cpp has no pre-tokenizer {description}. {EXPORT_WITHOUT_TOKENIZER}.")
 
 
 def _token_table(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) -> tuple[list[str], list[int]]:
-    """Every token in its place, and of what type it is."""
+    """Return the text and the GGUF type of every token, by id."""
     if (max_id := max(tokenizer.backend.get_vocab().values(), default=0)) >= vocab:
-        raise HeadwiseError(
-            f"the tokenizer has a token {max_id}, the model only {vocab} rows; is it the model's own? Or "
-            f"{EXPORT_WITHOUT_TOKENIZER}."
+        raise ArgumentError(
+            f"tokenizer: it has a token with id {max_id}, but the model has only {vocab} embeddings. Check that the "
+            f"tokenizer belongs to the model. {EXPORT_WITHOUT_TOKENIZER}."
         )
     tokens, types = [f"[PAD{i}]" for i in range(vocab)], [CONTROL_TYPE] * vocab
     for token, i in tokenizer.backend.get_vocab().items():
@@ -119,7 +121,10 @@ def _token_table(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) -> tu
 
 
 def _sentencepiece_fields(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) -> dict[str, Any]:
-    """Spaces are ▁, and what no token holds is bytes. llama.cpp has no merges: it joins the pair whose token scores best."""
+    """Convert SentencePiece BPE with ▁ for spaces and byte fallback.
+
+    llama.cpp has no merge list for it: it merges the pair whose token has the best score.
+    """
     model, prefix = config["model"], _has_space_prefix(config)
     tokens, types = _token_table(tokenizer, config, vocab)
     normal_tokens = {
@@ -137,8 +142,9 @@ def _sentencepiece_fields(tokenizer: Tokenizer, config: dict[str, Any], vocab: i
         if candidate[:i] in normal_tokens and candidate[i:] in normal_tokens
     }
     if splits != set(merges) or [ranks[token] for token in merged] != sorted(ranks[token] for token in merged):
-        raise HeadwiseError(
-            f"llama.cpp joins tokens by score, this tokenizer in an order no score can say; {EXPORT_WITHOUT_TOKENIZER}."
+        raise UnsupportedModelError(
+            f"tokenizer: llama.cpp merges tokens by score, and the merge order of this tokenizer cannot be expressed by "
+            f"scores. {EXPORT_WITHOUT_TOKENIZER}."
         )
     for i, token in enumerate(tokens):
         types[i] = BYTE_TYPE if BYTE_TOKEN.fullmatch(token) else types[i]
@@ -150,7 +156,7 @@ def _sentencepiece_fields(tokenizer: Tokenizer, config: dict[str, Any], vocab: i
 
 
 def _has_space_prefix(config: dict[str, Any]) -> bool:
-    """Whether a space is put before a text; refused where spaces are treated in any other way."""
+    """Return whether the tokenizer adds a space before a text. Raise an error if it treats spaces in any other way."""
     normalizer, pre_tokenizer = config.get("normalizer"), config.get("pre_tokenizer")
     steps = (
         [] if normalizer is None else normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
@@ -169,20 +175,24 @@ def _has_space_prefix(config: dict[str, Any]) -> bool:
         {**metaspace, "prepend_scheme": "never"},
     ):
         return pre_tokenizer["prepend_scheme"] == "always"
-    raise HeadwiseError(f"llama.cpp cannot treat spaces as this tokenizer does; {EXPORT_WITHOUT_TOKENIZER}.")
+    raise UnsupportedModelError(
+        f"tokenizer: llama.cpp does not support the way this tokenizer treats spaces. {EXPORT_WITHOUT_TOKENIZER}."
+    )
 
 
 def _wordpiece_fields(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) -> dict[str, Any]:
-    """GGUF marks where words begin, BERT where they go on."""
+    """Convert WordPiece: GGUF marks the start of a word, BERT marks continuations."""
     normalizer, pre_tokenizer = config.get("normalizer") or {}, (config.get("pre_tokenizer") or {}).get("type")
     cleans_text = normalizer.get("clean_text") and normalizer.get("handle_chinese_chars")
     if normalizer.get("type") != "BertNormalizer" or pre_tokenizer != "BertPreTokenizer" or not cleans_text:
-        raise HeadwiseError(
-            f"llama.cpp cleans and cuts text as BERT does, this tokenizer otherwise; {EXPORT_WITHOUT_TOKENIZER}."
+        raise UnsupportedModelError(
+            f"tokenizer: llama.cpp normalizes and splits text as BERT does, but this tokenizer does not. "
+            f"{EXPORT_WITHOUT_TOKENIZER}."
         )
     if tokenizer.template_ids != ((tokenizer.special["cls"],), (tokenizer.special["sep"],)):
-        raise HeadwiseError(
-            f"llama.cpp puts [CLS] and [SEP] around a text, this tokenizer does not; {EXPORT_WITHOUT_TOKENIZER}."
+        raise UnsupportedModelError(
+            f"tokenizer: llama.cpp adds [CLS] and [SEP] to each text, but this tokenizer does not. "
+            f"{EXPORT_WITHOUT_TOKENIZER}."
         )
     tokens, types = _token_table(tokenizer, config, vocab)
     special = {added["id"] for added in config.get("added_tokens", ())}

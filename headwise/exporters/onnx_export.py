@@ -1,4 +1,4 @@
-"""ONNX for onnxruntime: an encoder as one graph, a decoder as two, for the prompt and for every step behind it."""
+"""Export to ONNX for onnxruntime: one graph for an encoder; a prefill graph and a decode-step graph for a decoder."""
 
 import json
 import logging
@@ -8,23 +8,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import MissingDependencyError
 from headwise.exporters.engine_parity import greedy_decode
 from headwise.exporters.llama_cpp import EngineToken
 from headwise.exporters.traceable_modules import bypass_empty_layers, check_exportable, export_graphs
 from headwise.io.atomic_write import EXPORT_MARKER, atomic_folder
 
-OPSET = 23  # the first with the operator Attention
+OPSET = 23  # the first opset with the operator Attention
 
 
 def write_onnx(model: Any, folder: Path, int8: bool = False) -> tuple[str, ...]:
-    """A folder with a graph for each function, our spec and the tokenizer; `int8` by onnxruntime's own quantiser."""
+    """Write a folder with the ONNX graphs, our spec and the tokenizer. `int8` quantizes weights with onnxruntime."""
     check_exportable(model)
     try:
         import onnxscript  # noqa: F401  # pyright: ignore[reportMissingImports]
         import torch.onnx
     except ImportError:
-        raise HeadwiseError("ONNX is written by onnxscript; pip install 'headwise[deploy]'.") from None
+        raise MissingDependencyError(
+            "onnxscript is required to export to ONNX. Run: pip install 'headwise[deploy]'"
+        ) from None
     graph_names = []
     with atomic_folder(folder, (EXPORT_MARKER,)) as staging, _quiet_exporter():
         with bypass_empty_layers(model):
@@ -47,13 +49,13 @@ def write_onnx(model: Any, folder: Path, int8: bool = False) -> tuple[str, ...]:
         (staging / EXPORT_MARKER).write_text(json.dumps(metadata, indent=2), encoding="utf-8")
         if model.tokenizer is not None:
             model.tokenizer.save(staging)
-    return (f"graphs {', '.join(graph_names)}, opset {OPSET}", *(["weights at 8 bits by onnxruntime"] if int8 else []))
+    return (f"graphs {', '.join(graph_names)}, opset {OPSET}", *(["weights in int8 by onnxruntime"] if int8 else []))
 
 
 def generate(
     folder: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, banned: Collection[int] = ()
 ) -> list[list[EngineToken]]:
-    """What a decoder writes behind some prompts in onnxruntime, with its cache, always the likeliest token."""
+    """Continue prompts greedily in onnxruntime, with a KV cache."""
     import numpy as np
 
     prefill, step = (_session(folder / f"{name}.onnx") for name in ("prefill", "step"))
@@ -74,7 +76,7 @@ def generate(
 
 
 def hidden_states(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Any]:
-    """What an encoder makes of every token in onnxruntime."""
+    """Return the hidden state of each token of an encoder in onnxruntime."""
     import numpy as np
 
     encoder = _session(folder / "encoder.onnx")
@@ -86,7 +88,9 @@ def _session(path: Path) -> Any:
     try:
         import onnxruntime  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise HeadwiseError("ONNX files are run by onnxruntime; pip install 'headwise[deploy]'.") from None
+        raise MissingDependencyError(
+            "onnxruntime is required to run ONNX files. Run: pip install 'headwise[deploy]'"
+        ) from None
     return onnxruntime.InferenceSession(str(path))
 
 
@@ -94,14 +98,14 @@ def _quantize_int8(path: Path) -> None:
     from onnxruntime.quantization import quantize_dynamic  # pyright: ignore[reportMissingImports]
 
     quantized_path = path.with_suffix(".int8")
-    # Not all it would take: it knows an Attention of its own, not ONNX's, and would write a graph it cannot load.
+    # Exclude Attention: the quantizer assumes onnxruntime's own operator of that name and would write an invalid graph.
     quantize_dynamic(path, quantized_path, op_types_to_quantize=["MatMul", "Gemm", "Gather"])
     quantized_path.replace(path)
 
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """The exporter tells much that nobody asked for."""
+    """Suppress the log messages and warnings of torch's ONNX exporter."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "root")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():

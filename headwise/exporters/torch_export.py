@@ -1,4 +1,4 @@
-"""One file for torch alone (`torch.export`): it loads where Headwise is not installed, and gives the same outputs."""
+"""Export to a single file for `torch.export.load`, which does not require Headwise and computes the same outputs."""
 
 import io
 import zipfile
@@ -14,23 +14,23 @@ from headwise.exporters.llama_cpp import EngineToken
 from headwise.exporters.traceable_modules import EncoderModule, bypass_empty_layers, check_exportable
 from headwise.model import Transformer
 
-SPEC_FILE = "headwise.json"  # a file inside, with our spec
+SPEC_FILE = "headwise.json"  # entry of the archive that contains our spec
 
 
 class LogitsModule(nn.Module):
-    """ids (B, T) → logits (B, T, V)"""
+    """Decoder as a function: ids (B, T) → logits (B, T, V)."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Any text, from its first token."""
+        """Compute the logits of all tokens, without a cache."""
         return self.model(ids)
 
 
 def write_pt2(model: Any, path: Path) -> tuple[str, ...]:
-    """`torch.export.load(path).module()(ids)`; of an encoder `(ids, attention_mask)`."""
+    """Write a file to be used as `torch.export.load(path).module()(ids)`, or `(ids, attention_mask)` for an encoder."""
     check_exportable(model)
     max_tokens = model.spec.context if model.spec.positions == "learned" else 1 << 20
     dynamic_dims = {
@@ -45,14 +45,14 @@ def write_pt2(model: Any, path: Path) -> tuple[str, ...]:
         program = torch.export.export(
             EncoderModule(model) if is_encoder else LogitsModule(model), inputs, dynamic_shapes=shapes, strict=False
         )
-        buffer = io.BytesIO()  # written to a disk that is full, torch's own writer ends the process
+        buffer = io.BytesIO()  # torch's own file writer aborts the process if the disk is full
         torch.export.save(program, buffer, extra_files={SPEC_FILE: model.spec.to_json()})
     path.write_bytes(buffer.getbuffer())
     return ("takes ids and attention_mask, True at real tokens" if is_encoder else "takes ids",)
 
 
 def written_by_headwise(path: Path) -> bool:
-    """Whether a file was written here."""
+    """Return whether Headwise wrote a file."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith(f"/{SPEC_FILE}") for name in archive.namelist())
@@ -64,7 +64,7 @@ def written_by_headwise(path: Path) -> bool:
 def generate(
     path: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, banned: Collection[int]
 ) -> list[list[EngineToken]]:
-    """What a decoder writes behind some prompts, always the likeliest token; without a cache, so the whole text each time."""
+    """Continue prompts greedily. The export has no cache, so each step computes the full text."""
     module = torch.export.load(path).module()
 
     def generate_one(prompt: Sequence[int]) -> list[EngineToken]:
@@ -81,6 +81,6 @@ def generate(
 
 @torch.no_grad()
 def hidden_states(path: Path, prompts: Sequence[Sequence[int]]) -> list[Any]:
-    """What an encoder makes of every token."""
+    """Return the hidden state of each token of an encoder."""
     module, rows = torch.export.load(path).module(), [torch.tensor([list(ids)]) for ids in prompts]
     return [module(ids, torch.ones_like(ids, dtype=torch.bool))[0] for ids in rows]

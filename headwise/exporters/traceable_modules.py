@@ -1,6 +1,6 @@
-"""A model as plain functions of tensors, which torch.export can trace: one for an encoder, two for a decoder.
+"""A model as pure functions of tensors that torch.export can trace: one for an encoder, two for a decoder.
 
-Keys and values come in and go out as tensors, a pair for each layer that has heads: (B, K, S, d) and (B, K, S, e).
+Keys and values are inputs and outputs, one pair per layer with heads: (B, K, S, d) and (B, K, S, e).
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from headwise.cache import ModelCache, SharedKVCache
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.heads import MultiHeadAttention
 from headwise.model import Transformer, eval_mode
 from headwise.spec import LayerAddress, ModelSpec
 
 
 class FunctionalCache(SharedKVCache):
-    """A cache that makes new tensors instead of writing into old ones."""
+    """KV cache that creates new tensors instead of writing in place."""
 
     def __init__(self, k: Tensor | None = None, v: Tensor | None = None) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class FunctionalCache(SharedKVCache):
         self.length = 0 if k is None else k.shape[2]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, K, T, ·) → (B, K, S + T, ·)"""
+        """Append keys and values: (B, K, T, ·) → (B, K, S + T, ·)."""
         self._k = k if self._k is None else torch.cat((self._k, k), 2)
         self._v = v if self._v is None else torch.cat((self._v, v), 2)
         self.length = self._k.shape[2]
@@ -35,47 +35,47 @@ class FunctionalCache(SharedKVCache):
 
     @property
     def kv(self) -> tuple[Tensor, Tensor]:
-        """All keys, all values."""
+        """All cached keys and values."""
         assert self._k is not None
         assert self._v is not None
         return self._k, self._v
 
 
 class EncoderModule(nn.Module):
-    """ids and attention_mask (B, T) → states (B, T, D), or logits where there is an output."""
+    """Encoder as a function: ids and attention_mask (B, T) → hidden states (B, T, D), or logits with an output head."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """`attention_mask` is True at real tokens."""
+        """Run the encoder. `attention_mask` is True at real tokens."""
         return self.model(ids, attention_mask=attention_mask)
 
 
 class PrefillModule(nn.Module):
-    """ids (B, T) → logits (B, T, V), and the keys and values of every layer with heads."""
+    """Prefill step of a decoder: ids (B, T) → logits (B, T, V), and the keys and values of every layer with heads."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
-        """A prompt, from its first token."""
+        """Compute a prompt from its first token."""
         layer_caches = _make_layer_caches(self.model.spec, {})
         logits = self.model(ids, cache=_make_model_cache(self.model.spec, layer_caches))
         return logits, *_cached_tensors(self.model.spec, layer_caches)
 
 
 class DecodeStepModule(nn.Module):
-    """ids (B, T) and all keys and values before them → logits (B, T, V), and all keys and values."""
+    """Decode step: ids (B, T) and all earlier keys and values → logits (B, T, V), and all keys and values."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-        """Some more tokens of the same text."""
+        """Compute the next tokens of a text."""
         layer_addresses = cached_layers(self.model.spec)
         kv_pairs = dict(zip(layer_addresses, zip(past[::2], past[1::2], strict=True), strict=True))
         layer_caches = _make_layer_caches(self.model.spec, kv_pairs)
@@ -84,17 +84,21 @@ class DecodeStepModule(nn.Module):
 
 
 def cached_layers(spec: ModelSpec) -> list[LayerAddress]:
-    """The layers that keep keys: those that have heads."""
+    """Return the layers that cache keys and values, which are those with heads."""
     return [layer_address for layer_address in spec.layer_addresses if spec.attention_at(layer_address).head_ids]
 
 
 def check_exportable(model: Any) -> None:
-    """Refuse what has no such functions."""
-    model.check_native("only headwise's own models are written this way")
+    """Raise an error if the model cannot be traced."""
+    model.check_native("only Headwise's own models can be exported to ONNX or torch.export")
     if model.spec.kind == "encoder-decoder":
-        raise HeadwiseError("an encoder-decoder is not written this way; export it to transformers.")
+        raise UnsupportedModelError(
+            "an encoder-decoder cannot be exported to ONNX or torch.export. Use model.save(folder) instead."
+        )
     if model.spec.cache:
-        raise HeadwiseError("heads that keep caches of their own cannot be said in a graph; use model.save(folder).")
+        raise UnsupportedModelError(
+            "per-head cache policies cannot be exported to ONNX or torch.export. Use model.save(folder)."
+        )
 
 
 def _make_layer_caches(
@@ -120,7 +124,7 @@ def _cached_tensors(spec: ModelSpec, layer_caches: dict[LayerAddress, Functional
 
 @contextmanager
 def bypass_empty_layers(model: Transformer) -> Iterator[None]:
-    """While open, layers without heads write their bias and compute nothing: engines refuse tensors of size 0."""
+    """Replace layers without heads by their bias while the context is open: engines do not support tensors of size 0."""
     headless = [layer for layer in model.attention_layers() if not layer.spec.head_ids]
     for layer in headless:
         layer.forward = partial(_constant_output, layer)
@@ -137,7 +141,7 @@ def _constant_output(layer: MultiHeadAttention, x: Tensor, *args: Any, **kwargs:
 
 
 def export_graphs(model: Transformer) -> dict[str, tuple[Any, list[str], list[str]]]:
-    """The model's functions by name, each traced with any batch and length; the names of what goes in and what comes out."""
+    """Trace the model for any batch size and length. Returns, by name, each program and its input and output names."""
     max_tokens = model.spec.context if model.spec.positions == "learned" else 1 << 20
     batch, tokens = torch.export.Dim("batch", min=1, max=1 << 16), torch.export.Dim("tokens", min=1, max=max_tokens)
     ids = torch.zeros(2, 3, dtype=torch.long, device=model.device)

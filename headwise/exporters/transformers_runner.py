@@ -1,4 +1,4 @@
-"""A folder in plain transformers, beside the model it came from."""
+"""Run an exported folder in plain transformers."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headwise.errors import HeadwiseError
+from headwise.errors import MissingDependencyError
 from headwise.exporters.engine_parity import greedy_decode
 from headwise.exporters.llama_cpp import EngineToken
 
@@ -14,7 +14,7 @@ from headwise.exporters.llama_cpp import EngineToken
 def generate(
     folder: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, banned: Collection[int]
 ) -> list[list[EngineToken]]:
-    """What it writes behind some prompts, with its own cache, always the likeliest token."""
+    """Continue prompts greedily, with transformers' KV cache."""
     model = _load_model(folder, "AutoModelForCausalLM")
 
     def generate_one(prompt: Sequence[int]) -> list[EngineToken]:
@@ -32,7 +32,7 @@ def generate(
 
 
 def hidden_states(folder: Path, prompts: Sequence[Sequence[int]], logits: bool) -> list[Any]:
-    """What an encoder makes of every token: logits, or its last states."""
+    """Return the logits or the last hidden states of an encoder, per token."""
     model = _load_model(folder, "AutoModelForMaskedLM" if logits else "AutoModel")
     with torch.no_grad():
         outputs = [model(torch.tensor([list(ids)])) for ids in prompts]
@@ -43,5 +43,7 @@ def _load_model(folder: Path, name: str) -> Any:
     try:
         import transformers
     except ImportError:
-        raise HeadwiseError("the folder is checked in transformers itself; pip install 'headwise[attach]'.") from None
+        raise MissingDependencyError(
+            "transformers is required to check an exported folder. Run: pip install 'headwise[attach]'"
+        ) from None
     return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""The head as an object."""
+"""Multi-head attention layers whose heads are objects, and the hook points of their outputs."""
 
 from headwise.heads.attention import MultiHeadAttention
 from headwise.heads.head import Circuit, Head, Heads

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwise.cache import NO_CACHE, LayerCache
 from headwise.cache.per_head_cache import fake_quantize_kv, streaming_mask
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, HeadwiseError, suggest_names
 from headwise.heads.collectives_protocol import HeadPartitionProtocol
 from headwise.heads.head import AttentionLayerProtocol, Heads
 from headwise.heads.head_dropout import HeadDropout
@@ -41,7 +41,23 @@ if TYPE_CHECKING:
 
 
 class MultiHeadAttention(nn.Module):
-    """An attention layer whose heads can be opened. Takes an `AttentionSpec`, or its fields by name.
+    """Multi-head attention layer that gives access to each of its heads.
+
+    Args:
+        spec: Configuration of the layer, or its width.
+        heads: Number of heads, if no spec is given.
+        backend: Kernel: "auto", "fused", "batched", "blockwise" or "reference". "auto" chooses per call.
+        storage: Projections that share one weight in memory: "qkv", "q,kv" or "q,k,v".
+        address: Address of the layer in a model.
+        **fields: Fields of `AttentionSpec`, if no spec is given.
+
+    Attributes:
+        spec: Configuration of the layer.
+        heads: The heads of the layer; `layer.heads[1]` is one head.
+        hook_point: Hook point of z, between the kernel and W_O.
+
+    Raises:
+        ArgumentError: A field or the backend is unknown, or width or heads are missing.
 
     >>> layer = MultiHeadAttention(width=512, heads=8)
     >>> layer(torch.randn(2, 10, 512)).shape
@@ -64,9 +80,12 @@ class MultiHeadAttention(nn.Module):
         self.spec = spec = _as_spec(spec, heads, fields)
         self.backend = backend
         if backend != "auto" and backend not in BACKENDS:
-            raise HeadwiseError(f"there is no backend {backend!r}; {suggest_names(backend, ['auto', *BACKENDS])}")
+            raise ArgumentError(f"backend={backend!r}: unknown; {suggest_names(backend, ['auto', *BACKENDS])}")
         if backend == "fused" and spec.softcap is not None:
-            raise HeadwiseError("the fused kernel cannot cap scores; use backend='blockwise', 'batched' or 'auto'.")
+            raise ArgumentError(
+                f"backend='fused': the fused kernel does not support softcap={spec.softcap}. "
+                f"Use backend='blockwise', 'batched' or 'auto'."
+            )
         self.qkv = QKVProjection(spec, storage)
         self.output_projection = make_output_projection(spec)
         present = len(spec.head_ids)
@@ -76,7 +95,7 @@ class MultiHeadAttention(nn.Module):
         self.position_bias = nn.Parameter(torch.empty(present, position_parameters)) if position_parameters else None
         self.head_dropout = HeadDropout(spec.head_dropout, spec.head_dropout_schedule)
         self.hook_point = HookPoint(address, spec.head_ids, self.output_projection, spec.window)
-        self.partition: HeadPartitionProtocol | None = None  # set if other processes hold heads of this layer too
+        self.partition: HeadPartitionProtocol | None = None  # set if other processes hold some heads of this layer
         self._gathered: AttentionLayerProtocol | None = None
         initialize(self)
 
@@ -96,15 +115,20 @@ class MultiHeadAttention(nn.Module):
         """Attend, then project to the residual stream: (B, T, D) → (B, T, D).
 
         Args:
-            x: (B, T, D).
-            source: (B, S, ·), for cross-attention.
-            mask: Keys that each query may attend to.
+            x: Input, (B, T, D).
+            source: Sequence that keys and values are computed from in cross-attention, (B, S, ·).
+            *extra: Not supported; raises an error.
+            mask: Keys that each query may attend to. None means all keys.
             bias: Added to the scores.
-            gate: (H,) or (B, H): scales the outputs of heads.
-            positions: (T,), (B, T) or a table of rotary angles; default: from the length of the cache on.
+            gate: Factors of the head outputs, (H,) or (B, H).
+            positions: Positions of the tokens, (T,) or (B, T), or a table of rotary angles. By default positions continue
+                after the tokens in the cache.
             cache: Keys and values of earlier tokens.
-            request: Mask and bias in one object that the layers of a model share, instead of `mask` and `bias`. It also
-                says where the text of each row starts.
+            request: Mask, bias and row starts in one object that the layers of a model share. Replaces `mask` and `bias`.
+            **unknown: Not supported; raises an error that names the corresponding argument.
+
+        Returns:
+            Output of the layer, (B, T, D).
         """
         if extra or unknown:
             raise _foreign_kwargs_error(len(extra), unknown)
@@ -129,7 +153,7 @@ class MultiHeadAttention(nn.Module):
         if request is None:
             request = ScoreRequest(mask, bias)
         elif mask is not None or bias is not None:
-            raise HeadwiseError("request= holds the mask and the bias of a call. Leave mask= and bias= out.")
+            raise ArgumentError("request: already contains the mask and the bias. Omit mask and bias.")
         cache = NO_CACHE if cache is None else cache
         q, k, v, request = self._project(x, source, request, positions, cache)
         return self._attend(q, k, v, request, gate, cache)
@@ -143,7 +167,16 @@ class MultiHeadAttention(nn.Module):
         bias: Bias | Tensor | None = None,
         positions: Tensor | RotaryTable | None = None,
     ) -> Tensor:
-        """Who looks at whom, head by head: (B, H, T, S). Rows sum to 1, but for a sink; dropout is left out.
+        """Return the attention weights of each head, (B, H, T, S), without dropout.
+
+        Rows sum to 1, or to less if the layer has a sink.
+
+        Args:
+            x: Input, (B, T, D).
+            source: Sequence that keys and values are computed from in cross-attention, (B, S, ·).
+            mask: Keys that each query may attend to. None means all keys.
+            bias: Added to the scores.
+            positions: Positions of the tokens, (T,) or (B, T), or a table of rotary angles.
 
         >>> layer = MultiHeadAttention(width=8, heads=2)
         >>> layer.attention_weights(torch.randn(3, 5, 8)).shape
@@ -155,14 +188,27 @@ class MultiHeadAttention(nn.Module):
     def per_head_output(
         self, x: Tensor, source: Tensor | None = None, *, mask: Mask | None = None, gate: Tensor | None = None
     ) -> PerHeadOutput:
-        """The heads' outputs one by one: z, and what each writes; their sum plus b_O is the layer's output."""
+        """Return z and the output of each head. The head outputs and b_O sum to the output of the layer.
+
+        Args:
+            x: Input, (B, T, D).
+            source: Sequence that keys and values are computed from in cross-attention, (B, S, ·).
+            mask: Keys that each query may attend to. None means all keys.
+            gate: Factors of the head outputs, (H,) or (B, H).
+        """
         return PerHeadOutput(
             self.compute_z(x, source, mask=mask, gate=gate), self.output_projection.head_output_weights, self.b_O
         )
 
     @staticmethod
     def like_torch(embed_dim: int, num_heads: int, *args: Any, **kwargs: Any) -> "TorchAttention":
-        """A layer that is built, called and saved as `torch.nn.MultiheadAttention` is; its arguments are torch's.
+        """Create a drop-in replacement of `torch.nn.MultiheadAttention`: same constructor, call and state dict.
+
+        Args:
+            embed_dim: Width of the residual stream.
+            num_heads: Number of heads.
+            *args: Further positional arguments of `torch.nn.MultiheadAttention`.
+            **kwargs: Keyword arguments of `torch.nn.MultiheadAttention`.
 
         >>> layer = MultiHeadAttention.like_torch(8, 2, batch_first=True)
         >>> x = torch.randn(3, 5, 8)
@@ -170,30 +216,36 @@ class MultiHeadAttention(nn.Module):
         >>> out.shape, weights.shape
         (torch.Size([3, 5, 8]), torch.Size([3, 2, 5, 5]))
         """
-        from headwise.heads.torch_mha_replacement import TorchAttention  # which is a MultiHeadAttention itself
+        from headwise.heads.torch_mha_replacement import (
+            TorchAttention,
+        )  # a subclass of this class
 
         return TorchAttention(embed_dim, num_heads, *args, **kwargs)
 
     def hook_points(self) -> list[HookPoint]:
-        """The one hook point, so that a layer alone can be recorded as a model is."""
+        """Return the hook point of this layer in a list, so that a single layer can be recorded like a model."""
         return [self.hook_point]
 
     def gathered_hook_points(self) -> list[HookPoint]:
-        """The same with all heads, where processes share them."""
+        """Return the hook point with the heads of all processes, in a list."""
         return [self.gathered_layer.hook_point]
 
     @property
     def heads(self) -> Heads:
-        """The heads of this layer: iterate, or take one by its number."""
+        """The heads of this layer. Iterate over them, or index by head number."""
         return Heads((self,))
 
     @property
     def gathered_layer(self) -> AttentionLayerProtocol:
-        """The layer with all its heads, whichever process holds them: itself, if it has no partition."""
+        """The layer with the heads of all processes. The layer itself if it is not partitioned."""
         return self if self._gathered is None else self._gathered
 
     def set_partition(self, partition: HeadPartitionProtocol) -> None:
-        """Make this layer a part of a larger one, whose other heads are held by other processes."""
+        """Make this layer one part of a larger layer whose other heads are in other processes.
+
+        Args:
+            partition: The partition of the heads.
+        """
         self.partition, self._gathered = partition, partition.gathered_layer(self)
         self.output_projection.collectives = partition.collectives
         self.qkv.sum_kv_grads_in_backward = (
@@ -206,7 +258,7 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def b_O(self) -> Tensor | None:
-        """The output bias, (D,)."""
+        """Output bias, (D,), or None."""
         return self.output_projection.bias
 
     def kernel_choice(
@@ -218,14 +270,23 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | None = None,
         bias: Bias | Tensor | None = None,
     ) -> KernelChoice:
-        """Which kernel a call of this size would run, why, and what would change it.
+        """Return the kernel that a call of this size runs, the reason, and a change that would select another kernel.
+
+        Args:
+            T: Number of queries.
+            S: Number of keys. None means `T`.
+            B: Batch size.
+            mask: Mask of the call.
+            bias: Bias of the call.
 
         >>> MultiHeadAttention(width=8, heads=2).kernel_choice(T=16).backend
         'fused'
         """
         S = T if S is None else S
         if self.backend != "auto":
-            return KernelChoice(self.backend, "it was asked for", "Set layer.backend = 'auto' to let the call decide.")
+            return KernelChoice(
+                self.backend, "the layer sets this backend", "Set layer.backend = 'auto' to choose per call."
+            )
         spec, H = self.spec, len(self.spec.head_ids)
         q = torch.empty(B, H, T, spec.head_dim, device="meta")
         k = torch.empty(B, len(spec.kv_head_ids), S, spec.head_dim, device="meta")
@@ -260,7 +321,10 @@ class MultiHeadAttention(nn.Module):
             mask = mask if not_evicted is None else and_masks(mask, not_evicted)
         if spec.position_bias_field is not None:
             if bias is not None:
-                raise HeadwiseError("a layer with a bias by distance takes no other bias; leave one of them out.")
+                raise ArgumentError(
+                    f"bias: this layer already has a position bias ({spec.position_bias_field}) and supports only one. "
+                    f"Omit bias, or build the layer without {spec.position_bias_field}."
+                )
             bias_parameters = q.new_empty(q.shape[1], 0) if position_bias is None else position_bias  # (H, n)
             bias = POSITION_BIASES[spec.position_bias_field].from_layer(bias_parameters, spec.heads, spec.head_ids)
         return make_score_params(
@@ -285,7 +349,7 @@ class MultiHeadAttention(nn.Module):
         positions: Tensor | RotaryTable | None,
         cache: LayerCache,
     ) -> tuple[Tensor, Tensor, Tensor, ScoreRequest]:
-        """Project to q, k and v after positions, (B, H, T, d) (B, K, T, d) (B, K, T, e), with the request that fits them."""
+        """Return q, k and v after positions, (B, H, T, d) (B, K, T, d) (B, K, T, e), and the request for them."""
         self._check_input(x, source)
         if self.partition is not None:
             x = self.partition.collectives.copy_to_group(x)
@@ -345,8 +409,9 @@ class MultiHeadAttention(nn.Module):
         if self.spec.rotary is None:
             return None
         if source is not None:
-            raise HeadwiseError(
-                "rotary positions compare places in one sequence; cross-attention has two: use no rotary."
+            raise ArgumentError(
+                "source: cross-attention is not supported with rotary positions, because queries and keys come from two "
+                "sequences. Build the layer with rotary=None."
             )
         if isinstance(positions, RotaryTable):
             return positions
@@ -360,45 +425,48 @@ class MultiHeadAttention(nn.Module):
             return
         for name, tensor, width in (("x", x, spec.width), ("source", source, spec.kv_width)):
             if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != width):
-                raise HeadwiseError(f"{name} must be (batch, tokens, {width}), got {tuple(tensor.shape)}.")
+                raise ArgumentError(f"{name}: must have shape (batch, tokens, {width}). Got {tuple(tensor.shape)}.")
         if source is None and spec.kv_width != spec.width:
-            raise HeadwiseError(f"this layer reads keys from a source of width {spec.kv_width}; pass layer(x, source).")
+            raise ArgumentError(
+                f"source: missing. This layer computes keys and values from a source of width {spec.kv_width}. "
+                f"Call layer(x, source)."
+            )
 
     def extra_repr(self) -> str:
-        """Sizes, for print(layer)."""
+        """Return the sizes for `print(layer)`."""
         spec = self.spec
         return f"width={spec.width}, heads={len(spec.head_ids)}, kv_heads={len(spec.kv_head_ids)}, head_dim={spec.head_dim}"
 
 
-# What torch's layer and those of transformers are called with, and what to write here.
+# Arguments of attention layers of torch and transformers, and the corresponding argument here.
 TORCH_ARGUMENTS = {
-    "attention_mask": "mask=hw.padding_mask(attention_mask.bool()): True where a token is real",
+    "attention_mask": "mask=hw.padding_mask(attention_mask.bool()), which is True at real tokens",
     "key_padding_mask": "mask=hw.padding_mask(~key_padding_mask)",
     "attn_mask": "mask=hw.Mask.of(~attn_mask), or bias=attn_mask[None, None] if it is added to scores",
     "is_causal": "mask=hw.causal()",
-    "need_weights": "layer.attention_weights(x, mask=…), one map for each head",
-    "average_attn_weights": "layer.attention_weights(x, mask=…), one map for each head",
+    "need_weights": "layer.attention_weights(x, mask=…), which returns one map per head",
+    "average_attn_weights": "layer.attention_weights(x, mask=…), which returns one map per head",
     **dict.fromkeys(("query", "key", "value"), "layer(x) for self-attention, layer(x, source) for cross-attention"),
 }
 
 
 def _foreign_kwargs_error(extra_count: int, unknown: dict[str, object]) -> HeadwiseError:
     valid_names = ("source", "mask", "bias", "gate", "positions", "cache")
-    hints = [f"for {name}= write {TORCH_ARGUMENTS[name]}" for name in unknown if name in TORCH_ARGUMENTS]
+    hints = [f"Instead of {name}=, use {TORCH_ARGUMENTS[name]}." for name in unknown if name in TORCH_ARGUMENTS]
     hints += [
-        f"there is no argument {name!r}; {suggest_names(name, valid_names)}"
+        f"Unknown argument {name!r}; {suggest_names(name, valid_names)}"
         for name in unknown
         if name not in TORCH_ARGUMENTS
     ]
     if extra_count:
-        hints.append(f"{extra_count + 2} tensors were given: write {TORCH_ARGUMENTS['query']}")
-    return HeadwiseError(
-        f"this layer is called as layer(x, source, mask=…): {'; '.join(hints)}. For a layer that is called as "
-        "torch.nn.MultiheadAttention is: hw.MultiHeadAttention.like_torch(embed_dim, num_heads)."
+        hints.append(f"Got {extra_count + 2} positional tensors. Use {TORCH_ARGUMENTS['query']}.")
+    return ArgumentError(
+        f"MultiHeadAttention: call it as layer(x, source, mask=…). {' '.join(hints)} For a layer with the arguments of "
+        "torch.nn.MultiheadAttention, use hw.MultiHeadAttention.like_torch(embed_dim, num_heads)."
     )
 
 
-# What other libraries call our settings.
+# Names of other libraries for fields of AttentionSpec.
 FOREIGN_FIELD_NAMES = {
     **dict.fromkeys(("embed_dim", "d_model", "hidden_size", "dim"), "width"),
     **dict.fromkeys(("num_heads", "n_heads", "nhead", "num_attention_heads"), "heads"),
@@ -410,8 +478,8 @@ FOREIGN_FIELD_NAMES = {
 def _as_spec(spec: AttentionSpec | int | None, heads: int | None, fields: dict[str, Any]) -> AttentionSpec:
     if isinstance(spec, AttentionSpec):
         if fields or heads is not None:
-            raise HeadwiseError(
-                f"give a spec or its fields, not both: {', '.join(fields) or 'heads'} came beside a spec."
+            raise ArgumentError(
+                f"spec: pass either a spec or its fields. Got a spec and also {', '.join(fields) or 'heads'}."
             )
         return spec
     fields = {**({} if spec is None else {"width": spec}), **({} if heads is None else {"heads": heads}), **fields}
@@ -419,12 +487,12 @@ def _as_spec(spec: AttentionSpec | int | None, heads: int | None, fields: dict[s
     for name in fields:
         if name not in field_names:
             hint = (
-                f"here it is {FOREIGN_FIELD_NAMES[name]}."
-                if name in FOREIGN_FIELD_NAMES
-                else suggest_names(name, field_names)
+                f"use {FOREIGN_FIELD_NAMES[name]}." if name in FOREIGN_FIELD_NAMES else suggest_names(name, field_names)
             )
-            raise HeadwiseError(f"an attention layer has no setting {name!r}; {hint}")
+            raise ArgumentError(f"MultiHeadAttention: unknown argument {name!r}; {hint}")
     for name in ("width", "heads"):
         if name not in fields:
-            raise HeadwiseError(f"an attention layer needs {name}=…; e.g. MultiHeadAttention(width=512, heads=8).")
+            raise ArgumentError(
+                f"{name}: required argument of MultiHeadAttention. Example: MultiHeadAttention(width=512, heads=8)."
+            )
     return AttentionSpec(**fields)

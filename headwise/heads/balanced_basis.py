@@ -1,15 +1,15 @@
-"""The same heads in another basis: what they compute stays, what rounding does to them changes.
+"""Change of the basis of head channels. The head computes the same function, but its quantization error changes.
 
-Between W_V and W_O any invertible G can stand, W_V G and G⁻¹ W_O, and the head is the same. Rounding is not: it depends on
-the basis a head happens to have. So there is one basis to come to, the balanced one: of the product's singular values each
-factor takes the square root, W_V = U√Σ and W_O = √ΣVᵀ. Between W_Q and W_K only that can stand which positions leave alone:
+A head is unchanged if W_V becomes W_V G and W_O becomes G⁻¹ W_O, for any invertible G. The quantization error is not: it
+depends on the basis. The balanced basis splits the singular values of the product W_V W_O = U Σ Vᵀ equally between both
+factors: W_V = U√Σ and W_O = √ΣVᵀ. Between W_Q and W_K, G must commute with the position encoding:
 
-    no rotary positions        any invertible G: balanced by singular values too
-    rotary positions           in each pair of channels that turn together a turn and a stretch, which commute with turning:
-                               stretched until W_Q and W_K are equally long there, turned to their principal axes
-    channels that do not turn  any invertible G among them
+    no rotary positions   any invertible G, so W_Q and W_K are balanced by singular values too
+    rotary channels       a rotation and a scaling of each rotary pair, which commute with the rotary rotation: W_Q and W_K
+                          are scaled to equal norm and rotated to their principal axes
+    other channels        any invertible G among the channels that are not rotated
 
-Heads that share a key head share its basis. All is computed in float64.
+Heads that share a KV head share its basis. All computations are in float64.
 """
 
 from dataclasses import dataclass, replace
@@ -18,25 +18,36 @@ import torch
 from torch import Tensor
 
 from headwise.heads.head import AttentionLayerProtocol
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.spec import AttentionSpec, Rotary
 from headwise.spec.weight_bits import Basis
 
 
 @dataclass(frozen=True, eq=False)
 class LayerHeadMatrices:
-    """The weights of a layer's heads, with a head axis; o is W_O as each head writes with it."""
+    """Weights and biases of the heads of a layer, with a head axis.
 
-    q: Tensor  # (H, d, D)
-    k: Tensor  # (K, d, D)
-    v: Tensor  # (K, e, D)
-    o: Tensor  # (H, e, D)
-    b_q: Tensor | None = None  # (H, d)
-    b_k: Tensor | None = None  # (K, d)
-    b_v: Tensor | None = None  # (K, e)
+    Attributes:
+        q: W_Q, (H, d, D).
+        k: W_K, (K, d, D).
+        v: W_V, (K, e, D).
+        o: W_O, (H, e, D).
+        b_q: Query bias, (H, d).
+        b_k: Key bias, (K, d).
+        b_v: Value bias, (K, e).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    b_q: Tensor | None = None
+    b_k: Tensor | None = None
+    b_v: Tensor | None = None
 
     @staticmethod
     def from_layer(layer: AttentionLayerProtocol) -> "LayerHeadMatrices":
-        """Those of a layer, ours or not: live where the layer's own views are."""
+        """Return the matrices of a native or attached layer. They are views if the layer's own accessors return views."""
         qkv = layer.qkv
         q, k, v = (qkv.weight_by_head(projection) for projection in "qkv")
         b_q, b_k, b_v = (qkv.bias_by_head(projection) for projection in "qkv")
@@ -44,15 +55,22 @@ class LayerHeadMatrices:
 
 
 def change_basis(matrices: LayerHeadMatrices, spec: AttentionSpec, basis: Basis, seed: int = 0) -> LayerHeadMatrices:
-    """The same heads as they are given, balanced, or in a basis drawn by chance; a copy."""
+    """Return a copy of the heads in the given, balanced or random basis."""
     if basis == "given":
-        return replace(matrices, **{name: value.clone() for name, value in vars(matrices).items() if value is not None})
-    return balanced_basis(matrices, spec) if basis == "balanced" else random_basis(matrices, spec, seed)
+        return _copy_to(matrices, matrices.q.device)
+    on_cpu = _copy_to(matrices, torch.device("cpu"))  # decompositions in float64, which not every device has
+    result = balanced_basis(on_cpu, spec) if basis == "balanced" else random_basis(on_cpu, spec, seed)
+    return _copy_to(result, matrices.q.device)
+
+
+def _copy_to(matrices: LayerHeadMatrices, device: torch.device) -> LayerHeadMatrices:
+    copies = {name: value.to(device, copy=True) for name, value in vars(matrices).items() if value is not None}
+    return replace(matrices, **copies)
 
 
 @torch.no_grad()
 def balanced_basis(matrices: LayerHeadMatrices, spec: AttentionSpec) -> LayerHeadMatrices:
-    """The same heads in their balanced basis."""
+    """Return a copy of the heads in the balanced basis."""
     result = change_basis(matrices, spec, "given")
     for kv_index in range(len(spec.kv_head_ids)):
         heads = [head for head, head_kv in enumerate(spec.kv_of_head) if head_kv == kv_index]
@@ -63,14 +81,14 @@ def balanced_basis(matrices: LayerHeadMatrices, spec: AttentionSpec) -> LayerHea
 
 @torch.no_grad()
 def random_basis(matrices: LayerHeadMatrices, spec: AttentionSpec, seed: int = 0) -> LayerHeadMatrices:
-    """The same heads in a basis drawn by chance among those they may have, by turns alone: to see what a basis matters."""
+    """Return a copy of the heads in a random rotated basis, as a control for the balanced basis."""
     generator = torch.Generator().manual_seed(seed)
     result = change_basis(matrices, spec, "given")
     for kv_index in range(len(spec.kv_head_ids)):
         heads = [head for head, head_kv in enumerate(spec.kv_of_head) if head_kv == kv_index]
         rotation = _random_rotation(result.v.shape[1], generator)
         _write_columns(result.v, result.b_v, [kv_index], _with_bias(result.v, result.b_v, [kv_index]) @ rotation)
-        result.o[heads] = (rotation.mT @ result.o[heads].double()).to(result.o)
+        result.o[heads] = (rotation.mT @ to_float64(result.o[heads])).to(result.o)
         rotation = torch.zeros(result.q.shape[1], result.q.shape[1], dtype=torch.float64)
         rotary_pairs, fixed_channels = split_rotary_channels(len(rotation), spec.rotary)
         for channels in [*rotary_pairs, *([fixed_channels] if fixed_channels else [])]:
@@ -81,8 +99,8 @@ def random_basis(matrices: LayerHeadMatrices, spec: AttentionSpec, seed: int = 0
 
 
 def _random_rotation(size: int, generator: torch.Generator) -> Tensor:
-    """A rotation, no mirror, (size, size), each as likely as any other."""
-    rotation, upper = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+    """Draw a uniformly distributed rotation (determinant 1), (size, size)."""
+    rotation, upper = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu"))
     rotation = rotation * upper.diagonal().sign()
     rotation[:, 0] *= torch.linalg.det(rotation).sign()
     return rotation
@@ -90,7 +108,7 @@ def _random_rotation(size: int, generator: torch.Generator) -> Tensor:
 
 def _balance_vo(matrices: LayerHeadMatrices, heads: list[int], kv_index: int) -> None:
     left = _with_bias(matrices.v, matrices.b_v, [kv_index])  # (D + 1, e)
-    right = matrices.o[heads].transpose(0, 1).flatten(1).double()  # (e, n·D)
+    right = to_float64(matrices.o[heads].transpose(0, 1).flatten(1))  # (e, n·D)
     left, right = balance_factors(left, right)
     _write_columns(matrices.v, matrices.b_v, [kv_index], left)
     matrices.o[heads] = right.unflatten(1, (len(heads), -1)).transpose(0, 1).to(matrices.o)
@@ -112,7 +130,7 @@ def _balance_qk(matrices: LayerHeadMatrices, heads: list[int], kv_index: int, ro
 
 
 def split_rotary_channels(channels: int, rotary: Rotary | None) -> tuple[list[list[int]], list[int]]:
-    """The pairs of channels that turn together, and the channels that do not turn.
+    """Return the pairs of channels that rotary positions rotate, and the channels that they leave unchanged.
 
     >>> split_rotary_channels(6, Rotary(dims=4)), split_rotary_channels(4, Rotary(layout="interleaved"))
     (([[0, 2], [1, 3]], [4, 5]), ([[0, 1], [2, 3]], []))
@@ -126,16 +144,15 @@ def split_rotary_channels(channels: int, rotary: Rotary | None) -> tuple[list[li
 
 
 def balance_factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """(a, d) and (d, b) with the same product, each with the square roots of its singular values, the largest first."""
+    """Return factors with the same product, (a, d) and (d, b), that share its singular values equally, largest first."""
     d = left.shape[1]
     (q_left, r_left), (q_right, r_right) = torch.linalg.qr(left), torch.linalg.qr(right.mT)
     u, singular_values, v = torch.linalg.svd(r_left @ r_right.mT, full_matrices=False)
     balanced_left, balanced_right = q_left @ u, v @ q_right.mT  # (a, r), (r, b)
-    signs = balanced_left.gather(
-        0, balanced_left.abs().argmax(0, keepdim=True)
-    ).sign()  # (1, r); which of two signs is then no matter of chance
+    # the largest entry of each column becomes positive, so that the result is deterministic
+    signs = balanced_left.gather(0, balanced_left.abs().argmax(0, keepdim=True)).sign()  # (1, r)
     signs = torch.where(signs == 0, 1.0, signs)
-    roots, missing = singular_values.sqrt(), d - len(singular_values)  # where there are fewer than d the others are 0
+    roots, missing = singular_values.sqrt(), d - len(singular_values)  # missing singular values are 0
     balanced_left, balanced_right = balanced_left * signs * roots, (balanced_right * signs.mT) * roots[:, None]
     return torch.nn.functional.pad(balanced_left, (0, missing)), torch.nn.functional.pad(
         balanced_right, (0, 0, 0, missing)
@@ -143,21 +160,24 @@ def balance_factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def balance_rotary_pair(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Two channels that turn together, (·, 2) each: equally long, on their principal axes; all q · k stay, at all turns."""
+    """Scale one rotary pair of queries and keys, (·, 2) each, to equal norm and rotate it to its principal axes.
+
+    All products q·k stay the same at all rotary angles.
+    """
     query_norm, key_norm = queries.norm(), keys.norm()
     if query_norm > 0 and key_norm > 0:
         stretch = (key_norm / query_norm).sqrt()
         queries, keys = queries * stretch, keys / stretch
-    axes = torch.linalg.eigh(queries.mT @ queries + keys.mT @ keys)[1].flip(1)  # (2, 2), the longest first
+    axes = torch.linalg.eigh(queries.mT @ queries + keys.mT @ keys)[1].flip(1)  # (2, 2), largest first
     axes = axes * torch.where(axes[0, 0] < 0, -1.0, 1.0)
-    axes[:, 1] *= torch.linalg.det(axes).sign()  # a turn, no mirror: mirrors do not commute with turns
+    axes[:, 1] *= torch.linalg.det(axes).sign()  # a rotation: reflections do not commute with rotations
     return queries @ axes, keys @ axes
 
 
 def _with_bias(weight: Tensor, bias: Tensor | None, heads: list[int]) -> Tensor:
-    """Columns of channels: (heads · (D + 1), channels), or (heads · D, channels) without biases; in float64."""
-    rows = weight[heads].mT.double()  # (n, D, channels)
-    return (rows if bias is None else torch.cat((rows, bias[heads][:, None].double()), 1)).flatten(0, 1)
+    """Return weights with their bias as one more input row, in float64: (heads · (D + 1), channels)."""
+    rows = to_float64(weight[heads].mT)  # (n, D, channels)
+    return (rows if bias is None else torch.cat((rows, to_float64(bias[heads][:, None])), 1)).flatten(0, 1)
 
 
 def _write_columns(weight: Tensor, bias: Tensor | None, heads: list[int], columns: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Operations that a layer calls if other processes hold some of its heads. `headwise.distributed` implements them.
 
-A layer without a partition runs in one process and calls none of them.
+A layer without a partition runs in one process and does not use them.
 """
 
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ class CollectivesProtocol(Protocol):
     """Collective operations of the processes that share the heads of a layer, or the channels of an MLP."""
 
     def copy_to_group(self, x: Tensor) -> Tensor:
-        """Mark a replicated tensor that each process now reads in part: its gradients are summed."""
+        """Mark a replicated tensor of which each process uses a part. The backward pass sums its gradients."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
@@ -30,11 +30,11 @@ class CollectivesProtocol(Protocol):
 
 
 class HeadPartitionProtocol(Protocol):
-    """The heads of one layer, held by several processes. Masks, biases and gates that a caller gives cover all heads."""
+    """The heads of one layer, partitioned over several processes. Masks, biases and gates of callers cover all heads."""
 
     @property
     def collectives(self) -> CollectivesProtocol:
-        """The processes that hold heads of the layer."""
+        """Collective operations of the processes that hold heads of the layer."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class HeadPartitionProtocol(Protocol):
 
     @property
     def has_replicated_kv(self) -> bool:
-        """Whether several processes hold a copy of the same KV head."""
+        """True if several processes hold a copy of the same KV head."""
         ...
 
     def local_gate(self, gate: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class HeadPartitionProtocol(Protocol):
         ...
 
     def fork_rng_per_rank(self, device: torch.device) -> AbstractContextManager[None]:
-        """Draw different random numbers in each process while open, and equal ones afterwards."""
+        """Return a context in which each process draws different random numbers. Afterwards all draw equal ones."""
         ...
 
     def score_params(
@@ -62,7 +62,7 @@ class HeadPartitionProtocol(Protocol):
         ...
 
     def sum_kv_grads_in_backward(self, weight: Tensor, projections: str, sizes: dict[str, tuple[int, int]]) -> Tensor:
-        """Return a weight or bias of some projections, unchanged; gradients of copied KV heads are summed."""
+        """Return a weight or bias of some projections unchanged. The backward pass sums gradients of replicated KV heads."""
         ...
 
     def gathered_layer(self, layer: "MultiHeadAttention") -> AttentionLayerProtocol:

@@ -1,4 +1,4 @@
-"""The head as an object: its weights, its circuits, its gate; and sets of heads that can be silenced together."""
+"""Heads as objects: weights, QK and OV circuits and gate of one head, and sets of heads that can be silenced together."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,7 +9,7 @@ from typing import Protocol, overload
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads.hook_point import HookPoint
 from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.spec import Address, AttentionSpec, LayerAddress, select
@@ -17,82 +17,106 @@ from headwise.spec.address import is_single_head
 
 ScaleFactor = float | Tensor
 HeadPattern = str | Address | Iterable[Address]
-Gates = Mapping[str, ScaleFactor] | Mapping[LayerAddress, Tensor]  # by pattern, or one gate for a whole layer
+Gates = Mapping[str, ScaleFactor] | Mapping[LayerAddress, Tensor]  # factors by head pattern, or gates (H,) by layer
 
 
 class QKVWeightsProtocol(Protocol):
-    """What reads in a layer, by letter: q, k, v."""
+    """Query, key and value projections of a layer, named "q", "k" and "v"."""
 
     def weight_by_head(self, projection: str) -> Tensor:
-        """(heads, channels, width)"""
+        """Return the weight of one projection, (heads, channels, width)."""
         ...
 
     def bias_by_head(self, projection: str) -> Tensor | None:
-        """(heads, channels)"""
+        """Return the bias of one projection, (heads, channels), or None."""
         ...
 
 
-class OutputProjectionProtocol(Protocol):
+class WeightAttributeProtocol(Protocol):
     """An output projection. `HookPoint.W_O` holds the weights of its heads."""
 
     @property
     def weight(self) -> Tensor:
-        """A tensor of the layer's dtype and device."""
+        """A tensor with the dtype and device of the layer."""
         ...
 
 
 class AttentionLayerProtocol(Protocol):
-    """An attention layer, ours or not, whose heads can be taken one by one."""
+    """A native or attached attention layer that gives access to its heads."""
 
     @property
     def hook_point(self) -> HookPoint:
-        """Where its calls are seen."""
+        """Hook point of the layer."""
         ...
 
     @property
     def spec(self) -> AttentionSpec:
-        """Its sizes."""
+        """Configuration of the layer."""
         ...
 
     @property
     def qkv(self) -> QKVWeightsProtocol:
-        """q, k and v."""
+        """Query, key and value projections."""
         ...
 
     @property
-    def output_projection(self) -> OutputProjectionProtocol:
+    def output_projection(self) -> WeightAttributeProtocol:
         """The output projection, for its dtype and device."""
         ...
 
     @property
     def gate(self) -> Tensor | None:
-        """A learned scalar per head, (H,)."""
+        """Learned gate of each head, (H,), or None."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Circuit:
-    """A D×D matrix of rank at most d, kept as its two factors, left (D, d) and right (d, D)."""
+    """A D×D matrix of rank at most d, stored as two factors.
+
+    Attributes:
+        left: Left factor, (D, d).
+        right: Right factor, (d, D).
+    """
 
     left: Tensor
     right: Tensor
 
     def dense(self) -> Tensor:
-        """The whole matrix, (D, D)."""
+        """Return the full matrix, (D, D)."""
         return self.left @ self.right
 
     def singular_values(self) -> Tensor:
-        """The d singular values that can differ from zero, largest first, without building D×D."""
+        """Return the d singular values that can be nonzero, largest first, without building the D×D matrix."""
         left, right = (torch.linalg.qr(at_least_float32(factor))[1] for factor in (self.left, self.right.mT))
         return torch.linalg.svdvals(left @ right.mT)
 
     def eigenvalues(self) -> Tensor:
-        """The d eigenvalues that can differ from zero: those of the small product right · left. Complex."""
+        """Return the d eigenvalues that can be nonzero, as complex numbers, computed from the d×d product right · left."""
         return torch.linalg.eigvals(at_least_float32(self.right) @ at_least_float32(self.left))
 
 
 class Head:
-    """One head of a layer. Weights are live views: write into them and the layer changes (except for head_input='slice')."""
+    """One head of a layer.
+
+    Weights are views of the layer's weights, so that writing to them changes the layer. With head_input='slice' they are
+    copies.
+
+    Args:
+        layer: The layer.
+        number: Original number of the head in the layer.
+        owner: Handle of an attached model, kept alive by this object.
+
+    Attributes:
+        address: Address of the head, such as `5.1`.
+        index: Index of the head on the head axis of tensors.
+        kv_index: Index of its KV head on the head axis of keys and values.
+
+    >>> from headwise.heads import MultiHeadAttention
+    >>> head = MultiHeadAttention(width=8, heads=2).heads[1]
+    >>> str(head.address), head.W_Q.shape, head.OV.dense().shape
+    ('0.1', torch.Size([8, 4]), torch.Size([8, 8]))
+    """
 
     def __init__(self, layer: AttentionLayerProtocol, number: int, owner: object = None) -> None:
         self.layer, self._owner = layer, owner
@@ -101,13 +125,9 @@ class Head:
         self.kv_index = layer.spec.kv_of_head[self.index]
 
     def __repr__(self) -> str:
-        group_heads = [
-            self.layer.spec.head_ids[i]
-            for i, kv_index in enumerate(self.layer.spec.kv_of_head)
-            if kv_index == self.kv_index
-        ]
-        group_note = f", keys shared by heads {group_heads}" if len(group_heads) > 1 else ""
-        return f"Head({self.address}, head_dim={self.layer.spec.head_dim}{group_note})"
+        from headwise.ui.result_text import head_text
+
+        return head_text(self)
 
     def _repr_html_(self) -> str:
         from headwise.ui.notebook import head_html
@@ -116,63 +136,67 @@ class Head:
 
     @property
     def W_Q(self) -> Tensor:
-        """(D, d)"""
+        """Query weights, (D, d)."""
         return self._projection_weight("q", self.index)
 
     @property
     def W_K(self) -> Tensor:
-        """(D, d), shared inside a group."""
+        """Key weights, (D, d), shared by heads with the same KV head."""
         return self._projection_weight("k", self.kv_index)
 
     @property
     def W_V(self) -> Tensor:
-        """(D, e), shared inside a group."""
+        """Value weights, (D, e), shared by heads with the same KV head."""
         return self._projection_weight("v", self.kv_index)
 
     @property
     def W_O(self) -> Tensor:
-        """(e, D): what the head found, as it is written into the stream."""
+        """Output weights, (e, D): they project z to the residual stream."""
         return self.layer.hook_point.W_O[self.index]
 
     @property
     def b_Q(self) -> Tensor | None:
-        """(d,)"""
+        """Query bias, (d,), or None."""
         return self._projection_bias("q", self.index)
 
     @property
     def b_K(self) -> Tensor | None:
-        """(d,)"""
+        """Key bias, (d,), or None."""
         return self._projection_bias("k", self.kv_index)
 
     @property
     def b_V(self) -> Tensor | None:
-        """(e,)"""
+        """Value bias, (e,), or None."""
         return self._projection_bias("v", self.kv_index)
 
     @property
     def gate(self) -> Tensor | None:
-        """The head's learned gate, a scalar; None in a layer that has none."""
+        """Learned gate of the head, a scalar, or None if the layer is not gated."""
         return None if self.layer.gate is None else self.layer.gate[self.index]
 
     @property
     def QK(self) -> Circuit:
-        """What looks at what: W_Q W_Kᵀ, before positions and scale."""
+        """QK circuit W_Q W_Kᵀ, which determines the attention scores, before positions and scale."""
         return Circuit(self.W_Q, self.W_K.mT)
 
     @property
     def OV(self) -> Circuit:
-        """What is moved: W_V W_O."""
+        """OV circuit W_V W_O, which maps an attended token to the output of the head."""
         return Circuit(self.W_V, self.W_O)
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """While open, the head writes nothing."""
+        """Set the output of the head to zero inside the context."""
         with self.scaled(0.0):
             yield
 
     @contextmanager
     def scaled(self, factor: ScaleFactor) -> Iterator[None]:
-        """While open, what the head writes is scaled: a number, or one per example (B,)."""
+        """Scale the output of the head inside the context.
+
+        Args:
+            factor: A number, or one number per example, (B,).
+        """
         with Heads((self.layer,), (self.address,), self._owner).scaled(factor):
             yield
 
@@ -181,7 +205,7 @@ class Head:
         if self.layer.spec.head_input == "full":
             return weight
         full = weight.new_zeros(self.layer.spec.heads, *weight.shape)
-        full[self.address.head] = weight  # the head is blind to all but its slice
+        full[self.address.head] = weight  # zero outside of the head's slice
         return full.flatten(0, 1)
 
     def _projection_bias(self, projection: str, index: int) -> Tensor | None:
@@ -190,9 +214,20 @@ class Head:
 
 
 class Heads:
-    """Heads of one layer or many, by address. `model.heads["5.1"]` is one head, `model.heads["5.*"]` a smaller set.
+    """A set of heads of one or more layers. `model.heads["5.1"]` is one head, `model.heads["5.*"]` is a subset.
 
-    They hold their `owner`, the handle of an attached model: a handle that nothing holds is detached.
+    Args:
+        layers: Layers of the heads.
+        addresses: Addresses of the heads. None means all heads of the layers.
+        owner: Handle of an attached model, kept alive by this object. A model is detached when its handle is deleted.
+
+    Attributes:
+        addresses: Addresses of the heads.
+
+    >>> from headwise.heads import MultiHeadAttention
+    >>> heads = MultiHeadAttention(width=8, heads=4).heads
+    >>> len(heads), len(heads["0.1-2"])
+    (4, 2)
     """
 
     def __init__(
@@ -217,8 +252,14 @@ class Heads:
             yield Head(self._layers[address.layer_address], address.head, self._owner)
 
     def __repr__(self) -> str:
-        preview = ", ".join(map(str, self.addresses[:8])) + (", …" if len(self) > 8 else "")
-        return f"Heads({len(self)}: {preview})"
+        from headwise.ui.result_text import heads_table
+
+        return heads_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import heads_table
+
+        return heads_table(self).as_html()
 
     @overload
     def __getitem__(self, pattern: int | Address) -> Head: ...
@@ -228,36 +269,56 @@ class Heads:
         if isinstance(pattern, Integral):
             pattern = self._in_only_layer(int(pattern))
         elif isinstance(pattern, tuple) and len(pattern) == 2 and all(isinstance(item, Integral) for item in pattern):
-            raise HeadwiseError(
-                f"heads are taken by address: heads['{pattern[0]}.{pattern[1]}'], not heads{list(pattern)}."
+            raise ArgumentError(
+                f"heads{list(pattern)}: use the address as a string, heads['{pattern[0]}.{pattern[1]}']."
             )
         elif not isinstance(pattern, str | Address | Iterable):
-            raise HeadwiseError(f"heads are taken by address, heads['5.1'] or heads['5.*']; got {pattern!r}.")
+            raise ArgumentError(
+                f"heads[{pattern!r}]: not a head address. Use, for example, heads['5.1'] or heads['5.*']."
+            )
         selected = select(pattern, self.addresses)
         if is_single_head(pattern):
             return Head(self._layers[selected[0].layer_address], selected[0].head, self._owner)
         return self._subset(selected)
 
     def select(self, pattern: HeadPattern) -> "Heads":
-        """The same choice, always as a set, even of one head."""
+        """Return the selected heads as a set, even if the pattern selects one head.
+
+        Args:
+            pattern: Addresses, or a pattern such as `5.1`, `5.*`, `0-3.*` or `5.1,6.9`.
+        """
         return self._subset(select(pattern, self.addresses))
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """While open, these heads write nothing. Contexts nest; other callers of the same model are affected too."""
+        """Set the outputs of these heads to zero inside the context.
+
+        Contexts can be nested. Other threads, and asyncio tasks that were started before, are not affected.
+        """
         with self.scaled(0.0):
             yield
 
     @contextmanager
     def scaled(self, factor: ScaleFactor) -> Iterator[None]:
-        """While open, what these heads write is scaled: a number, or one per example (B,)."""
+        """Scale the outputs of these heads inside the context.
+
+        Args:
+            factor: A number, or one number per example, (B,).
+        """
         with ExitStack() as stack:
             for address, gate in self.gates(factor).items():
                 stack.enter_context(self._layers[address].hook_point.scaled(gate))
             yield
 
     def gates(self, factor: ScaleFactor) -> dict[LayerAddress, Tensor]:
-        """The same as data, for one call: a gate per layer, (H,) or (B, H). `model(ids, gates=…)` takes it."""
+        """Return gates that scale these heads in one call: `model(ids, gates=heads.gates(0.0))`.
+
+        Args:
+            factor: A number, or one number per example, (B,).
+
+        Returns:
+            A gate per layer, (H,) or (B, H), with 1 for the other heads.
+        """
         return make_gates(
             {layer.hook_point: layer.output_projection.weight for layer in self._layers.values()},
             self.addresses,
@@ -274,12 +335,15 @@ class Heads:
 
     def _in_only_layer(self, number: int) -> Address:
         if len(self._layers) != 1:
-            raise HeadwiseError(f"head {number} of which layer? Write layer.head, e.g. heads['0.{number}'].")
+            raise ArgumentError(
+                f"heads[{number}]: this names a head but no layer, and there are {len(self._layers)} layers. "
+                f"Use layer.head, for example heads['0.{number}']."
+            )
         return next(iter(self._layers)).head_address(number)
 
 
 def resolve_gates(layers: Iterable[AttentionLayerProtocol], gates: Gates | None) -> dict[LayerAddress, Tensor]:
-    """Gates by pattern, as models take them, become one gate per layer, (H,) or (B, H); heads named twice are scaled twice.
+    """Convert gates by head pattern into one gate per layer, (H,) or (B, H). Factors of overlapping patterns multiply.
 
     >>> from headwise.heads import MultiHeadAttention
     >>> layer = MultiHeadAttention(width=8, heads=4)
@@ -288,17 +352,21 @@ def resolve_gates(layers: Iterable[AttentionLayerProtocol], gates: Gates | None)
     """
     resolved: dict[LayerAddress, Tensor] = {}
     if gates is not None and not isinstance(gates, Mapping):
-        raise HeadwiseError(f'gates map heads to numbers, {{"5.1": 0.0}}; got {type(gates).__name__}.')
+        raise ArgumentError(
+            f'gates: must map head patterns to numbers, for example {{"5.1": 0.0}}. Got {type(gates).__name__}.'
+        )
     if not gates:
         return resolved
     layers_by_address = {layer.hook_point.address: layer for layer in layers}
     for key, factor in gates.items():
         if isinstance(key, LayerAddress):
             if key not in layers_by_address:
-                raise HeadwiseError(f"gates name layer {key}; the model has {', '.join(map(str, layers_by_address))}.")
+                raise ArgumentError(
+                    f"gates: the model does not have layer {key}. Use one of {', '.join(map(str, layers_by_address))}."
+                )
             layer_gates = {key: torch.as_tensor(factor)}
         elif not isinstance(key, str):
-            raise HeadwiseError(f"gates name heads by address, '5.1' or '5.*'; got {key!r}.")
+            raise ArgumentError(f"gates: keys must be head patterns such as '5.1' or '5.*'. Got {key!r}.")
         else:
             layer_gates = Heads(layers_by_address.values()).select(key).gates(factor)
         for layer_address, gate in layer_gates.items():
@@ -309,13 +377,16 @@ def resolve_gates(layers: Iterable[AttentionLayerProtocol], gates: Gates | None)
 def make_gates(
     hook_points: Mapping[HookPoint, Tensor], addresses: Iterable[Address], factor: ScaleFactor
 ) -> dict[LayerAddress, Tensor]:
-    """A gate per hook point with `factor` at these heads and 1 elsewhere.
+    """Return a gate per layer with `factor` at these heads and 1 elsewhere.
 
-    `hook_points` gives each a tensor of its dtype and device.
+    Args:
+        hook_points: Hook points, each with a tensor of the dtype and device of its layer.
+        addresses: Heads to scale.
+        factor: A number, or one number per example, (B,).
     """
     if not isinstance(factor, Tensor | float | int) or (isinstance(factor, Tensor) and factor.ndim > 1):
         shape = tuple(factor.shape) if isinstance(factor, Tensor) else repr(factor)
-        raise HeadwiseError(f"scale by a number, or by one number per example (B,); got {shape}.")
+        raise ArgumentError(f"factor: must be a number, or a tensor with one number per example, (B,). Got {shape}.")
     selected = set(addresses)
     gates = {}
     for hook_point, reference in hook_points.items():

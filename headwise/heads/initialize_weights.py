@@ -1,18 +1,19 @@
-"""How weights begin. One place for all of them:
+"""Initialization of all weights:
 
-    part                              a layer alone                     inside a model
+    part                              single layer                      layer of a model
     q, k, v                           Xavier uniform per projection     normal, 0.02
-    W_O, the MLP's way down           Xavier uniform                    normal, 0.02 / √(number of writes)
+    W_O, down projection of the MLP   Xavier uniform                    normal, 0.02 / √(number of residual writes)
     other linear layers               –                                 normal, 0.02
-    token, position, type tables      –                                 normal, 0.02
+    token, position, type embeddings  –                                 normal, 0.02
     biases                            0                                 0
     norms                             weight 1, bias 0                  weight 1, bias 0
     gates                             1                                 1
     sinks                             0                                 0
-    biases by distance                0, or as their class says         the same
+    position biases                   `Bias.initial_value`              `Bias.initial_value`
 
-"Number of writes" is how many sub-layers add to the stream, two a block: with that, the stream's spread at the end of a
-deep stack stays near that at its start (GPT-2, Radford et al. 2019). Nothing happens on the meta device.
+The number of residual writes is the number of sub-layers that add to the residual stream, two per block. With this scaling,
+the variance of the residual stream stays nearly constant over the layers (GPT-2, Radford et al. 2019). Weights on the meta
+device are not initialized.
 """
 
 import math
@@ -27,7 +28,12 @@ STD = 0.02
 
 
 def initialize(module: nn.Module, *, residual_writes: int | None = None) -> None:
-    """Fill every parameter below a module. `residual_writes` is the number of writes in the model; None for a layer alone."""
+    """Initialize every parameter of a module.
+
+    Args:
+        module: The module.
+        residual_writes: Number of sub-layers of the model that write to the residual stream. None for a single layer.
+    """
     if all(value.is_meta for value in module.parameters()):
         return
     for submodule in module.modules():
@@ -60,7 +66,7 @@ def initialize(module: nn.Module, *, residual_writes: int | None = None) -> None
 def _fill(weight: Tensor, xavier: bool, std: float = STD) -> None:
     if weight.numel() == 0:
         return
-    if xavier:  # a projection with a head axis counts all its heads as outputs
+    if xavier:  # the outputs of a projection with a head axis are the channels of all heads
         outputs, inputs = weight.shape[:-1].numel(), weight.shape[-1]
         bound = math.sqrt(6 / (inputs + outputs))
         weight.uniform_(-bound, bound)

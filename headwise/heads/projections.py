@@ -1,11 +1,11 @@
-"""What heads read and what they write: projections with a head axis.
+"""Query, key, value and output projections with a head axis.
 
-Storage is fused, one weight for q, k and v, because one product is quicker than three. What is saved is split, one tensor
-per letter with its head axis, because that is what a person can read, cut and share:
+In memory q, k and v share one fused weight, because one matrix product is faster than three. State dicts are split into one
+tensor per projection with a head axis, because these can be inspected, sliced and shared:
 
     q.weight (H, d, D)   k.weight (K, d, D)   v.weight (K, e, D)   and   weight (D, H, e) of the output projection
 
-Where heads have weights at few bits (`spec.weight_bits`), letters are kept apart, each in a `QuantizedWeight`.
+If heads have quantized weights (`spec.weight_bits`), each projection is a separate `QuantizedWeight`.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads.collectives_protocol import CollectivesProtocol
 from headwise.heads.quantized_weights import QuantizedWeight, quantized_linear, try_fused_quantized_linear
 from headwise.kernels import RotaryTable
@@ -26,15 +26,18 @@ STORAGES = ("qkv", "q,kv", "q,k,v")
 
 
 class QKVProjection(nn.Module):
-    """The q, k and v projections of a layer. `storage` says which letters share a weight: qkv, q,kv or q,k,v.
+    """Query, key and value projections of a layer.
 
-    `value_width` is that of what values are read from, where it is not what keys are read from.
+    Args:
+        spec: Configuration of the layer.
+        storage: Projections that share one weight in memory: "qkv", "q,kv" or "q,k,v".
+        value_width: Width of the input of the value projection, if it differs from the input of the key projection.
     """
 
     def __init__(self, spec: AttentionSpec, storage: str = "qkv", value_width: int | None = None) -> None:
         super().__init__()
         if storage not in STORAGES:
-            raise HeadwiseError(f"storage {storage!r} is unknown; use one of {' | '.join(STORAGES)}.")
+            raise ArgumentError(f"storage={storage!r}: unknown. Use one of {' | '.join(STORAGES)}.")
         if storage == "qkv" and spec.kv_width != spec.width:
             storage = "q,kv"  # two inputs of different width cannot share a weight
         heads, kv_heads = len(spec.head_ids), len(spec.kv_head_ids)
@@ -53,8 +56,8 @@ class QKVProjection(nn.Module):
             for projection, head_bits in bits.items()
             if any(bit_width != FULL_PRECISION for bit_width in head_bits)
         }
-        self.fused_groups = tuple("qkv" if quantized else storage.split(","))  # what lies together
-        # where other processes hold copies of key heads
+        self.fused_groups = tuple("qkv" if quantized else storage.split(","))  # projections that share a weight
+        # set if other processes hold copies of KV heads of this layer
         self.sum_kv_grads_in_backward: Callable[[Tensor, str], Tensor] | None = None
         for group in self.fused_groups:
             rows = sum(self._rows(projection) for projection in group)
@@ -74,15 +77,15 @@ class QKVProjection(nn.Module):
     def forward(
         self, x: Tensor, source: Tensor | None = None, rotary_table: RotaryTable | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D), (B, S, D) → q (B, H, T, d), k (B, K, S, d), v (B, K, S, e); q and k turned by their angles."""
+        """Project and rotate: (B, T, D), (B, S, D) → q (B, H, T, d), k (B, K, S, d), v (B, K, S, e)."""
         if source is not None:
             return (*self.project(x, "q"), *self.project(source, "kv"))  # pyright: ignore[reportReturnType]
         return self.project(x, "qkv", rotary_table)  # pyright: ignore[reportReturnType]
 
     def project(self, x: Tensor, projections: str, rotary_table: RotaryTable | None = None) -> tuple[Tensor, ...]:
-        """Some of q, k and v of one input, each (B, its heads, T, its channels), with as few products as storage allows.
+        """Return some of q, k and v of one input, each (B, heads, T, channels), with as few matrix products as possible.
 
-        q and k that come of one product are turned together.
+        If q and k come from one product, they are rotated together.
         """
         out: list[Tensor] = []
         fused = self._fused_quantized(x) if projections == "qkv" else None
@@ -126,7 +129,7 @@ class QKVProjection(nn.Module):
         return linear(self._quantize_input(x, group), weight, bias)
 
     def _fused_quantized(self, x: Tensor) -> Tensor | None:
-        """q, k and v of packed weights by one product, where a generation step has one."""
+        """Compute q, k and v of quantized weights in one product in a decode step. Return None if that is not possible."""
         q, k, v = (self._quantized(projection) for projection in "qkv")
         if (
             q is None
@@ -143,11 +146,11 @@ class QKVProjection(nn.Module):
         return product.reshape(*product.shape[:2], *self.sizes[projection]).transpose(1, 2)
 
     def _rotate_qk(self, product: Tensor, rotary_table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k side by side are turned as heads of one: (B, T, rows) → (B, H, T, d) (B, K, T, d) (B, K, T, e)"""
+        """Rotate q and k as the heads of one tensor: (B, T, rows) → (B, H, T, d) (B, K, T, d) (B, K, T, e)."""
         (H, d), (K, _), rows = self.sizes["q"], self.sizes["k"], self._rows("v")
         rotated_rows = (H + K) * d
         qk = product.narrow(-1, 0, rotated_rows).view(*product.shape[:2], H + K, d).transpose(1, 2)
-        rotated = rotary_table.rotate(qk)  # narrow and view are called without a detour through Python, as split is not
+        rotated = rotary_table.rotate(qk)  # narrow and view have less Python overhead than split
         return (
             rotated.narrow(1, 0, H),
             rotated.narrow(1, H, K),
@@ -155,7 +158,7 @@ class QKVProjection(nn.Module):
         )
 
     def _project_slices(self, x: Tensor, projection: str) -> Tensor:
-        """Each head reads its own slice of the embedding: a grouped 1×1 convolution."""
+        """Project the slice of the residual stream that belongs to each head, as a grouped 1×1 convolution."""
         heads = torch.tensor(self.spec.head_ids, dtype=torch.long, device=x.device)
         slices = x.unflatten(-1, (self.spec.heads, -1)).index_select(2, heads)  # (B, T, H, D/heads)
         slices = self._quantize_input(slices, projection)
@@ -164,17 +167,17 @@ class QKVProjection(nn.Module):
         return out if bias is None else out + bias[:, None]
 
     def weight_by_head(self, projection: str) -> Tensor:
-        """A live view of one letter's weight with its head axis: (heads, channels, width)."""
+        """Return a view of the weight of one projection with a head axis: (heads, channels, width)."""
         return self._weight(projection).unflatten(0, self.sizes[projection])
 
     def bias_by_head(self, projection: str) -> Tensor | None:
-        """A live view of one letter's bias: (heads, channels)."""
+        """Return a view of the bias of one projection, (heads, channels), or None."""
         bias = self._bias(projection)
         return None if bias is None else bias.unflatten(0, self.sizes[projection])
 
     @torch.no_grad()
     def fuse_qkv(self) -> None:
-        """Keep q, k and v in one weight from now on, a copy, where they may lie in one: one product instead of three."""
+        """Fuse q, k and v into one weight (a copy), if possible, so that one product computes all three."""
         if (
             self.fused_groups != ("q", "k", "v")
             or len(set(self.input_widths.values())) > 1
@@ -217,20 +220,19 @@ class QKVProjection(nn.Module):
         return bias if bias is None or projections == group else bias[rows]
 
     def _locate_rows(self, projections: str) -> tuple[str, slice]:
-        """Where neighbouring letters are kept: the slab, and their rows in it."""
+        """Return the fused weight that contains adjacent projections, and their rows in it."""
         if projections in self.fused_groups:
             return projections, slice(None)
         group = next(group for group in self.fused_groups if projections in group)
         start = sum(self._rows(projection) for projection in group[: group.index(projections)])
         return group, slice(start, start + sum(self._rows(projection) for projection in projections))
 
-    # Saved split, stored fused.
+    # State dicts are split, memory is fused.
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for projection in "qkv":
-            weight = (
-                None if self._quantized(projection) else self.weight_by_head(projection)
-            )  # what is packed saves itself
+            # quantized weights are submodules and save themselves
+            weight = None if self._quantized(projection) else self.weight_by_head(projection)
             for kind, value in (("weight", weight), ("bias", self.bias_by_head(projection))):
                 if value is not None:
                     destination[f"{prefix}{projection}.{kind}"] = value if keep_vars else value.detach()
@@ -248,12 +250,12 @@ class QKVProjection(nn.Module):
         for group in self.fused_groups:
             for kind in ("weight", "bias") if self.spec.bias else ("weight",):
                 if f"{prefix}{group}_{kind}" in state_dict or (kind == "weight" and self._quantized(group)):
-                    continue  # fused already, or it loads itself
+                    continue  # already fused, or a submodule that loads itself
                 keys = [f"{prefix}{projection}.{kind}" for projection in group]
                 missing_keys += [key for key in keys if key not in state_dict]
                 pieces = [state_dict.pop(key) for key in keys if key in state_dict]
                 mismatches = [
-                    f"size mismatch for {key}: it is {tuple(piece.shape)}, expected {self._shape(projection, kind)}."
+                    f"size mismatch for {key}: the shape is {tuple(piece.shape)}, expected {self._shape(projection, kind)}."
                     for key, piece, projection in zip(keys, pieces, group, strict=False)
                     if len(pieces) == len(keys) and tuple(piece.shape) != self._shape(projection, kind)
                 ]
@@ -271,7 +273,7 @@ class QKVProjection(nn.Module):
 
 
 def bits_of_present_heads(spec: AttentionSpec, projection: str) -> tuple[int, ...]:
-    """The bits of each present head, of k and v of each key head."""
+    """Return the bits per weight of each remaining head, or of each remaining KV head for k and v."""
     present_ids = spec.head_ids if projection in "qo" else spec.kv_head_ids
     return tuple(
         FULL_PRECISION if spec.weight_bits is None else getattr(spec.weight_bits, projection)[head_id]
@@ -280,9 +282,9 @@ def bits_of_present_heads(spec: AttentionSpec, projection: str) -> tuple[int, ..
 
 
 class OutputProjection(nn.Module):
-    """The output projection W_O: it mixes what the heads found into one stream. Stored (D, H·e), saved (D, H, e).
+    """The output projection W_O, from z of all heads to the residual stream. In memory (D, H·e), in state dicts (D, H, e).
 
-    Where other processes hold heads of the layer, what all of them write is added up, and the bias once.
+    If other processes hold heads of the layer, the outputs of all processes are summed before the bias is added.
     """
 
     collectives: CollectivesProtocol | None = None
@@ -294,7 +296,7 @@ class OutputProjection(nn.Module):
         self.bias = nn.Parameter(torch.empty(spec.width)) if spec.out_bias else None
 
     def forward(self, z: Tensor) -> Tensor:
-        """Concatenate the heads and mix them: (B, H, T, e) → (B, T, D)"""
+        """Concatenate z of all heads and project it: (B, H, T, e) → (B, T, D)."""
         concatenated = z.transpose(1, 2).flatten(2)
         if self.collectives is None:
             return linear(concatenated, self.weight, self.bias)
@@ -303,7 +305,7 @@ class OutputProjection(nn.Module):
 
     @property
     def head_output_weights(self) -> Tensor:
-        """A live view of every head's own W_O: (H, e, D)."""
+        """View of W_O of each head, (H, e, D)."""
         return self.weight.unflatten(1, (self.heads, self.value_dim)).permute(1, 2, 0)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -320,7 +322,7 @@ class OutputProjection(nn.Module):
 
 
 class QuantizedOutputProjection(OutputProjection):
-    """The same with weights at few bits, each head's W_O rounded along its own channels alone."""
+    """Output projection with quantized weights. Groups lie within the channels of one head."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         nn.Module.__init__(self)
@@ -340,12 +342,12 @@ class QuantizedOutputProjection(OutputProjection):
 
     @property
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The numbers, (D, H·e); not live."""
+        """Dequantized weight, (D, H·e), a copy."""
         return self.quantized.dequantize().transpose(0, 1).flatten(1)
 
     @property
     def head_output_weights(self) -> Tensor:
-        """Every head's own W_O: (H, e, D); not live."""
+        """Dequantized W_O of each head, (H, e, D), a copy."""
         return self.quantized.dequantize().mT
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -358,7 +360,7 @@ class QuantizedOutputProjection(OutputProjection):
 def prune_quantized_state(
     state: dict[str, Tensor], prefix: str, layer: "NativeAttentionProtocol", after: AttentionSpec
 ) -> None:
-    """In a state dict, keep of a layer's packed weights those of the heads that `after` has; floats, if all of these are."""
+    """Keep only the quantized weights of the heads in `after` in a state dict. Weights become floats if none is quantized."""
     before = layer.spec
     for projection in "qkvo":
         quantized = (
@@ -384,7 +386,7 @@ def prune_quantized_state(
 
 
 class NativeAttentionProtocol(Protocol):
-    """A layer of ours."""
+    """A native attention layer."""
 
     spec: AttentionSpec
     qkv: QKVProjection
@@ -392,7 +394,7 @@ class NativeAttentionProtocol(Protocol):
 
 
 def make_output_projection(spec: AttentionSpec) -> OutputProjection:
-    """The output projection of a layer, packed where any of its heads is."""
+    """Create the output projection of a layer, quantized if any of its heads is."""
     return (
         QuantizedOutputProjection(spec)
         if any(bits != FULL_PRECISION for bits in bits_of_present_heads(spec, "o"))

@@ -1,8 +1,8 @@
-"""Weights at few bits, packed. Looked at, they are numbers again: unpacking and multiplying is the reference.
+"""Modules with quantized, packed weights. Dequantizing and multiplying is the reference for all faster paths.
 
-A `QuantizedWeight` holds matrices of one shape, one for each head say, (units, rows, inputs). Those of equal bits lie
-together, `codes4` and `scales4`; those that stay as they are lie in `rows32`. Nothing of it is a parameter: a model that
-is to be trained is unpacked first.
+A `QuantizedWeight` stores matrices of one shape, for example one per head: (matrices, rows, inputs). Matrices with equal
+bits share buffers such as `codes4` and `scales4`; matrices that are not quantized are in `rows32`. Buffers are not
+parameters: to train a model, dequantize it first.
 """
 
 import re
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.kernels.matmul_tuner import MatmulTuner, linear, prepacking_tuner
 from headwise.kernels.prepacked_fp16 import PrepackedMatmul, make_prepacked_matmul
 from headwise.kernels.quantization import dequantize, fake_quantize, quantize
@@ -20,7 +20,15 @@ from headwise.spec.weight_bits import FULL_PRECISION, GROUP_SIZE
 
 
 class QuantizedWeight(nn.Module):
-    """Matrices (units, rows, inputs) at so many bits each, rounded in groups along the inputs."""
+    """Matrices (matrices, rows, inputs), each with its own number of bits, quantized in groups along the inputs.
+
+    Args:
+        bits: Bits per weight of each matrix. 32 means not quantized.
+        rows: Number of rows of each matrix.
+        inputs: Number of inputs of each matrix.
+        group_size: Number of weights along the inputs that share a scale.
+        activation_bits: Bits of the activations that the weights are multiplied by. 32 means not quantized.
+    """
 
     def __init__(
         self,
@@ -32,12 +40,13 @@ class QuantizedWeight(nn.Module):
     ) -> None:
         super().__init__()
         if torch.empty(0).device.type != "meta":
-            raise HeadwiseError(
-                "weights at few bits are made from weights that are there; build the model without, and use hw.quantize."
+            raise ArgumentError(
+                "weight_bits: quantized weights cannot be initialized. Build the model without weight_bits or weight_rules "
+                "and use hw.quantize(model, ...)."
             )
         self.bits, self.rows, self.inputs, self.group_size = tuple(bits), rows, inputs, group_size
         self.activation_bits, self.dtype = activation_bits, torch.get_default_dtype()
-        self.inputs_are_split = False  # True: the matrices stand side by side along what is read, as W_O's heads do
+        self.inputs_are_split = False  # True if matrices are concatenated along the inputs, like the heads of W_O
         for bit_width in self._bit_widths():
             matrices = len(self._matrices_at(bit_width))
             if bit_width == FULL_PRECISION:
@@ -61,7 +70,7 @@ class QuantizedWeight(nn.Module):
         return [matrix for matrix, bits in enumerate(self.bits) if bits == bit_width]
 
     def quantize_to_buffers(self, weight: Tensor) -> dict[str, Tensor]:
-        """What is to be held of these numbers, (units, rows, inputs), by name."""
+        """Quantize a weight, (matrices, rows, inputs), and return the buffers by name."""
         buffers: dict[str, Tensor] = {}
         for bit_width in self._bit_widths():
             selected = weight[self._matrices_at(bit_width)]
@@ -70,9 +79,9 @@ class QuantizedWeight(nn.Module):
             elif bit_width == 16:
                 buffers["rows16"] = selected.to(torch.float16)
                 if not buffers["rows16"].isfinite().all():
-                    raise HeadwiseError(
-                        f"weights of up to {selected.abs().max():.3g} are too large for 16-bit floats, which end at 65504; "
-                        f"store these at 8 bits."
+                    raise ArgumentError(
+                        f"bits=16: the weights exceed the largest 16-bit float, 65504. Got {selected.abs().max():.3g}. "
+                        f"Use 8 bits for these weights."
                     )
             else:
                 quantized, scales = quantize(selected, bit_width, self.group_size)
@@ -80,7 +89,7 @@ class QuantizedWeight(nn.Module):
         return buffers
 
     def select_matrix_buffers(self, matrices: Sequence[int]) -> dict[str, Tensor]:
-        """What is held of some matrices, by name; of kinds that none of them is of, nothing."""
+        """Return the buffers of some matrices by name. Bit widths that none of them has are omitted."""
         buffers: dict[str, Tensor] = {}
         for bit_width in self._bit_widths():
             stored = self._matrices_at(bit_width)
@@ -94,7 +103,7 @@ class QuantizedWeight(nn.Module):
         return buffers
 
     def dequantize(self) -> Tensor:
-        """The numbers: (units, rows, inputs)."""
+        """Return the dequantized weight, (matrices, rows, inputs)."""
         bit_widths = self._bit_widths()
         if len(bit_widths) == 1:
             return self._dequantize_at(bit_widths[0])
@@ -110,35 +119,35 @@ class QuantizedWeight(nn.Module):
         return dequantize(quantized, scales, bit_width, self.inputs, self.dtype, self.group_size)
 
     def dequantize_rows(self, rows: Tensor) -> Tensor:
-        """Some rows of the only matrix: (…) → (…, inputs)."""
+        """Return dequantized rows of the only matrix: (…) → (…, inputs)."""
         (bit_width,) = self.bits
         if bit_width == 16:
             return F.embedding(rows, self.get_buffer("rows16")[0]).to(self.dtype)
         quantized, scales = getattr(self, f"codes{bit_width}")[0], getattr(self, f"scales{bit_width}")[0]
-        # which refuses rows that are not there
+        # F.embedding raises for rows that are out of range
         quantized, scales = (F.embedding(rows, quantized), F.embedding(rows, scales))
         return dequantize(quantized, scales, bit_width, self.inputs, self.dtype, self.group_size)
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Side by side what all matrices make of an input: (…, inputs) → (…, units · rows)"""
+        """Multiply an input by all matrices and concatenate the results: (…, inputs) → (…, matrices · rows)."""
         return quantized_linear(self, x, bias, lambda: self.dequantize().flatten(0, 1))
 
     def fake_quantize_input(self, x: Tensor) -> Tensor:
-        """What is multiplied by these weights: as it is, or rounded to few bits, row by row."""
+        """Quantize and dequantize the input row by row, if `activation_bits` is below 32."""
         return fake_quantize(x, self.activation_bits, x.shape[-1])
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.buffers()).device
 
     @property
     def nbytes(self) -> int:
-        """What is held, scales among it."""
+        """Size of all buffers in bytes, including scales."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedWeight":
-        """Another dtype is that of the numbers as they are looked at; codes and scales stay what they are."""
+        """Change the dtype of dequantized weights only. Codes, scales and 16-bit rows keep their dtype."""
         kept_buffers = {
             name: buffer for name, buffer in self._buffers.items() if name.startswith("scales") or name == "rows16"
         }
@@ -151,7 +160,7 @@ class QuantizedWeight(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Sizes, for print(model)."""
+        """Return the sizes for `print(model)`."""
         summary = ", ".join(f"{len(self._matrices_at(bit_width))} at {bit_width}" for bit_width in self._bit_widths())
         return f"{self.rows} × {self.inputs}, bits: {summary}"
 
@@ -159,17 +168,16 @@ class QuantizedWeight(nn.Module):
 def quantized_linear(
     quantized: QuantizedWeight, x: Tensor, bias: Tensor | None, weight: Callable[[], Tensor]
 ) -> Tensor:
-    """x Wᵀ + b; in a generation step through a form of the weight, if one can be made, else by its plain numbers."""
-    inputs = (
-        x if quantized.inputs_are_split else quantized.fake_quantize_input(x)
-    )  # what is split was rounded head by head
+    """Compute x Wᵀ + b. A decode step uses a prepacked weight if possible, all other calls the dequantized weight."""
+    # split inputs are already quantized head by head
+    inputs = x if quantized.inputs_are_split else quantized.fake_quantize_input(x)
     tuner = prepacking_tuner(x)
     prepacked = None if tuner is None else _prepacked_matmul(tuner, (quantized,), weight)
     return linear(inputs, weight(), bias) if prepacked is None else prepacked(inputs, bias)
 
 
 def try_fused_quantized_linear(weights: tuple[QuantizedWeight, ...], x: Tensor) -> Tensor | None:
-    """In a generation step, side by side what each makes of one input, by one product; None where there is no such form."""
+    """Multiply one input by several weights in one product in a decode step. Return None if that is not possible."""
     tuner = prepacking_tuner(x)
     if tuner is None:
         return None
@@ -190,19 +198,19 @@ def _prepacked_matmul(
     ]
     cached = tuner.prepacked.setdefault(weights[0], {})
     key, prepacked = cached.get(len(weights), (None, None))
-    if key != versions:  # not made yet, or written over
+    if key != versions:  # not prepacked yet, or the weights have changed
         prepacked = make_prepacked_matmul(weight())
         cached[len(weights)] = versions, prepacked
     return prepacked
 
 
 def is_quantized_key(name: str) -> bool:
-    """Whether a name in a state dict is that of codes, scales or rows of a `QuantizedWeight`."""
+    """Return True if a name in a state dict belongs to a buffer of a `QuantizedWeight`."""
     return re.search(r"\.(codes|scales|rows)\d+$", name) is not None
 
 
 class QuantizedLinear(QuantizedWeight):
-    """A linear layer whose weight, (out, in), is packed."""
+    """Linear layer with a quantized weight, (out, in)."""
 
     def __init__(
         self,
@@ -218,7 +226,7 @@ class QuantizedLinear(QuantizedWeight):
 
     @property
     def weight(self) -> Tensor:
-        """The numbers, (out, in); not live."""
+        """Dequantized weight, (out, in), a copy."""
         return self.dequantize()[0]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -227,14 +235,14 @@ class QuantizedLinear(QuantizedWeight):
 
 
 class QuantizedEmbedding(QuantizedWeight):
-    """A table of vectors, one a row, packed."""
+    """Embedding table with quantized rows."""
 
     def __init__(self, rows: int, width: int, bits: int, group_size: int = GROUP_SIZE) -> None:
         super().__init__((bits,), rows, width, group_size)
 
     @property
     def weight(self) -> Tensor:
-        """The numbers, (rows, width); not live."""
+        """Dequantized weight, (rows, width), a copy."""
         return self.dequantize()[0]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -243,17 +251,17 @@ class QuantizedEmbedding(QuantizedWeight):
 
 
 class TiedQuantizedLinear(nn.Module):
-    """A linear layer whose weight is a packed table that stands elsewhere."""
+    """Linear layer that shares the quantized weight of an embedding table."""
 
     def __init__(self, table: QuantizedEmbedding, bias: bool, activation_bits: int = FULL_PRECISION) -> None:
         super().__init__()
-        self._table = (table,)  # in a tuple: it is not held here
+        self._table = (table,)  # in a tuple, so that it does not become a submodule
         self.activation_bits = activation_bits
         self.bias = nn.Parameter(torch.empty(table.rows)) if bias else None
 
     @property
     def weight(self) -> Tensor:
-        """The numbers, (out, in); not live."""
+        """Dequantized weight, (out, in), a copy."""
         return self._table[0].weight
 
     def forward(self, x: Tensor) -> Tensor:

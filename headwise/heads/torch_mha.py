@@ -1,30 +1,39 @@
-"""To and from `torch.nn.MultiheadAttention`, exact both ways. Masks convert in `headwise.kernels.torch_masks`."""
+"""Exact conversion to and from `torch.nn.MultiheadAttention`. `headwise.kernels.torch_masks` converts masks."""
 
 import torch
 from torch import nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.attention import MultiHeadAttention
 from headwise.heads.torch_mha_replacement import TorchAttention
 from headwise.spec import AttentionSpec
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
-    """A layer of ours with the same weights. Ours is batch-first, whatever theirs was.
+    """Convert a `torch.nn.MultiheadAttention` to a `MultiHeadAttention` with the same weights.
+
+    Args:
+        module: The layer to convert. It is not changed.
+
+    Returns:
+        A batch-first layer, also if `module` is not batch-first.
+
+    Raises:
+        UnsupportedModelError: The module has add_bias_kv=True, or kdim differs from vdim.
 
     >>> from_torch(nn.MultiheadAttention(8, 2)).spec.head_dim
     4
     """
     if not isinstance(module, nn.MultiheadAttention):
-        raise HeadwiseError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}.")
+        raise ArgumentError(f"module: must be a torch.nn.MultiheadAttention. Got {type(module).__name__}.")
     if module.bias_k is not None:
-        raise HeadwiseError(
-            "add_bias_kv=True learns an extra key and value, which a plain layer of ours has not; build one with "
+        raise UnsupportedModelError(
+            "module: add_bias_kv=True is not supported by from_torch. Use "
             "MultiHeadAttention.like_torch(…, add_bias_kv=True) and load_state_dict."
         )
     if module.kdim != module.vdim:
-        raise HeadwiseError(
-            f"kdim {module.kdim} and vdim {module.vdim} differ; ours reads keys and values from one source. Build one with "
+        raise UnsupportedModelError(
+            f"module: kdim={module.kdim} differs from vdim={module.vdim}, which from_torch does not support. Use "
             "MultiHeadAttention.like_torch(…, kdim=…, vdim=…) and load_state_dict."
         )
     biased = module.in_proj_bias is not None
@@ -34,7 +43,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         kv_width=module.kdim or module.embed_dim,
         bias=biased,
         out_bias=biased,
-        softmax="off_by_one" if module.add_zero_attn else "plain",  # an added zero key scores 0 and writes nothing
+        softmax="off_by_one" if module.add_zero_attn else "plain",  # a zero key has score 0 and output 0
         dropout=module.dropout,
     )
     layer = MultiHeadAttention(spec).to(module.out_proj.weight)
@@ -50,22 +59,35 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
 
 
 def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
-    """A `torch.nn.MultiheadAttention` (batch_first=True) with the same weights, where it can hold them."""
+    """Convert a layer to a `torch.nn.MultiheadAttention` (batch_first=True) with the same weights.
+
+    Args:
+        layer: The layer to convert. It is not changed.
+
+    Returns:
+        The torch layer.
+
+    Raises:
+        UnsupportedModelError: The layer has a part that `torch.nn.MultiheadAttention` does not have.
+
+    >>> to_torch(MultiHeadAttention(width=8, heads=2)).num_heads
+    2
+    """
     if isinstance(layer, TorchAttention):
         return _rebuild_torch_layer(layer)
     spec = layer.spec
     unsupported = {
-        "grouped key/value heads": spec.kv_heads != spec.heads,
-        "heads that were cut": spec.kept_heads is not None,
-        "heads with caches of their own": bool(spec.cache),
+        "grouped KV heads": spec.kv_heads != spec.heads,
+        "pruned heads": spec.kept_heads is not None,
+        "cache policies per head": bool(spec.cache),
         "head_dim other than width / heads": spec.head_dim * spec.heads != spec.width,
         "value_dim other than head_dim": spec.value_dim != spec.head_dim,
-        "a bias on q, k, v but not on the output, or the reverse": spec.bias != spec.out_bias,
-        "a scale of its own": spec.scale not in (None, spec.head_dim**-0.5),
+        "a bias on q, k and v but not on the output, or the reverse": spec.bias != spec.out_bias,
+        "a custom scale": spec.scale not in (None, spec.head_dim**-0.5),
         "rotary positions": spec.rotary is not None,
-        f"a bias by distance ({spec.position_bias_field})": spec.position_bias_field is not None,
+        f"a position bias ({spec.position_bias_field})": spec.position_bias_field is not None,
         "a window": spec.window is not None,
-        "a score cap": spec.softcap is not None,
+        "a softcap": spec.softcap is not None,
         "a learned sink": spec.softmax == "sink",
         "head_input='slice'": spec.head_input == "slice",
         "gates": spec.gated,
@@ -73,8 +95,9 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
     }
     for feature, is_used in unsupported.items():
         if is_used:
-            raise HeadwiseError(
-                f"nn.MultiheadAttention cannot hold {feature}; keep the layer as it is, or build it without."
+            raise UnsupportedModelError(
+                f"layer: torch.nn.MultiheadAttention does not support {feature}. Build the layer without it, or keep the "
+                f"headwise layer."
             )
     source_width = spec.kv_width if spec.kv_width != spec.width else None
     module = nn.MultiheadAttention(
@@ -98,7 +121,7 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
 
 
 def _rebuild_torch_layer(layer: TorchAttention) -> nn.MultiheadAttention:
-    """A layer that has torch's face already: the same constructor, the same state."""
+    """Convert a `TorchAttention`, which has the same constructor arguments and state dict."""
     module = nn.MultiheadAttention(
         layer.embed_dim,
         layer.num_heads,

@@ -1,8 +1,11 @@
-"""A layer of ours with the face of `torch.nn.MultiheadAttention`: its constructor, its call, its returns, its state dict.
+"""Drop-in replacement of `torch.nn.MultiheadAttention`: same constructor, call, return values and state dict.
 
-What differs: a query that may look nowhere gets zeros, where torch gives NaN; weights that are asked for are those before
-dropout, where torch's are after it; and asking for them leaves the output as it is, where torch, told `is_causal`, takes the
-hint for the mask if they are not asked for, and hides the extra keys of `add_bias_kv` and `add_zero_attn` behind it.
+Differences from torch:
+
+- A query that may not attend to any key returns zeros. torch returns NaN.
+- Returned attention weights are those before dropout. torch returns them after dropout.
+- `need_weights` never changes the output. With `is_causal=True` and `need_weights=False`, torch replaces `attn_mask` by its
+  own causal mask, which hides the extra keys of `add_bias_kv` and `add_zero_attn`.
 """
 
 from dataclasses import replace
@@ -13,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.cache import NO_CACHE, LayerCache
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.attention import MultiHeadAttention
 from headwise.heads.projections import QKVProjection
 from headwise.kernels import Bias, Mask, RotaryTable, ScoreRequest, attention_weights, causal
@@ -22,14 +25,19 @@ from headwise.spec import AttentionSpec
 
 
 class TorchAttention(MultiHeadAttention):
-    """What `MultiHeadAttention.like_torch` gives.
+    """A `MultiHeadAttention` with the constructor, call and state dict of `torch.nn.MultiheadAttention`.
 
-    Heads, hook points, recording and `kernel_choice` are as for any layer of ours.
+    `MultiHeadAttention.like_torch` creates it. The arguments are those of torch. Heads, hook points, recording and
+    `kernel_choice` work as in any native layer.
+
+    Attributes:
+        bias_k: Learned key that every query may attend to, (1, 1, D), or None.
+        bias_v: Learned value of that key, (1, 1, D), or None.
     """
 
-    bias_k: nn.Parameter | None  # (1, 1, D): one more key and value for everybody, learned
+    bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
-    _qkv_same_embed_dim = False  # so that nn.TransformerEncoderLayer calls this layer, and not a kernel of its own
+    _qkv_same_embed_dim = False  # so that nn.TransformerEncoderLayer calls this layer instead of its own kernel
 
     def __init__(
         self,
@@ -48,11 +56,11 @@ class TorchAttention(MultiHeadAttention):
         kdim, vdim = kdim or embed_dim, vdim or embed_dim
         spec = AttentionSpec(width=embed_dim, heads=num_heads, kv_width=kdim, bias=bias, out_bias=bias, dropout=dropout)
         if spec.head_dim * num_heads != embed_dim:
-            raise HeadwiseError(f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}.")
+            raise ArgumentError(f"embed_dim={embed_dim}: not divisible by num_heads={num_heads}.")
         torch_layer = nn.MultiheadAttention(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        with torch.random.fork_rng(devices=[]):  # so that the same seed gives the weights it gives torch's layer
+        with torch.random.fork_rng(devices=[]):  # so that a seed gives the same weights as in torch's layer
             super().__init__(spec)
             if vdim != kdim:
                 self.qkv = QKVProjection(spec, "q,k,v", vdim)
@@ -78,7 +86,18 @@ class TorchAttention(MultiHeadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch's: the output, and the weights (averaged over heads unless told not to) or None."""
+        """Return the output, and the attention weights (averaged over heads by default) or None, as torch does.
+
+        Args:
+            query: (B, T, D) if batch_first, else (T, B, D), or (T, D) without a batch.
+            key: Input of the keys, with width kdim.
+            value: Input of the values, with width vdim.
+            key_padding_mask: (B, S), True at padding.
+            need_weights: Whether to return attention weights.
+            attn_mask: (T, S) or (B·heads, T, S), True at hidden keys, or floats that are added to the scores.
+            average_attn_weights: Whether to average the returned weights over heads.
+            is_causal: Hint that `attn_mask` is causal. Requires `attn_mask`.
+        """
         batched, key_padding_mask = self._check_call(query, key, value, key_padding_mask)
         is_self_attention = query is key is value
         query, key, value = (self._batch_first(x, batched) for x in (query, key, value))  # (B, T, D) (B, S, ·)
@@ -101,7 +120,7 @@ class TorchAttention(MultiHeadAttention):
 
     @property
     def in_proj_bias(self) -> Tensor | None:
-        """As torch's: the biases of q, k and v end to end."""
+        """Biases of q, k and v concatenated, as in torch, or None."""
         biases = [self.qkv.bias_by_head(projection) for projection in "qkv"]
         return torch.cat([bias.flatten() for bias in biases if bias is not None]) if self.spec.bias else None
 
@@ -115,12 +134,12 @@ class TorchAttention(MultiHeadAttention):
     ) -> tuple[Tensor, Tensor, Tensor, ScoreRequest]:
         """Project for `compute_z`, `per_head_output` and `attention_weights`: keys and values come from one source."""
         if self.kdim != self.vdim:
-            raise HeadwiseError(
-                f"kdim {self.kdim} and vdim {self.vdim} differ, so keys and values need a source each: "
-                "call layer(query, key, value)."
+            raise UnsupportedModelError(
+                f"source: keys and values need separate inputs, because kdim={self.kdim} differs from vdim={self.vdim}. "
+                "Call layer(query, key, value)."
             )
         if cache is not NO_CACHE and (self.bias_k is not None or self.add_zero_attn):
-            raise HeadwiseError("a layer with add_bias_kv or add_zero_attn takes no cache. Leave cache= out.")
+            raise UnsupportedModelError("cache: not supported with add_bias_kv or add_zero_attn. Omit cache.")
         q, k, v, request = super()._project(x, source, request, positions, cache)
         k, v, mask, bias = self._append_extra_kv(k, v, request.mask, request.bias, q.shape[2])
         return q, k, v, replace(request, mask=mask, bias=bias)
@@ -128,7 +147,7 @@ class TorchAttention(MultiHeadAttention):
     def _append_extra_kv(
         self, k: Tensor, v: Tensor, mask: Mask | None, bias: Bias | Tensor | None, T: int
     ) -> tuple[Tensor, Tensor, Mask | None, Bias | Tensor | None]:
-        """With the keys that everybody may look at: the learned one, and the one of zeros."""
+        """Append the learned key and the zero key, which every query may attend to."""
         B, H, S, d = k.shape
         extra_keys = 0
         if self.bias_k is not None and self.bias_v is not None:
@@ -144,7 +163,9 @@ class TorchAttention(MultiHeadAttention):
             dense = mask.dense(T, S, k.device)
             mask = Mask.of(F.pad(dense.expand(*dense.shape[:2], T, S), (0, extra_keys), value=True))
         if extra_keys and bias is not None:
-            bias = bias.block(range(T), range(S), T, S) if isinstance(bias, Bias) else bias  # they have no place
+            bias = (
+                bias.block(range(T), range(S), T, S) if isinstance(bias, Bias) else bias
+            )  # extra keys have no position
             bias = F.pad(bias.expand(*bias.shape[:3], S), (0, extra_keys))
         return k, v, mask, bias
 
@@ -160,20 +181,20 @@ class TorchAttention(MultiHeadAttention):
         masks: list[Mask] = []
         biases: list[Tensor] = []
         if is_causal and attn_mask is None:
-            raise HeadwiseError("is_causal=True says what attn_mask is, as in torch: give attn_mask too.")
+            raise ArgumentError("is_causal=True: only a hint about attn_mask, as in torch. Pass attn_mask as well.")
         if attn_mask is not None:
             valid_shapes = ((T, S), (B * self.num_heads, T, S))
             if tuple(attn_mask.shape) not in valid_shapes:
-                raise HeadwiseError(
-                    f"attn_mask is {tuple(attn_mask.shape)} but must be {valid_shapes[0]} or {valid_shapes[1]}."
+                raise ArgumentError(
+                    f"attn_mask: must have shape {valid_shapes[0]} or {valid_shapes[1]}. Got {tuple(attn_mask.shape)}."
                 )
-            # a hint that is true lets the kernel use its own flag
+            # if the hint is correct, the kernel can use its own causal flag
             converted = causal(offset=0) if is_causal and _is_causal(attn_mask) else from_mha(attn_mask, self.num_heads)
             masks += [converted] if isinstance(converted, Mask) else []
             biases += [] if isinstance(converted, Mask) else [converted.to(query)]
         if key_padding_mask is not None:
             if tuple(key_padding_mask.shape) != (B, S):
-                raise HeadwiseError(f"key_padding_mask is {tuple(key_padding_mask.shape)} but must be {(B, S)}.")
+                raise ArgumentError(f"key_padding_mask: must have shape {(B, S)}. Got {tuple(key_padding_mask.shape)}.")
             if key_padding_mask.is_floating_point():
                 biases.append(key_padding_mask[:, None, None].to(query))  # (B, 1, 1, S)
             else:
@@ -184,14 +205,14 @@ class TorchAttention(MultiHeadAttention):
     def _check_call(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[bool, Tensor | None]:
-        """Whether there is a batch; a padding mask of a call without one gets the axis."""
+        """Check the shapes. Return whether the call has a batch axis, and the padding mask with a batch axis."""
         batched = query.ndim == 3
         sizes = (self.embed_dim, self.kdim, self.vdim)
         for name, x, width in zip(("query", "key", "value"), (query, key, value), sizes, strict=True):
             if x.ndim != query.ndim or x.ndim not in (2, 3) or x.shape[-1] != width:
                 axes = "(batch, tokens" if self.batch_first else "(tokens, batch"
-                raise HeadwiseError(
-                    f"{name} must be {axes}, {width}), or (tokens, {width}) without a batch; got {tuple(x.shape)}."
+                raise ArgumentError(
+                    f"{name}: must have shape {axes}, {width}), or (tokens, {width}) without a batch. Got {tuple(x.shape)}."
                 )
         return batched, key_padding_mask if key_padding_mask is None or batched else key_padding_mask[None]
 
@@ -201,7 +222,7 @@ class TorchAttention(MultiHeadAttention):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _from_torch_names(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """A state dict in torch's names is put into ours, in place; one in ours is left."""
+        """Rename the keys of a torch state dict to ours in place. Keys that are already ours stay."""
         H, d, sizes = self.num_heads, self.head_dim, (self.embed_dim, self.kdim, self.vdim)
         for kind, shapes in (("weight", [(H, d, size) for size in sizes]), ("bias", [(H, d)] * 3)):
             if f"{prefix}in_proj_{kind}" in state:
@@ -219,7 +240,7 @@ class TorchAttention(MultiHeadAttention):
 
 
 def _is_causal(attn_mask: Tensor) -> bool:
-    """Whether a mask, (T, S), hides what lies ahead of the diagonal from the upper left, and nothing else."""
+    """Return True if a mask, (T, S), hides exactly the keys above the main diagonal."""
     if attn_mask.is_floating_point():
         ahead = torch.zeros_like(attn_mask).masked_fill(
             torch.ones_like(attn_mask, dtype=torch.bool).triu(1), -torch.inf

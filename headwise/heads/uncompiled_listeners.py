@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves alone. Imported only while code is compiled, because the import loads its compiler."""
+"""Functions that torch.compile does not compile. Imported only during compilation, because the import loads the compiler."""
 
 from typing import Any
 

@@ -1,10 +1,10 @@
-"""Tensors that begin at multiples of 64 bytes, in files and in memory.
+"""Read and write safetensors files whose tensors start at multiples of 64 bytes.
 
-Where a weight begins decides which way through a matrix product the CPU takes, and so the last bit of what comes out: on
-processors without AVX-512, outputs move by one rounding when the same numbers lie at another address. Memory that torch
-allocates begins at multiples of 64; a tensor mapped from a file begins where it lies in the file. The format
-(https://huggingface.co/docs/safetensors) allows no holes between tensors, but spaces after its header: so the data begin
-at a multiple of 64, tensors whose size is one come first, and the few that are left crooked are copied when read.
+On CPUs without AVX-512 the address of a weight selects the code path of a matrix product, so the same weights at another
+address can change the last bit of the output. Torch allocates at multiples of 64 bytes, but a memory-mapped tensor keeps its
+offset in the file. The format (https://huggingface.co/docs/safetensors) does not allow gaps between tensors, but it does
+allow padding after the header. Therefore the data section starts at a multiple of 64, tensors whose size is a multiple of 64
+come first, and the few remaining unaligned tensors are copied when they are read.
 """
 
 import json
@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 
-ALIGNMENT = 64  # what torch's allocator gives on a CPU
+ALIGNMENT = 64  # alignment of torch's CPU allocator, in bytes
 SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -27,11 +27,11 @@ INTEGER_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8
 
 
 def align(tensor: Tensor) -> Tensor:
-    """The tensor itself if it begins at a multiple of 64 bytes, or a copy that does.
+    """Return the tensor if it starts at a multiple of 64 bytes, else an aligned copy.
 
-    >>> crooked = torch.arange(20.0)[1:]
-    >>> copy = align(crooked)
-    >>> copy.data_ptr() % 64, torch.equal(copy, crooked), align(copy) is copy
+    >>> unaligned = torch.arange(20.0)[1:]
+    >>> copy = align(unaligned)
+    >>> copy.data_ptr() % 64, torch.equal(copy, unaligned), align(copy) is copy
     (0, True, True)
     """
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
@@ -43,9 +43,13 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     get: Callable[[str], Tensor] | None = None,
 ) -> None:
-    """Write a safetensors file that can be mapped and used as it lies.
+    """Write a safetensors file that can be memory-mapped without copies.
 
-    With `get` the tensors tell names, types and shapes alone; their numbers are asked for one after the other.
+    Args:
+        tensors: Tensors by name. If `get` is given, only their dtypes and shapes are used.
+        file: Output file.
+        metadata: Entries of the header's `__metadata__`.
+        get: Returns the values of one tensor by name. Called once per tensor, so that the model need not fit in memory.
     """
     order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT > 0, -tensors[name].element_size()))
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -53,7 +57,10 @@ def write_tensors(
     for name in order:
         tensor = tensors[name]
         if tensor.dtype not in SAFETENSORS_DTYPES:
-            raise HeadwiseError(f"{name} is of type {tensor.dtype}, which is not written; convert it first.")
+            raise ArgumentError(
+                f"tensors[{name!r}]: dtype {tensor.dtype} cannot be stored. Convert the tensor to one of "
+                f"{', '.join(str(dtype) for dtype in SAFETENSORS_DTYPES)}."
+            )
         header[name] = {
             "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -61,19 +68,21 @@ def write_tensors(
         }
         end += tensor.nbytes
     header_bytes = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    header_bytes += b" " * (-(8 + len(header_bytes)) % ALIGNMENT)  # eight bytes before it tell its length
+    header_bytes += b" " * (-(8 + len(header_bytes)) % ALIGNMENT)  # the length of the header precedes it, in 8 bytes
     with open(file, "wb") as out:
         out.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for name in order:
             template = tensors[name]
             tensor = template if get is None else get(name) if template.numel() else torch.empty(template.shape)
             if tensor.shape != template.shape:
-                raise HeadwiseError(f"{name} is {tuple(tensor.shape)}, expected {tuple(template.shape)}.")
+                raise ArgumentError(
+                    f"get({name!r}): returned a tensor of shape {tuple(tensor.shape)}, expected {tuple(template.shape)}."
+                )
             flat = tensor.detach().to("cpu", template.dtype).contiguous().flatten()
             integers = flat.view(INTEGER_DTYPES[template.element_size()]).numpy()
             out.write((integers if sys.byteorder == "little" else integers.byteswap()).data)
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, mapped; crooked ones are copied."""
+    """Return all tensors of a safetensors file, memory-mapped; unaligned tensors are copied."""
     return {name: align(tensor) for name, tensor in load_file(file).items()}

@@ -1,4 +1,4 @@
-"""Writing whole or not at all: a file or a folder takes its place only when all of it is on the disk."""
+"""Atomic writes: a file or folder appears under its name only after all of it has been written to disk."""
 
 import ctypes
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError
 
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
-EXPORT_MARKER = "headwise-export.json"  # lies in every folder that was exported, so that it may be replaced
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2
+EXPORT_MARKER = "headwise-export.json"  # written to every exported folder, which may then be replaced by a later export
 
 
 def write_atomic(path: str | Path, data: bytes) -> Path:
-    """Write a file that takes its place only when all of it is written."""
+    """Write a file atomically. On an error the previous content is unchanged."""
     path = Path(path)
     temp_path = None
     try:
@@ -31,7 +31,7 @@ def write_atomic(path: str | Path, data: bytes) -> Path:
         temp_path.chmod(0o644)
         temp_path.replace(path)
     except OSError as error:
-        raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
+        raise HeadwiseError(f"{path}: could not be written ({error}). Nothing was changed.") from error
     finally:
         if temp_path is not None:
             temp_path.unlink(missing_ok=True)
@@ -40,39 +40,46 @@ def write_atomic(path: str | Path, data: bytes) -> Path:
 
 @contextmanager
 def atomic_file(path: str | Path, may_replace: Callable[[Path], bool], description: str) -> Iterator[Path]:
-    """A file for others to write into that takes its place only when all of it is there; on an error nothing is changed.
+    """Yield a temporary path to write to; on success, move the file to `path`. On an error nothing is changed.
 
-    One that is there already is replaced only if `may_replace` says it was written here.
+    Args:
+        path: Final path.
+        may_replace: Returns whether an existing file may be replaced, because Headwise wrote it.
+        description: Kind of file, for the error message.
     """
     path = Path(path)
     try:
         if path.is_dir() or (path.exists() and not may_replace(path)):
-            raise HeadwiseError(f"{path} is there already and is no {description} written here; choose another name.")
+            raise ArgumentError(
+                f"{path}: already exists and is not a {description} written by Headwise. Choose another name."
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         temp_folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     except OSError as error:
-        raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
+        raise HeadwiseError(f"{path}: could not be written ({error}). Nothing was changed.") from error
     try:
         yield temp_folder / path.name
         _flush(temp_folder)
         (temp_folder / path.name).replace(path)
     except OSError as error:
-        raise HeadwiseError(f"{path} could not be written ({error}); nothing was changed.") from error
+        raise HeadwiseError(f"{path}: could not be written ({error}). Nothing was changed.") from error
     finally:
         _remove(temp_folder)
 
 
 @contextmanager
 def atomic_folder(folder: str | Path, markers: tuple[str, ...]) -> Iterator[Path]:
-    """A folder to write into that takes its place only when all is written; on an error nothing is changed.
+    """Yield a temporary folder to write to; on success, move it to `folder`. On an error nothing is changed.
 
-    A folder that is there already is replaced only if it is empty or holds one of `markers`: what was written here before.
+    Args:
+        folder: Final path. An existing folder is replaced only if it is empty or contains one of `markers`.
+        markers: Names of files that show that Headwise wrote the folder.
     """
     folder = Path(folder)
     if folder.is_file() or (
         folder.is_dir() and any(folder.iterdir()) and not any((folder / marker).is_file() for marker in markers)
     ):
-        raise HeadwiseError(f"{folder} is there already and holds something else; choose another folder.")
+        raise ArgumentError(f"{folder}: already exists and was not written by Headwise. Choose a new or empty folder.")
     temp_folder = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -82,14 +89,14 @@ def atomic_folder(folder: str | Path, markers: tuple[str, ...]) -> Iterator[Path
         temp_folder.chmod(0o755)
         _replace_folder(temp_folder, folder)
     except (OSError, SafetensorError) as error:
-        raise HeadwiseError(f"{folder} could not be written ({error}); nothing was changed.") from error
+        raise HeadwiseError(f"{folder}: could not be written ({error}). Nothing was changed.") from error
     finally:
         if temp_folder is not None:
             _remove(temp_folder)
 
 
 def _remove(folder: Path) -> None:
-    """Take a folder away, also if Ctrl-C is pressed meanwhile."""
+    """Delete a folder, even if Ctrl-C is pressed meanwhile."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except KeyboardInterrupt:
@@ -98,7 +105,7 @@ def _remove(folder: Path) -> None:
 
 
 def _replace_folder(temp_folder: Path, folder: Path) -> None:
-    """Put the new folder where the old one is; the old one is then where the new one was, or gone."""
+    """Move the new folder to the path of the old one. The old one is deleted, or moved to the temporary path."""
     if not folder.exists():
         temp_folder.rename(folder)
     elif not _exchange(temp_folder, folder):
@@ -106,7 +113,7 @@ def _replace_folder(temp_folder: Path, folder: Path) -> None:
         try:
             folder.rename(old)
             temp_folder.rename(folder)
-        finally:  # after an error, or Ctrl-C in between, the old one goes back
+        finally:  # after an error or Ctrl-C between the two renames, restore the old folder
             if old.exists():
                 if folder.exists():
                     _remove(old)
@@ -115,16 +122,16 @@ def _replace_folder(temp_folder: Path, folder: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Let two folders change places in one step, so that there is no moment without either; False where that cannot be."""
+    """Swap two folders in one atomic step. Return False if the platform does not support it."""
     try:
         swap = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):  # not Linux, or an old one
+    except (AttributeError, OSError, TypeError):  # not Linux, or an old version of it
         return False
     return swap(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0
 
 
 def _flush(folder: Path) -> None:
-    """Make sure the bytes are on the disk before the folder takes its place."""
+    """Flush all files of a folder to disk before the folder is moved to its final path."""
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(0o644)

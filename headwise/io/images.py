@@ -1,4 +1,4 @@
-"""Pictures in and out: files as pixels, pixels as the numbers a model reads, and pixels as a PNG that a page can show."""
+"""Image files: reading, preprocessing into model inputs, and encoding as PNG."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError, MissingDependencyError, UnsupportedModelError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 PREPROCESSOR_FILE = "preprocessor_config.json"
@@ -21,11 +21,21 @@ SUPPORTED_STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", 
 
 @dataclass(frozen=True)
 class ImagePreprocessor:
-    """How a picture becomes what a model reads: resized, cut to its middle, divided, normalised; None where it is not."""
+    """Steps that turn an image into a model input: resize, center crop, rescale, normalize. A step set to None is skipped.
 
-    size: tuple[int, int] | None = None  # height, width
-    shortest_edge: int | None = None  # or: the shorter side becomes so long
-    resample: int = 2  # as Pillow numbers them: 2 bilinear, 3 bicubic
+    Attributes:
+        size: Height and width to resize to.
+        shortest_edge: Resize so that the shorter side has this length; used if `size` is None.
+        resample: Interpolation, numbered as in Pillow: 2 is bilinear, 3 is bicubic.
+        crop: Height and width of the center crop.
+        scale: Factor for pixel values.
+        mean: Mean of each channel, subtracted after scaling.
+        std: Standard deviation of each channel, divided by after subtracting the mean.
+    """
+
+    size: tuple[int, int] | None = None
+    shortest_edge: int | None = None
+    resample: int = 2
     crop: tuple[int, int] | None = None
     scale: float | None = 1 / 255
     mean: tuple[float, ...] | None = None
@@ -33,7 +43,7 @@ class ImagePreprocessor:
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> "ImagePreprocessor":
-        """What an image processor of transformers says of itself, `processor.to_dict()` or `preprocessor_config.json`.
+        """Create a preprocessor from `processor.to_dict()` or `preprocessor_config.json` of a transformers image processor.
 
         >>> ImagePreprocessor.from_config({"do_rescale": True, "rescale_factor": 0.5}).scale
         0.5
@@ -42,15 +52,15 @@ class ImagePreprocessor:
             name for name, value in config.items() if name.startswith("do_") and value and name not in SUPPORTED_STEPS
         ]
         if unsupported:
-            raise HeadwiseError(
-                f"its image processor also does {', '.join(unsupported)}, which is not done here; give pictures as the "
-                f"tensors that the processor makes."
+            raise UnsupportedModelError(
+                f"image processor: the steps {', '.join(unsupported)} are not supported. Run the processor yourself and "
+                f"pass its output tensors."
             )
         size = config.get("size") if config.get("do_resize") else None
         size = {"height": size, "width": size} if isinstance(size, int) else size or {}
         if size and not ({"height", "width"} <= set(size) or "shortest_edge" in size):
-            raise HeadwiseError(
-                f"its image processor resizes to {size}; height and width or shortest_edge are known here."
+            raise UnsupportedModelError(
+                f"image processor: size={size} is not supported. Set height and width, or shortest_edge."
             )
         crop = config.get("crop_size") if config.get("do_center_crop") else None
         crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
@@ -67,7 +77,7 @@ class ImagePreprocessor:
 
     @staticmethod
     def load(folder: Path) -> "ImagePreprocessor | None":
-        """What a model's folder says; None: nothing."""
+        """Read the preprocessor of a model folder. Return None if the folder has no preprocessor_config.json."""
         file = folder / PREPROCESSOR_FILE
         if not file.is_file():
             return None
@@ -75,10 +85,10 @@ class ImagePreprocessor:
             config = json.loads(file.read_text(encoding="utf-8"))
             return ImagePreprocessor.from_config(config)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise HeadwiseError(f"{file} does not say how pictures are read ({error}).") from None
+            raise FileFormatError(f"{file}: not a valid image processor config ({error}). Download it again.") from None
 
     def save(self, folder: Path) -> None:
-        """Write it beside a model, as transformers does."""
+        """Write preprocessor_config.json to a model folder, in the format of transformers."""
         config: dict[str, Any] = {"image_processor_type": "ViTImageProcessor", "resample": self.resample}
         steps = {
             "resize": self.size or self.shortest_edge,
@@ -99,7 +109,7 @@ class ImagePreprocessor:
         )
 
     def to_tensor(self, image: Any, channels: int) -> Tensor:
-        """A Pillow image → (C, height, width)."""
+        """Preprocess a Pillow image into a float tensor (C, height, width)."""
         image = image.convert("L" if channels == 1 else "RGB")
         if self.size is not None:
             image = image.resize(self.size[::-1], resample=self.resample)
@@ -122,7 +132,7 @@ class ImagePreprocessor:
 
 
 def _center_crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The middle of a picture, black around it where it is smaller."""
+    """Crop the center of an image; smaller images are padded with black."""
     missing = [max(0, target - size) for target, size in zip((height, width), pixels.shape, strict=False)]
     if any(missing):
         pixels = np.pad(pixels, [*(((s + 1) // 2, s // 2) for s in missing), (0, 0)])
@@ -131,33 +141,33 @@ def _center_crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def open_image(path: str | Path) -> Any:
-    """A file as a Pillow image, read whole."""
+    """Read a file as a Pillow image, with all pixels loaded."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise HeadwiseError("to read pictures Pillow is needed; pip install 'headwise[images]'.") from None
+        raise MissingDependencyError("Pillow is required to read images. Run: pip install 'headwise[images]'") from None
     try:
         with Image.open(path) as opened:
             opened.load()
             return opened.copy()
     except FileNotFoundError:
-        raise HeadwiseError(f"there is no picture {path}.") from None
+        raise FileFormatError(f"{path}: image not found. Check the path.") from None
     except IsADirectoryError:
-        raise HeadwiseError(f"{path} is a folder; give one of its pictures.") from None
+        raise ArgumentError(f"{path}: this is a folder. Pass one of its images.") from None
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
-        raise HeadwiseError(f"{path} is no picture that can be read ({error}).") from None
+        raise FileFormatError(f"{path}: not a readable image ({error}). Convert it to PNG or JPEG.") from None
 
 
 def find_images(folder: Path) -> list[Path]:
-    """All pictures in a folder and in those inside it, in the order of their names."""
+    """Return all images in a folder and its subfolders, sorted by name."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
     if not paths:
-        raise HeadwiseError(f"{folder} holds no picture; looked for {', '.join(IMAGE_SUFFIXES)}.")
+        raise ArgumentError(f"{folder}: contains no images. Supported file types: {', '.join(IMAGE_SUFFIXES)}.")
     return paths
 
 
 def to_png(pixels: np.ndarray) -> bytes:
-    """Bytes (height, width, 3) as a PNG.
+    """Encode pixels (height, width, 3), uint8, as a PNG.
 
     >>> to_png(np.zeros((2, 2, 3), np.uint8))[1:4]
     b'PNG'
@@ -176,11 +186,11 @@ def to_png(pixels: np.ndarray) -> bytes:
 
 
 def to_displayable(pixels: Tensor, preprocessor: ImagePreprocessor | None) -> np.ndarray:
-    """What a model reads, (C, height, width), as a person sees it: bytes (height, width, 3)."""
+    """Undo the preprocessing of a model input (C, height, width). Returns uint8 pixels (height, width, 3)."""
     image = pixels.detach().float().cpu().numpy().transpose(1, 2, 0)  # (height, width, C)
     if preprocessor is not None and preprocessor.mean is not None and preprocessor.std is not None:
         image = image * np.array(preprocessor.std) + np.array(preprocessor.mean)
-    elif preprocessor is None:  # nobody said how it was made: stretched from black to white
+    elif preprocessor is None:  # the preprocessing is unknown: stretch the values from black to white
         low, high = image.min(), image.max()
         image = (image - low) / (high - low if high > low else 1.0)
     image = image if preprocessor is None or preprocessor.scale is not None else image / 255

@@ -8,7 +8,7 @@ from headwise.spec import Plan
 
 
 def save_plan(plan: Plan, path: str | Path) -> Path:
-    """Write a plan to a JSON file; on an error the file is unchanged."""
+    """Write a plan to a JSON file. On an error the file is unchanged."""
     return write_atomic(path, plan.to_json().encode())
 
 

@@ -1,7 +1,7 @@
-"""Reading weight files: lazily, memory-mapped, and never by running anything that is in them.
+"""Readers of weight files. They are lazy, memory-map the file and never execute its content.
 
-A reader lists names and shapes at once and gives a tensor when asked. Tensors of safetensors files are views of the mapped
-file: nothing is copied until it is written to.
+A reader knows all names and shapes when it is created, and returns tensors on request. Tensors of safetensors files are
+views of the memory-mapped file, copied only when they are modified.
 """
 
 import pickle
@@ -15,22 +15,26 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError, HeadwiseError, MissingDependencyError, UnsupportedModelError
 
 
 class WeightReader(ABC):
-    """Named tensors of one model."""
+    """Named tensors of one model.
+
+    Attributes:
+        shapes: Shape of each tensor by name.
+    """
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     @abstractmethod
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
+        """Return one tensor, on the CPU."""
 
 
 class SafetensorsReader(WeightReader):
-    """One safetensors file, or several that an index binds together."""
+    """Reader of one safetensors file, or of the shards of an index."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         super().__init__()
@@ -44,23 +48,25 @@ class SafetensorsReader(WeightReader):
         try:
             with safe_open(file, "pt") as opened:
                 self.metadata |= opened.metadata() or {}
-                for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
                     if name in self._tensors:
-                        raise HeadwiseError(
-                            f"the tensor {name!r} is in two files, once more in {file}; fetch them again."
+                        raise FileFormatError(
+                            f"{file}: the tensor {name!r} is also in another file of this model. Download the model again."
                         )
                     self._tensors[name] = opened.get_tensor(name)  # a view of the mapped file
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             if isinstance(error, HeadwiseError):
                 raise
-            raise HeadwiseError(f"{file} is no whole safetensors file ({error}); fetch it again.") from None
+            raise FileFormatError(
+                f"{file}: not a valid safetensors file, or truncated ({error}). Download it again."
+            ) from None
 
     def get(self, name: str) -> Tensor:
         return self._tensors[name]
 
 
 class TorchReader(WeightReader):
-    """A file written by torch.save. Only tensors are read; one that carries code is refused, not run."""
+    """Reader of files written by `torch.save`. Only tensors are read; a file with other pickled objects raises an error."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         super().__init__()
@@ -68,7 +74,9 @@ class TorchReader(WeightReader):
         for file in files:
             loaded = _load_tensors(file)
             for name in loaded.keys() & self._tensors.keys():
-                raise HeadwiseError(f"the tensor {name!r} is in two files, once more in {file}; fetch them again.")
+                raise FileFormatError(
+                    f"{file}: the tensor {name!r} is also in another file of this model. Download the model again."
+                )
             self._tensors |= loaded
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
@@ -83,21 +91,21 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
         except RuntimeError:  # the format before torch 1.6 cannot be mapped
             loaded = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise HeadwiseError(
-            f"{file} holds pickled objects other than tensors, which could run code; it was refused. "
-            f"Ask for the model as safetensors."
+        raise FileFormatError(
+            f"{file}: contains pickled objects other than tensors, which could execute code. It is not loaded. Use a "
+            f"safetensors version of the model."
         ) from None
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise HeadwiseError(f"{file} is not a weight file torch can read: {error}") from None
+        raise FileFormatError(f"{file}: torch cannot read this weight file: {error}") from None
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise HeadwiseError(f"{file} is not a table of tensors; a state dict is expected.")
+        raise FileFormatError(f"{file}: must contain a state dict (tensors by name). Got {type(loaded).__name__}.")
     return loaded
 
 
 def _array_backed(reader: type) -> type:
-    """The package's reader on a plain array: each of the 200,000 slices of a vocabulary is half as slow as of a memmap."""
+    """Let gguf's reader use a plain array: each of the 200,000 slices of a vocabulary takes half the time of a memmap's."""
 
     class ArrayBackedReader(reader):
         def __setattr__(self, name: str, value: Any) -> None:
@@ -107,24 +115,26 @@ def _array_backed(reader: type) -> type:
 
 
 class GGUFReader(WeightReader):
-    """A GGUF file, through the `gguf` package; quantised tensors are dequantised when asked for, to float32."""
+    """Reader of GGUF files, based on the `gguf` package. Quantized tensors are dequantized to float32 on request."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
         try:
             import gguf
         except ImportError:
-            raise HeadwiseError("reading GGUF needs the gguf package: pip install 'headwise[gguf]'.") from None
+            raise MissingDependencyError(
+                "the gguf package is required to read GGUF files. Run: pip install 'headwise[gguf]'"
+            ) from None
         try:
             self._reader = _array_backed(gguf.GGUFReader)(str(file))
         except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
-            raise HeadwiseError(f"{file} is not a GGUF file, or is cut short: {error}") from None
+            raise FileFormatError(f"{file}: not a GGUF file, or truncated: {error}") from None
         self._file = file
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self.shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def fields(self) -> dict[str, Any]:
-        """The file's metadata."""
+        """Return the metadata of the file."""
         return {name: field.contents() for name, field in self._reader.fields.items()}
 
     def get(self, name: str) -> Tensor:
@@ -133,30 +143,34 @@ class GGUFReader(WeightReader):
         tensor = self._tensors[name]
         tensor_type = tensor.tensor_type
         if tensor_type in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
-            dequantized = torch.tensor(tensor.data)  # torch's memory begins at multiples of 64, numpy's does not
+            dequantized = torch.tensor(tensor.data)  # a copy at a multiple of 64 bytes; numpy's memory is not aligned
         else:
             try:
                 dequantized = torch.tensor(gguf.quants.dequantize(tensor.data, tensor_type))
             except (NotImplementedError, KeyError):
-                raise HeadwiseError(
-                    f"{self._file} keeps {name!r} as {tensor_type.name}, which the gguf package does not dequantise."
+                raise UnsupportedModelError(
+                    f"{self._file}: the tensor {name!r} has type {tensor_type.name}, which the gguf package cannot "
+                    f"dequantize. Use a file with another quantization, for example Q8_0."
                 ) from None
         return dequantized.view(self.shapes[name])
 
 
 class RenamedReader(WeightReader):
-    """The tensors of another reader under other names."""
+    """Reader that exposes the tensors of another reader under new names."""
 
     def __init__(self, reader: WeightReader, rename: Callable[[str], str]) -> None:
         super().__init__()
         self._reader = reader
         self._names = {rename(name): name for name in reader.shapes}
         if len(self._names) != len(reader.shapes):
-            raise HeadwiseError(
-                "a tensor is stored twice, under its names of format 1 and format 2; save the model again."
+            duplicate = next(name for name in reader.shapes if self._names[rename(name)] != name)
+            raise FileFormatError(
+                f"the tensor {rename(duplicate)!r} is stored twice: as {duplicate!r} and as "
+                f"{self._names[rename(duplicate)]!r} (one is its name in files of format 1, the other in format 2). Save the "
+                f"model again."
             )
         self.shapes = {name: reader.shapes[old_name] for name, old_name in self._names.items()}
 
     def get(self, name: str) -> Tensor:
-        """One tensor by its new name."""
+        """Return one tensor by its new name."""
         return self._reader.get(self._names[name])

@@ -1,4 +1,4 @@
-"""Pure functions on tensors. Four kernels with one signature, masks, positions, biases."""
+"""Attention as pure functions on tensors: four kernels with one signature, masks, position encodings and biases."""
 
 from headwise.kernels.batched import attention_weights, batched
 from headwise.kernels.blockwise import blockwise

@@ -1,4 +1,4 @@
-"""The batched form: all heads in one matrix product, every map materialised. Quick for short inputs, n² in memory."""
+"""Batched kernel: all heads in one matrix product, all attention maps in memory (n²). Fast for short inputs."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from headwise.kernels.symbolic_sizes import full_range
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> Tensor:
-    """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e)"""
+    """Attend with all queries at once: (B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e)."""
     T, S = q.shape[2], k.shape[2]
     return batched_rows(q, k, v, params, full_range(T), full_range(S), T, S)
 
@@ -16,21 +16,21 @@ def batched(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> Tensor:
 def batched_rows(
     q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, rows: range, cols: range, T: int, S: int
 ) -> Tensor:
-    """The same for one block of queries and the keys they see. (B, H, R, e)"""
+    """Attend with one block of queries to the keys that are visible to it: (B, H, R, e)."""
     scores = raw_scores(q, repeat_kv(k, params.kv_of_head), params)  # (B, H, R, C)
     probs = softmax_weights(masked_scores(scores, params, rows, cols, T, S), params, params.may_have_empty_rows(T, S))
     return torch.nn.functional.dropout(probs, params.dropout) @ repeat_kv(v, params.kv_of_head)
 
 
 def attention_weights(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:
-    """The attention weights themselves, dropout aside. (B, H, T, S)"""
+    """Return the attention weights without dropout, (B, H, T, S)."""
     return attention_weight_rows(q, k, params, range(q.shape[2]))
 
 
 def attention_weight_rows(
     q: Tensor, k: Tensor, params: ScoreParams, rows: range, batch_slice: slice = slice(None)
 ) -> Tensor:
-    """The same for some queries. (B, H, R, S), or of `batch_slice` of the batch."""
+    """Return the attention weights of some queries, (B, H, R, S), for the examples of `batch_slice`."""
     T, S = q.shape[2], k.shape[2]
     scores = raw_scores(q[batch_slice, :, rows.start : rows.stop], repeat_kv(k[batch_slice], params.kv_of_head), params)
     return softmax_weights(

@@ -1,7 +1,7 @@
-"""Running a kernel block by block: some heads, some queries, the keys those can see. Memory grows with n, not with n².
+"""Runs a kernel in blocks of heads and queries, so that memory grows with n instead of n².
 
-A block is a whole softmax row, so nothing has to be rescaled between blocks. With gradients each block is computed again
-in the backward pass instead of being stored (the idea is described in https://arxiv.org/abs/2112.05682).
+A block contains all visible keys of its queries, so its softmax is complete and results need no rescaling. The backward
+pass computes each block again instead of storing it (https://arxiv.org/abs/2112.05682).
 """
 
 from collections.abc import Callable, Iterator
@@ -12,21 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.kernels.random_state import fork_rng, get_rng_state, set_rng_state
 from headwise.kernels.score_params import ScoreParams
 
-# A kernel for one block: q (B, h, R, d), k and v (B, K, C, ·), score params of those heads, which rows and keys, T, S.
+# A kernel for one block. Arguments: q (B, h, R, d), k and v (B, K, C, ·), score params, row range, key range, T, S.
 BlockKernel = Callable[[Tensor, Tensor, Tensor, ScoreParams, range, range, int, int], Tensor]
 
 
 @dataclass(frozen=True)
 class HeadRowBlockShape:
-    """How a call is cut up."""
+    """Size of the blocks of a call.
+
+    Attributes:
+        rows: Number of queries per block.
+        heads: Number of heads per block.
+    """
 
     rows: int
     heads: int
 
     def iter_blocks(self, params: ScoreParams, H: int, T: int, S: int) -> Iterator[tuple[range, range, range, range]]:
-        """Heads, their key/value heads, rows and keys of each block."""
+        """Yield the heads, KV heads, rows and keys of each block."""
         for first in range(0, H, self.heads):
             heads = range(first, min(first + self.heads, H))
             kv_indices = params.kv_of_head[first : heads.stop]
@@ -49,8 +55,8 @@ def run_blocks(
 
 
 def zero_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What queries that see no key get: zeros, with zero gradients. (B, H, T, e)"""
-    connected = q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()  # 0, but part of the graph
+    """Return the output of queries without visible keys: zeros with zero gradients, (B, H, T, e)."""
+    connected = q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()  # 0, connected to the autograd graph
     return q.new_zeros(*q.shape[:3], v.shape[-1]) + connected
 
 
@@ -69,9 +75,9 @@ class _RunBlocks(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, *extra)
         ctx.kernel, ctx.params, ctx.block_shape = kernel, params, block_shape
         ctx.autocast = _autocast(q.device.type)
-        ctx.rng_state = _rng_state(q) if params.dropout else None
+        ctx.rng_state = get_rng_state(q.device) if params.dropout else None
         B, H, T, _ = q.shape
-        z = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)  # so that putting heads side by side costs nothing
+        z = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)  # so that concatenating heads needs no copy
         for heads, kv_range, rows, cols in block_shape.iter_blocks(params, H, T, k.shape[2]):
             inputs = _slice_qkv(q, k, v, heads, kv_range, rows, cols)
             head_params = params.for_heads(heads, kv_range)
@@ -85,7 +91,7 @@ class _RunBlocks(torch.autograd.Function):
         extra = [x.detach().requires_grad_(needed) for x, needed in zip(extra, ctx.needs_input_grad[6:], strict=True)]
         learned = [x for x in extra if x.requires_grad]
         params = ctx.params.with_learnable_tensors(extra)
-        # many blocks add up
+        # gradients of k and v are sums over many blocks
         accumulation_dtype = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
         dq, dk, dv = (
             torch.empty_like(q),
@@ -94,10 +100,9 @@ class _RunBlocks(torch.autograd.Function):
         )
         d_learned = [torch.zeros_like(x) for x in learned]
         T, S = q.shape[2], k.shape[2]
-        gpus = [q.device] if q.is_cuda else []
-        with torch.random.fork_rng(gpus, enabled=ctx.rng_state is not None), ctx.autocast():
+        with fork_rng(q.device, enabled=ctx.rng_state is not None), ctx.autocast():
             if ctx.rng_state is not None:
-                _set_rng_state(ctx.rng_state, q)
+                set_rng_state(ctx.rng_state, q.device)
             for heads, kv_range, rows, cols in ctx.block_shape.iter_blocks(params, q.shape[1], T, S):
                 with torch.enable_grad():
                     inputs = [x.detach().requires_grad_() for x in _slice_qkv(q, k, v, heads, kv_range, rows, cols)]
@@ -105,7 +110,7 @@ class _RunBlocks(torch.autograd.Function):
                     grads = torch.autograd.grad(
                         z, [*inputs, *learned], dz[:, _as_slice(heads), _as_slice(rows)], allow_unused=True
                     )
-                dq[:, _as_slice(heads), _as_slice(rows)] = grads[0]  # every query is in just one block
+                dq[:, _as_slice(heads), _as_slice(rows)] = grads[0]  # each query is in exactly one block
                 for total, grad in ((dk, grads[1]), (dv, grads[2])):
                     total[:, _as_slice(kv_range), _as_slice(cols)] += grad
                 for total, grad in zip(d_learned, grads[3:], strict=True):
@@ -120,15 +125,6 @@ class _RunBlocks(torch.autograd.Function):
             dv.to(v.dtype),
             *(next(remaining_grads) if x.requires_grad else None for x in extra),
         )
-
-
-def _rng_state(q: Tensor) -> Tensor:
-    """The state of the random numbers dropout will draw, to be drawn again in the backward pass."""
-    return torch.cuda.get_rng_state(q.device) if q.is_cuda else torch.get_rng_state()
-
-
-def _set_rng_state(rng_state: Tensor, q: Tensor) -> None:
-    torch.cuda.set_rng_state(rng_state, q.device) if q.is_cuda else torch.set_rng_state(rng_state)
 
 
 def _slice_qkv(
@@ -146,7 +142,7 @@ def _as_slice(indices: range) -> slice:
 
 
 def _autocast(device: str) -> Callable[[], Any]:
-    """The mixed precision in force now, to be in force again when a block is repeated."""
+    """Return a factory of the current autocast context, for the recomputation in the backward pass."""
     if not torch.is_autocast_enabled(device):
         return nullcontext
     dtype = torch.get_autocast_dtype(device)

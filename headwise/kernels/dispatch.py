@@ -1,4 +1,4 @@
-"""The one signature of all kernels, and the choice between them."""
+"""Entry point of all kernels, and the choice of a kernel for a call."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.kernels.batched import batched
 from headwise.kernels.blockwise import SCORE_BUDGET, blockwise
 from headwise.kernels.fused import fused
@@ -39,11 +39,27 @@ def attention(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Scaled-dot-product attention of all heads: (B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e).
+    """Compute scaled dot-product attention of all heads.
 
-    `kv_of_head` says which key/value head each head reads, default: in even groups. `sink` is a logit per head that takes
-    part in the softmax and writes nothing; 0.0 gives the off-by-one softmax. `bias` is added to the
-    scores: a tensor, or a `Bias`.
+    Args:
+        q: Queries, (B, H, T, d).
+        k: Keys, (B, K, S, d).
+        v: Values, (B, K, S, e).
+        mask: Keys that each query may attend to. None means all keys.
+        scale: Factor of the scores. None means 1/√d.
+        bias: Added to the scores: a tensor that broadcasts to (B, H, T, S), or a `Bias`.
+        softcap: Scores become softcap·tanh(score/softcap) before the bias is added. None means no cap.
+        sink: Logit per head, (H,), that takes part in the softmax and adds nothing to the output. 0.0 is the
+            off-by-one softmax.
+        kv_of_head: Index of the KV head of each head. None means even groups.
+        dropout: Dropout rate of the attention weights.
+        backend: Kernel: "auto", "fused", "batched", "blockwise" or "reference".
+
+    Returns:
+        Head outputs z, (B, H, T, e).
+
+    Raises:
+        ArgumentError: Shapes do not match, or the backend is unknown.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
@@ -57,18 +73,18 @@ def attention(
 
 
 def run_kernel(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, backend: str = "auto") -> Tensor:
-    """The same, for a caller whose score params are ready."""
+    """Compute attention with score params that are already checked. `attention` documents the shapes."""
     if backend == "auto":
-        unsupported = _unsupported_by_fused(params)  # to write down why takes longer than to know
+        unsupported = _unsupported_by_fused(params)  # cheaper than make_kernel_choice, which formats a reason
         if not unsupported:
             backend = "fused"
         elif torch.compiler.is_exporting():
-            backend = "batched"  # sizes may be symbols: nobody knows how large the maps will be
+            backend = "batched"  # sizes may be symbolic, so the size of the maps is unknown
         else:
             backend = make_kernel_choice(params, q.shape[0], q.shape[1], q.shape[2], k.shape[2]).backend
     kernel = BACKENDS.get(backend)
     if kernel is None:
-        raise HeadwiseError(f"there is no backend {backend!r}; {suggest_names(backend, ['auto', *BACKENDS])}")
+        raise ArgumentError(f"backend={backend!r}: unknown; {suggest_names(backend, ['auto', *BACKENDS])}")
     return kernel(q, k, v, params)
 
 
@@ -86,45 +102,52 @@ def make_score_params(
     dropout: float = 0.0,
     num_keys: int | None = None,
 ) -> ScoreParams:
-    """Check a call and fill in what was left out; `num_keys` counts all there are, where k and v are only the new ones."""
+    """Check the arguments of a call and fill in defaults. `attention` documents the arguments.
+
+    `num_keys` is the total number of keys if k and v contain only the new tokens.
+    """
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise HeadwiseError(
-            f"q, k and v are (batch, heads, tokens, channels); got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
+        raise ArgumentError(
+            f"q, k, v: must have shape (batch, heads, tokens, channels). Got {tuple(q.shape)}, {tuple(k.shape)}, "
+            f"{tuple(v.shape)}."
         )
     (B, H, T, d), (_, K, S, _) = q.shape, k.shape
     if k.shape[-1] != d or v.shape[:3] != k.shape[:3] or k.shape[0] != B:
-        raise HeadwiseError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: q and k share batch and channels, "
-            f"k and v share batch, heads and tokens."
+        raise ArgumentError(
+            f"q, k, v: shapes do not match. Got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}. q and k must "
+            f"have the same batch and channels; k and v must have the same batch, heads and tokens."
         )
     if kv_of_head is None:
         if H % max(K, 1) or (H and not K):
-            raise HeadwiseError(
-                f"{H} heads cannot share {K} key/value heads evenly; say kv_of_head=(…), one number per head."
+            raise ArgumentError(
+                f"q, k: {H} heads cannot be divided evenly over {K} KV heads. Pass kv_of_head=(…), with the index of the KV "
+                f"head of each head."
             )
         kv_of_head = tuple(head * K // H for head in range(H))
     elif len(kv_of_head) != H or (H and not 0 <= min(kv_of_head) <= max(kv_of_head) < K):
-        raise HeadwiseError(f"kv_of_head must give one of {K} key/value heads to each of {H} heads, got {kv_of_head}.")
+        raise ArgumentError(
+            f"kv_of_head={kv_of_head}: needs {H} numbers, one per head, each a KV head index below {K}."
+        )
     S = S if num_keys is None else num_keys
     if mask is not None:
         if not isinstance(mask, Mask):
-            raise HeadwiseError(
-                f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.Mask.of(tensor)."
+            raise ArgumentError(
+                f"mask: must be a Mask. Got {type(mask).__name__}. Convert a tensor with hw.Mask.of(tensor)."
             )
         mask.check(B, H, T, S)
     if isinstance(bias, Tensor):
         bias = DenseBias(bias)
     if bias is not None:
         if not isinstance(bias, Bias):
-            raise HeadwiseError(f"bias must be a tensor or a Bias, got {type(bias).__name__}.")
+            raise ArgumentError(f"bias: must be a tensor or a Bias. Got {type(bias).__name__}.")
         bias.check(B, H, T, S)
     if isinstance(sink, int | float):
         sink = q.new_full((H,), float(sink))
     if sink is not None and sink.shape != (H,):
-        raise HeadwiseError(f"sink is {tuple(sink.shape)} but must hold one logit for each of {H} heads.")
+        raise ArgumentError(f"sink: needs one logit per head, shape ({H},). Got shape {tuple(sink.shape)}.")
     scale = 1 / math.sqrt(d) if scale is None else scale
     if sink is not None and scale == 0:
-        raise HeadwiseError("scale must not be 0 where there is a sink.")
+        raise ArgumentError("scale=0: not supported with a sink. Use a nonzero scale, or sink=None.")
     return ScoreParams(scale, kv_of_head, mask, bias, softcap, sink, dropout)
 
 
@@ -132,13 +155,19 @@ def make_score_params(
 def default_score_params(
     d: int, scale: float | None, kv_of_head: tuple[int, ...], mask: Mask | None, softcap: float | None
 ) -> ScoreParams:
-    """Score params of the commonest call, one for all layers and steps: a mask that fits any sizes, and nothing beside."""
+    """Return the cached score params of a call without bias, sink and dropout, whose mask fits any size."""
     return ScoreParams(1 / math.sqrt(d) if scale is None else scale, kv_of_head, mask, softcap=softcap)
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Which kernel runs, why, and what would change it."""
+    """Kernel of a call, and the reason.
+
+    Attributes:
+        backend: Name of the kernel.
+        reason: Reason of the choice.
+        alternative: Change that would select another kernel.
+    """
 
     backend: str
     reason: str
@@ -149,30 +178,30 @@ class KernelChoice:
 
 
 def make_kernel_choice(params: ScoreParams, B: int, H: int, T: int, S: int) -> KernelChoice:
-    """Pick the kernel for a call: fused, unless something in it is beyond the fused kernel."""
+    """Choose the kernel of a call: fused if it supports the call, otherwise batched or blockwise by size."""
     unsupported = _unsupported_by_fused(params)
     if not unsupported:
         return KernelChoice(
             "fused",
             _describe_fused(params, T, S),
-            "A score cap, dropout on attention weights or a learned bias would move it to batched or blockwise.",
+            "A softcap, dropout of attention weights or a learned bias would select batched or blockwise.",
         )
     small = B * H * T * S <= SCORE_BUDGET
-    backend, size = ("batched", "few enough to keep") if small else ("blockwise", "too many to keep at once")
+    backend, size = ("batched", "fit into memory at once") if small else ("blockwise", "do not fit into memory at once")
     return KernelChoice(
         backend,
-        f"{' and '.join(unsupported)}, and the {B}·{H}·{T}·{S} scores are {size}",
-        "Without that it would be fused.",
+        f"{' and '.join(unsupported)}, and the {B}·{H}·{T}·{S} scores {size}",
+        "Without this the fused kernel would run.",
     )
 
 
 def _unsupported_by_fused(params: ScoreParams) -> list[str]:
-    """What in a call the fused kernel cannot do, or not without keeping every map."""
+    """Return the reasons why the fused kernel does not support a call, or would store all attention maps."""
     unsupported = []
     if params.softcap is not None:
-        unsupported.append("scores are capped")
+        unsupported.append("scores have a softcap")
     if params.dropout > 0:
-        unsupported.append("attention weights are dropped out, which makes the fused kernel keep every map")
+        unsupported.append("attention weights have dropout, for which the fused kernel would store all attention maps")
     if params.bias is not None and params.bias.needs_grad():
         unsupported.append(params.bias.learned_reason)
     return unsupported
@@ -180,15 +209,15 @@ def _unsupported_by_fused(params: ScoreParams) -> list[str]:
 
 def _describe_fused(params: ScoreParams, T: int, S: int) -> str:
     if params.mask is None or params.mask.is_full(T, S):
-        description = "every query sees every key"
+        description = "every query attends to every key"
     elif isinstance(params.mask, CausalMask) and params.mask.resolve_offset(T, S) == 0:
-        description = "plain causal attention, by the kernel's own flag"
+        description = "plain causal attention, with the causal flag of the kernel"
     else:
-        description = "the mask is handed over in blocks of rows"
+        description = "the mask is passed in blocks of rows"
     extras = [
         name
         for name, is_present in (
-            ("the sink rides on one more key", params.sink is not None),
+            ("the sink is passed as an additional key", params.sink is not None),
             ("the bias is added", params.bias is not None),
         )
         if is_present

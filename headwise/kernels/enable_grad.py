@@ -1,4 +1,4 @@
-"""Gradients inside functions that need them, whatever mode the caller is in."""
+"""Gradients inside functions that need them, also under `torch.no_grad()` and `torch.inference_mode()`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 
 
 @contextmanager
 def gradients_enabled(model: object = None) -> Iterator[None]:
-    """Record gradients, also where the caller is inside `torch.no_grad()` or `torch.inference_mode()`.
+    """Record gradients, also inside `torch.no_grad()` or `torch.inference_mode()`.
 
     Args:
-        model: The model whose gradients are needed. Weights made under `torch.inference_mode()` raise an error.
+        model: The model whose gradients are needed. Weights created under `torch.inference_mode()` raise an error.
 
     >>> with torch.inference_mode(), gradients_enabled():
     ...     torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -29,14 +29,14 @@ def gradients_enabled(model: object = None) -> Iterator[None]:
 
 
 def copy_inference_tensors(values: Any) -> Any:
-    """Copy the tensors of a nested structure that were made under `torch.inference_mode()`: autograd cannot save those."""
+    """Copy tensors created under `torch.inference_mode()` in a nested structure, because autograd cannot save them."""
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, values)
 
 
 def _check_weights(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if weight.is_inference():
-            raise HeadwiseError(
-                f"weight {name} was made under torch.inference_mode(), so no gradient can be computed through it. "
+            raise UnsupportedModelError(
+                f"weight {name}: gradients cannot be computed, because it was created under torch.inference_mode(). "
                 f"Build or load the model outside of torch.inference_mode()."
             )

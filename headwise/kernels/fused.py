@@ -1,7 +1,7 @@
-"""The fused form: torch's scaled-dot-product attention, kept on its flash kernel by three rewritings.
+"""Fused kernel: torch's scaled_dot_product_attention, with inputs rewritten so that torch selects its flash kernel.
 
-A sink becomes one more key on one more channel. Values narrower or wider than keys are padded with zeros. A mask that the
-flash kernel has no flag for is handed over in blocks of rows, so that the mask itself never takes n² memory.
+A sink becomes an additional key with an additional channel. If d and e differ, the smaller one is padded with zeros. A mask
+without a flag in the flash kernel is passed in blocks of rows, so that the mask never needs n² memory.
 """
 
 from functools import lru_cache
@@ -10,34 +10,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.kernels.block_loop import HeadRowBlockShape, run_blocks, zero_output
 from headwise.kernels.masks import CausalMask
 from headwise.kernels.score_params import ScoreParams, repeat_kv
 from headwise.kernels.symbolic_sizes import full_range
 
-MASK_BUDGET = 2**23  # mask or bias entries built at a time
-NARROW_ROW_BLOCK = 256  # rows at a time where a window lets most keys be skipped
+MASK_BUDGET = 2**23  # mask or bias entries in memory at a time
+NARROW_ROW_BLOCK = 256  # rows per block if a window hides most keys
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> Tensor:
-    """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e)"""
+    """Attend with torch's kernel: (B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e)."""
     if params.softcap is not None:
-        raise HeadwiseError("the fused kernel cannot cap scores; use backend='blockwise', 'batched' or 'auto'.")
+        raise ArgumentError(
+            f"backend='fused': the fused kernel does not support softcap={params.softcap}. "
+            f"Use backend='blockwise', 'batched' or 'auto'."
+        )
     T, S, mask = q.shape[2], k.shape[2], params.mask
-    if q.numel() == 0 or S == 0:  # no head, no query or no key: nothing to attend to
+    if q.numel() == 0 or S == 0:  # no heads, queries or keys
         return zero_output(q, k, v)
     if params.bias is None and (mask is None or mask.is_full(T, S)):
         return _sdpa(q, k, v, params)
     if params.bias is None and isinstance(mask, CausalMask) and mask.resolve_offset(T, S) == 0:
         return _sdpa(q, k, v, params, is_causal=True)
-    if torch.compiler.is_exporting():  # sizes may be symbols: blocks cannot be counted
+    if torch.compiler.is_exporting():  # sizes may be symbolic, so the number of blocks is unknown
         return _masked_rows(q, k, v, params, full_range(T), full_range(S), T, S)
     return run_blocks(_masked_rows, q, k, v, params, HeadRowBlockShape(rows_per_block(params, T, S), q.shape[1]))
 
 
 def rows_per_block(params: ScoreParams, T: int, S: int) -> int:
-    """How many rows of mask and bias to build at a time: all where they are small, few where a window skips keys."""
+    """Return the number of mask and bias rows per block: few if a window hides most keys, otherwise as many as fit."""
     last = range(max(0, T - NARROW_ROW_BLOCK), T)
     if 4 * len(params.key_range(last, T, S)) < S:
         return NARROW_ROW_BLOCK
@@ -47,7 +50,7 @@ def rows_per_block(params: ScoreParams, T: int, S: int) -> int:
 def _masked_rows(
     q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, rows: range, cols: range, T: int, S: int
 ) -> Tensor:
-    """One block of rows with its mask and bias as a tensor. A row that sees nothing is let see all, then zeroed."""
+    """Attend with one block of rows. A row without visible keys attends to all keys and is then set to zero."""
     if cols.start == cols.stop:
         return zero_output(q, k, v)
     allowed = params.mask_block(rows, cols, T, S, q.device)  # (1 or B, 1 or H, 1 or R, C)
@@ -69,12 +72,12 @@ def _masked_rows(
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    """torch's call, with inputs brought into the shape that keeps it on the flash kernel."""
+    """Call torch's kernel with inputs in a shape for which it selects the flash kernel."""
     H, K, d, e = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
     if mask is not None:
         mask = mask.expand(*mask.shape[:2], q.shape[2], k.shape[2])
     if params.sink is not None or not _has_even_groups(params.kv_of_head, K):
-        k, v = repeat_kv(k, params.kv_of_head), repeat_kv(v, params.kv_of_head)  # SDPA shares keys in even groups only
+        k, v = repeat_kv(k, params.kv_of_head), repeat_kv(v, params.kv_of_head)  # SDPA supports even groups only
     if params.sink is not None:
         q, k, v, mask = _add_sink(q, k, v, params, mask, is_causal)
         d = d + 1
@@ -82,7 +85,7 @@ def _sdpa(
         v = F.pad(v, (0, d - e))
     elif d < e:
         q, k = F.pad(q, (0, e - d)), F.pad(k, (0, e - d))
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # else SDPA materialises the maps
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # otherwise SDPA materializes the maps
     z = F.scaled_dot_product_attention(
         q, k, v, mask, params.dropout, is_causal, scale=params.scale, enable_gqa=k.shape[1] != H
     )
@@ -92,7 +95,7 @@ def _sdpa(
 
 @lru_cache
 def _has_even_groups(kv_of_head: tuple[int, ...], K: int) -> bool:
-    """Whether heads share keys in even groups, one after the other."""
+    """Return True if consecutive heads share KV heads in groups of equal size."""
     H = len(kv_of_head)
     return H % K == 0 and kv_of_head == tuple(head * K // H for head in range(H))
 
@@ -100,9 +103,9 @@ def _has_even_groups(kv_of_head: tuple[int, ...], K: int) -> bool:
 def _add_sink(
     q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Put a first key that scores `sink[h]` with every query and holds nothing; one more channel carries the score.
+    """Prepend a key that has the score `sink[h]` for every query and a value of zero. An additional channel has the score.
 
-    For a causal call a first query goes with it, so that the diagonal stays where it was.
+    A causal call also gets an additional first query, so that the diagonal does not move.
     """
     assert params.sink is not None
     q = F.pad(q, (0, 1), value=1 / params.scale)  # (B, H, T, d+1)

@@ -12,65 +12,99 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.kernels.symbolic_sizes import full_range, statically_true
 
 
 class Mask(ABC):
-    """Which key each query may look at.
+    """Keys that each query may attend to. `&` and `|` combine masks.
 
-    Make one with `causal`, `window`, `padding_mask`, `document_mask`, `per_head`, `Mask.of`.
+    Create masks with `causal`, `window`, `padding_mask`, `document_mask`, `per_head` or `Mask.of`.
+
+    >>> (causal() & padding_mask(torch.tensor([[1, 1, 0]]))).dense(3, 3)[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [1, 1, 0]], dtype=torch.int32)
     """
 
     @abstractmethod
     def block(self, rows: range, cols: range, T: int, S: int, device: torch.device) -> Tensor:
-        """The part for these queries and keys: bool, broadcastable to (B, H, len(rows), len(cols))."""
+        """Return the mask of some queries and keys: bool, broadcastable to (B, H, len(rows), len(cols)).
+
+        Args:
+            rows: Range of the queries.
+            cols: Range of the keys.
+            T: Number of all queries.
+            S: Number of all keys.
+            device: Device of the result.
+        """
 
     def dense(self, T: int, S: int, device: torch.device | str = "cpu") -> Tensor:
-        """The whole mask at once: bool, broadcastable to (B, H, T, S), four axes."""
+        """Return the full mask: bool with four axes, broadcastable to (B, H, T, S).
+
+        Args:
+            T: Number of queries.
+            S: Number of keys.
+            device: Device of the result.
+        """
         return self.block(full_range(T), full_range(S), T, S, torch.device(device))
 
     def key_range(self, rows: range, T: int, S: int) -> range:
-        """A range outside which these queries see nothing, whatever the data. Kernels skip what lies beyond."""
+        """Return a range that contains all keys visible to these queries. Kernels skip the other keys.
+
+        Args:
+            rows: Range of the queries.
+            T: Number of all queries.
+            S: Number of all keys.
+        """
         return range(S)
 
     def is_full(self, T: int, S: int) -> bool:
-        """Whether it is known, without reading any tensor, that every query sees every key."""
+        """Return True if every query certainly attends to every key. Tensors are not read."""
         return False
 
     def may_have_empty_rows(self, T: int, S: int) -> bool:
-        """Whether some query might see no key at all, as far as is known without reading any tensor."""
+        """Return False if every query certainly has a visible key. Tensors are not read."""
         return True
 
     def leading_shape(self) -> tuple[int, int]:
-        """Over how many batch rows and heads the mask differs; (1, 1) where one plane serves all."""
+        """Return the batch and head sizes of the mask: (1, 1) if all examples and heads share one mask."""
         return 1, 1
 
     def for_heads(self, heads: "slice | list[int]") -> "Mask":
-        """The mask of some of the heads."""
+        """Return the mask of some heads.
+
+        Args:
+            heads: Indices of the heads.
+        """
         return self
 
     def allows_self(self, T: int, S: int) -> bool:
-        """Whether it is known that every query sees its own place, the queries being the last T of S."""
+        """Return True if every query certainly attends to its own position. The queries are the last T of S tokens."""
         return False
 
     def check(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027 (most masks fit any call)
-        """Refuse a mask that does not fit the call."""
+        """Raise if the mask does not fit a call with these sizes."""
 
     @staticmethod
     def of(allowed: Tensor) -> "Mask":
-        """Any tensor as a mask, True = may look: (T, S), (B, T, S) or (B, H, T, S), axes of size 1 broadcast.
+        """Convert a bool or integer tensor to a mask.
+
+        Args:
+            allowed: True at visible keys: (T, S), (B, T, S) or (B, H, T, S). Axes of size 1 broadcast.
 
         >>> Mask.of(torch.eye(2, dtype=torch.bool)).dense(2, 2).shape
         torch.Size([1, 1, 2, 2])
         """
-        allowed = _as_bool(allowed, "a mask")
+        allowed = _as_bool(allowed, "mask")
         if allowed.ndim == 2:
             allowed = allowed[None, None]
         elif allowed.ndim == 3:
             allowed = allowed[:, None]
         elif allowed.ndim != 4:
-            raise HeadwiseError(f"a mask is (T, S), (B, T, S) or (B, H, T, S); got shape {tuple(allowed.shape)}.")
+            raise ArgumentError(
+                f"mask: must have shape (T, S), (B, T, S) or (B, H, T, S). Got shape {tuple(allowed.shape)}."
+            )
         return DenseMask(allowed)
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -82,7 +116,7 @@ class Mask(ABC):
 
 @dataclass(frozen=True)
 class CausalMask(Mask):
-    """Key j is visible to query i when j ≤ i + offset. `offset` is how many keys come before the first query."""
+    """Key j is visible to query i if j ≤ i + offset. `offset` is the number of keys before the first query."""
 
     offset: int | None = None
 
@@ -91,7 +125,7 @@ class CausalMask(Mask):
         return ~ahead[None, None]
 
     def resolve_offset(self, T: int, S: int) -> int:
-        """The place of the first query among the keys: bottom-right by default, which is right with a cache."""
+        """Return the key index of the first query. The default S − T is correct with a cache."""
         return S - T if self.offset is None else self.offset
 
     def key_range(self, rows: range, T: int, S: int) -> range:
@@ -109,7 +143,7 @@ class CausalMask(Mask):
 
 @dataclass(frozen=True)
 class WindowMask(Mask):
-    """Key j is visible to query i when −lookahead ≤ i − j < size, places counted as in `CausalMask`."""
+    """Key j is visible to query i if −lookahead ≤ i + offset − j < size."""
 
     size: int
     lookahead: int
@@ -120,7 +154,7 @@ class WindowMask(Mask):
         return ((distance < self.size) & (distance >= -self.lookahead))[None, None]
 
     def resolve_offset(self, T: int, S: int) -> int:
-        """The place of the first query among the keys."""
+        """Return the key index of the first query."""
         return S - T if self.offset is None else self.offset
 
     def key_range(self, rows: range, T: int, S: int) -> range:
@@ -153,15 +187,15 @@ class PaddingMask(Mask):
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
         if self.attention_mask.shape[1] != S or self.attention_mask.shape[0] not in (1, B):
-            raise HeadwiseError(
-                f"the padding mask is {tuple(self.attention_mask.shape)} but there are {S} keys in a batch of {B}; "
-                f"it must be (batch, keys), True at real tokens."
+            raise ArgumentError(
+                f"attention_mask: must have shape (batch, keys) = ({B}, {S}), True at real tokens. "
+                f"Got shape {tuple(self.attention_mask.shape)}."
             )
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentMask(Mask):
-    """Tokens see their own document only. `key_documents` (B, S), `query_documents` (B, T); documents are numbered anyhow."""
+    """Tokens attend to tokens of the same document only. `query_documents` (B, T) and `key_documents` (B, S) are any ids."""
 
     query_documents: Tensor
     key_documents: Tensor
@@ -176,15 +210,15 @@ class DocumentMask(Mask):
     def check(self, B: int, H: int, T: int, S: int) -> None:
         for name, ids, length in (("queries", self.query_documents, T), ("keys", self.key_documents, S)):
             if ids.shape[1] != length or ids.shape[0] not in (1, B):
-                raise HeadwiseError(
-                    f"the document numbers of the {name} are {tuple(ids.shape)} but there are {length} {name} in a batch "
-                    f"of {B}; give (batch, {name})."
+                raise ArgumentError(
+                    f"document ids of the {name}: must have shape (batch, {name}) = ({B}, {length}). "
+                    f"Got shape {tuple(ids.shape)}."
                 )
 
 
 @dataclass(frozen=True, eq=False)
 class PerHeadMask(Mask):
-    """Each head has a mask of its own."""
+    """One mask per head."""
 
     masks: tuple[Mask, ...]
 
@@ -213,16 +247,14 @@ class PerHeadMask(Mask):
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
         if len(self.masks) != H:
-            raise HeadwiseError(
-                f"the per-head mask has {len(self.masks)} masks but there are {H} heads; give one each."
-            )
+            raise ArgumentError(f"per_head mask: needs one mask per head. Got {len(self.masks)} masks for {H} heads.")
         for mask in self.masks:
             mask.check(B, 1, T, S)
 
 
 @dataclass(frozen=True, eq=False)
 class DenseMask(Mask):
-    """An arbitrary tensor, True = may look, broadcastable to (B, H, T, S)."""
+    """A bool tensor, True at visible keys, broadcastable to (B, H, T, S)."""
 
     allowed: Tensor
 
@@ -238,15 +270,15 @@ class DenseMask(Mask):
     def check(self, B: int, H: int, T: int, S: int) -> None:
         fits = all(size in (1, expected) for size, expected in zip(self.allowed.shape, (B, H, T, S), strict=True))
         if not fits:
-            raise HeadwiseError(
-                f"the mask is {tuple(self.allowed.shape)} but the call is {(B, H, T, S)} (batch, heads, queries, keys); "
-                f"each of its axes must be 1 or match."
+            raise ArgumentError(
+                f"mask: must broadcast to (batch, heads, queries, keys) = {(B, H, T, S)}. "
+                f"Got shape {tuple(self.allowed.shape)}."
             )
 
 
 @dataclass(frozen=True)
 class AndMask(Mask):
-    """Visible under both masks."""
+    """Keys that are visible under both masks."""
 
     left: Mask
     right: Mask
@@ -282,7 +314,7 @@ class AndMask(Mask):
 
 @dataclass(frozen=True)
 class OrMask(AndMask):
-    """Visible under either mask."""
+    """Keys that are visible under at least one of two masks."""
 
     def block(self, rows: range, cols: range, T: int, S: int, device: torch.device) -> Tensor:
         return self.left.block(rows, cols, T, S, device) | self.right.block(rows, cols, T, S, device)
@@ -298,12 +330,15 @@ class OrMask(AndMask):
         return self.left.may_have_empty_rows(T, S) and self.right.may_have_empty_rows(T, S)
 
 
-# The makers: the words a caller uses.
+# Public functions that create masks.
 
 
 @lru_cache
 def causal(offset: int | None = None) -> Mask:
-    """Look back, never ahead. `offset` is how many keys come before the first query; default S − T.
+    """Create a causal mask: a query attends to itself and to earlier tokens.
+
+    Args:
+        offset: Number of keys before the first query. None means S − T, which is correct with a cache.
 
     >>> causal().dense(2, 3)[0, 0].int()
     tensor([[1, 1, 0],
@@ -313,7 +348,15 @@ def causal(offset: int | None = None) -> Mask:
 
 
 def window(size: int, lookahead: int | None = None, offset: int | None = None) -> Mask:
-    """Look fewer than `size` positions back and at most `ahead` forward (default: as far as back).
+    """Create a sliding-window mask.
+
+    Args:
+        size: A query attends to keys fewer than `size` positions back, including itself.
+        lookahead: Number of later positions that a query attends to. None means `size - 1`.
+        offset: Number of keys before the first query. None means S − T, which is correct with a cache.
+
+    Returns:
+        A mask that is combined with others by `&`.
 
     >>> (causal() & window(2)).dense(3, 3)[0, 0].int()
     tensor([[1, 0, 0],
@@ -321,26 +364,41 @@ def window(size: int, lookahead: int | None = None, offset: int | None = None) -
             [0, 1, 1]], dtype=torch.int32)
     """
     if size < 1 or (lookahead is not None and lookahead < 0):
-        raise HeadwiseError(f"a window has a size of at least 1 and looks ahead 0 or more, got {size} and {lookahead}.")
+        raise ArgumentError(
+            f"window size={size}, lookahead={lookahead}: size must be at least 1 and lookahead at least 0 (or None)."
+        )
     return WindowMask(size, size - 1 if lookahead is None else lookahead, offset)
 
 
 def padding_mask(attention_mask: Tensor) -> Mask:
-    """Look at real tokens only. `attention_mask` is (B, S): True, or 1, at real tokens.
+    """Create a mask that hides padding.
+
+    Args:
+        attention_mask: (B, S), True or 1 at real tokens, as in transformers.
+
+    Returns:
+        A mask that is combined with others by `&`.
 
     >>> padding_mask(torch.tensor([[1, 1, 0]])).dense(1, 3)[0, 0].int()
     tensor([[1, 1, 0]], dtype=torch.int32)
     """
     attention_mask = torch.as_tensor(attention_mask)
     if attention_mask.ndim != 2:
-        raise HeadwiseError(
-            f"a padding mask is (batch, keys), True at real tokens; got shape {tuple(attention_mask.shape)}."
+        raise ArgumentError(
+            f"attention_mask: must have shape (batch, keys), True at real tokens. Got shape {tuple(attention_mask.shape)}."
         )
-    return PaddingMask(_as_bool(attention_mask, "a padding mask"))
+    return PaddingMask(_as_bool(attention_mask, "attention_mask"))
 
 
 def document_mask(key_documents: Tensor, query_documents: Tensor | None = None) -> Mask:
-    """Look inside one's own document only, when several are packed into one row. Numbers are (B, S).
+    """Create a mask for rows that contain several documents: tokens attend to tokens of the same document only.
+
+    Args:
+        key_documents: Document id of each key, (B, S).
+        query_documents: Document id of each query, (B, T). None means `key_documents`.
+
+    Returns:
+        A mask for `attention` and all layers.
 
     >>> document_mask(torch.tensor([[0, 0, 1]])).dense(3, 3)[0, 0].int()
     tensor([[1, 1, 0],
@@ -351,39 +409,47 @@ def document_mask(key_documents: Tensor, query_documents: Tensor | None = None) 
     query_documents = key_documents if query_documents is None else torch.as_tensor(query_documents)
     for ids in (key_documents, query_documents):
         if ids.ndim != 2:
-            raise HeadwiseError(f"document numbers are (batch, tokens); got shape {tuple(ids.shape)}.")
+            raise ArgumentError(f"document ids: must have shape (batch, tokens). Got shape {tuple(ids.shape)}.")
     return DocumentMask(query_documents, key_documents)
 
 
 def per_head(masks: Sequence[Mask]) -> Mask:
-    """A mask of its own for each head, in the order of the heads present.
+    """Combine one mask per head.
+
+    Args:
+        masks: One mask per remaining head, in the order of the heads.
+
+    Returns:
+        A mask with a head axis.
 
     >>> per_head([causal(), window(1)]).dense(2, 2)[0].int().tolist()
     [[[1, 0], [1, 1]], [[1, 0], [0, 1]]]
     """
     if not masks:
-        raise HeadwiseError("a per-head mask needs at least one mask.")
+        raise ArgumentError("masks: per_head needs at least one mask. Got none.")
     return PerHeadMask(tuple(_as_mask(mask) for mask in masks))
 
 
 def and_masks(mask: Mask | None, other: Mask) -> Mask:
-    """Combine a mask with one that may be None."""
+    """Return the conjunction of two masks, of which the first may be None."""
     if mask is None:
         return other
     if not isinstance(mask, Mask):
-        raise HeadwiseError(f"mask must be a Mask, got {type(mask).__name__}; wrap a tensor with hw.Mask.of(tensor).")
+        raise ArgumentError(
+            f"mask: must be a Mask. Got {type(mask).__name__}. Convert a tensor with hw.Mask.of(tensor)."
+        )
     return mask & other
 
 
 def slice_block(full: Tensor, rows: range, cols: range) -> Tensor:
-    """A block of a (B, H, T, S) tensor whose axes of size 1 broadcast."""
+    """Return a block of a (B, H, T, S) tensor. Axes of size 1 broadcast."""
     if full.shape[-2] > 1:
         full = full[..., rows.start : rows.stop, :]
     return full[..., cols.start : cols.stop] if full.shape[-1] > 1 else full
 
 
 def _distance(rows: range, cols: range, shift: int, device: torch.device) -> Tensor:
-    """How far each key lies behind each query: positive in the past. (R, C)"""
+    """Return the position of each query minus the position of each key, (R, C). Positive for earlier keys."""
     queries = torch.arange(rows.start + shift, rows.stop + shift, device=device)
     return queries[:, None] - torch.arange(cols.start, cols.stop, device=device)
 
@@ -395,9 +461,9 @@ def _clip_range(keys: range, S: int) -> range:
 
 def _as_bool(tensor: Tensor, name: str) -> Tensor:
     if tensor.is_floating_point():
-        raise HeadwiseError(
-            f"{name} holds True where a query may look, got {tensor.dtype}; pass additive scores as bias=, and convert "
-            f"torch's masks with headwise.kernels.torch_masks."
+        raise ArgumentError(
+            f"{name}: must be a bool or integer tensor, True at visible keys. Got {tensor.dtype}. Pass additive scores as "
+            f"bias=, and convert torch's masks with headwise.kernels.torch_masks."
         )
     return tensor.bool()
 
@@ -405,4 +471,4 @@ def _as_bool(tensor: Tensor, name: str) -> Tensor:
 def _as_mask(mask: object) -> Mask:
     if isinstance(mask, Mask):
         return mask
-    raise HeadwiseError(f"expected a mask, got {type(mask).__name__}; wrap a tensor with hw.Mask.of(tensor).")
+    raise ArgumentError(f"mask: must be a Mask. Got {type(mask).__name__}. Convert a tensor with hw.Mask.of(tensor).")

@@ -1,12 +1,12 @@
-"""x Wᵀ + b. In a decode step, which has few rows, by the product that is fastest on this machine.
+"""Linear products x Wᵀ + b. A decode step, which has few rows, uses the matrix product that is fastest on this machine.
 
-A step reads every weight once, so memory bandwidth should limit it. Which product of torch comes near that limit differs by
-machine, up to twofold. So the `MatmulTuner` of a model times the products in the first step of each shape, for some
-milliseconds per shape, and keeps its choice.
+A decode step reads every weight once, so memory bandwidth should limit it. The torch operator that comes closest to this
+limit differs between machines, by up to a factor of two. So the `MatmulTuner` of a model times the operators in the first
+step of each shape, for some milliseconds per shape, and remembers its choice.
 
-HEADWISE_MATMUL=torch (or another name below) in the environment fixes the choice of models that are created afterwards, and
-nothing is timed. torch's own product is always used outside decode steps, with gradients, in traced code, on other devices,
-for weights that are split over processes and for dtypes other than float32.
+Set the environment variable HEADWISE_MATMUL=torch (or another name of `MATMUL_KERNELS`) to fix the choice for models that
+are created afterwards, without timing. `F.linear` is always used outside of decode steps, with gradients, in traced code, on
+devices other than CPUs, for weights that are split over processes and for dtypes other than float32.
 """
 
 import os
@@ -22,31 +22,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 
 KERNEL_ENV_VAR = "HEADWISE_MATMUL"
 AUTOTUNED = "measured"
 MAX_DECODE_ROWS = 16
-WEIGHTS_PER_TIMING = 6  # weights of a shape that are read to time a product
-LARGE_WEIGHT = 2**22  # entries of a weight that is read twice, not three times
-MAX_TIME_RATIO = 0.95  # who is chosen takes less than this share of what torch's usual product takes
-SPLIT_COUNTS = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31)  # into how many a weight is cut, whichever divides its rows
+WEIGHTS_PER_TIMING = 6  # number of weights of a shape that one timing reads
+LARGE_WEIGHT = 2**22  # weights with at least this number of entries are timed twice instead of three times
+MAX_TIME_RATIO = 0.95  # another product is chosen only if its time is below this fraction of the time of F.linear
+SPLIT_COUNTS = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31)  # number of parts; the first that divides the rows is used
 
 MatmulKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class MatmulShape(NamedTuple):
-    """The sizes for which a product is chosen."""
+    """Sizes for which a product is chosen.
 
-    rows: int  # of x
+    Attributes:
+        rows: Number of rows of x.
+        outputs: Number of outputs of the weight.
+        inputs: Number of inputs of the weight.
+        weight_layout: Memory layout of the weight: "rows", "columns" or "otherwise".
+        threads: Number of threads of torch.
+    """
+
+    rows: int
     outputs: int
     inputs: int
-    weight_layout: str  # how the weight does: "rows", "columns" or "otherwise"
+    weight_layout: str
     threads: int
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(…, in), (out, in), (out,) → (…, out)"""
+    """Compute x Wᵀ + b, in decode steps with the tuned product: (…, in), (out, in), (out,) → (…, out)."""
     tuner = _active_tuner.get()
     if tuner is not None and not torch.is_grad_enabled() and _is_tunable(x, weight):
         return tuner.kernel_for(x, weight)(x, weight, bias)
@@ -54,10 +62,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """nn.Linear with the tuned product in decode steps. Weights begin empty; `heads.initialize` or a file fills them."""
+    """nn.Linear with the tuned product in decode steps. Weights are not initialized; use `heads.initialize` or load them."""
 
     def reset_parameters(self) -> None:
-        """Nothing: see above."""
+        """Leave the weights uninitialized."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, in) → (…, out)"""
@@ -72,7 +80,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _split_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Some rows of the weight at a time, as a batch of products: these are made by another routine than one product is."""
+    """Multiply parts of the weight as a batch, because torch uses another routine for batched products."""
     rows = x.reshape(-1, x.shape[-1])  # (R, in)
     splits = next(count for count in SPLIT_COUNTS if weight.shape[0] % count == 0)
     pieces = weight.unflatten(0, (splits, -1))  # (parts, out/parts, in)
@@ -86,8 +94,8 @@ MATMUL_KERNELS: dict[str, MatmulKernel] = {"torch": F.linear, "onednn": _onednn,
 
 
 def is_matmul_supported(name: str, outputs: int, weight_layout: str) -> bool:
-    """Whether a product is there at all, and for such a weight."""
-    if name == "onednn":  # private to torch
+    """Return True if this torch build has a product and the product supports the weight."""
+    if name == "onednn":  # a private operator of torch
         return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if name == "parts":
         return weight_layout == "rows" and any(outputs % count == 0 for count in SPLIT_COUNTS)
@@ -100,20 +108,20 @@ def is_matmul_supported(name: str, outputs: int, weight_layout: str) -> bool:
 class MatmulTuner:
     """The product that decode steps of one model use for each weight shape.
 
-    The first step of a shape times all products on weights of that shape. The choice then stays, so that the same call always
-    gives the same bits. A copy of the tuner, or of its model, takes the choices along.
+    The first step of a shape times all products on weights of that shape. The choice never changes afterwards, so that equal
+    calls return equal bits. A copy of the tuner, or of its model, has the same choices.
 
     Attributes:
-        kernel: Name of the product to use, or "measured" to time them; by default $HEADWISE_MATMUL, or "measured".
+        kernel: Name of the product to use, or "measured" to time them. Default: $HEADWISE_MATMUL, or "measured".
         choices: Name of the chosen product, by shape.
-        prepacked: Prepacked products of quantized weights, made by their modules in the first step; never copied.
+        prepacked: Prepacked products of quantized weights, created in the first step by their modules. Never copied.
     """
 
     def __init__(self, kernel: str | None = None, choices: Mapping[MatmulShape, str] | None = None) -> None:
         self.kernel = os.environ.get(KERNEL_ENV_VAR, AUTOTUNED) if kernel is None else kernel
         if self.kernel != AUTOTUNED and self.kernel not in MATMUL_KERNELS:
             names = suggest_names(self.kernel, [AUTOTUNED, *MATMUL_KERNELS])
-            raise HeadwiseError(f"{KERNEL_ENV_VAR} is {self.kernel!r}; {names}")
+            raise ArgumentError(f"{KERNEL_ENV_VAR}={self.kernel!r}: unknown matrix product kernel; {names}")
         self.choices = dict(choices or {})
         self.prepacked: WeakKeyDictionary[nn.Module, dict[int, tuple[object, Any]]] = WeakKeyDictionary()
         self._tuned_settings: set[tuple[int, int]] = set()  # rows and threads for which the weights were timed
@@ -124,8 +132,8 @@ class MatmulTuner:
 
     @contextmanager
     def decode_step(self, model: nn.Module, rows: int) -> Iterator[None]:
-        """Use the fastest products for a model's weights and this number of rows; new shapes are timed first."""
-        # tracing must not depend on sizes
+        """Use the fastest products for the weights of a model and this number of rows. New shapes are timed first."""
+        # a traced graph must not depend on sizes
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not 0 < rows <= MAX_DECODE_ROWS:
             yield
             return
@@ -144,7 +152,7 @@ class MatmulTuner:
             _active_tuner.reset(token)
 
     def tune(self, weights: Iterable[Tensor], rows: int) -> None:
-        """Choose the product of each weight shape that has none yet."""
+        """Choose a product for each weight shape without a choice."""
         by_shape: dict[MatmulShape, list[Tensor]] = {}
         for weight in weights:
             if _is_plain_weight(weight):
@@ -159,7 +167,7 @@ class MatmulTuner:
         rows = x.numel() // max(1, x.shape[-1])
         if not 0 < rows <= MAX_DECODE_ROWS:
             return F.linear
-        # a shape that was not timed before the step stays with torch
+        # a shape that was not timed before the step uses F.linear
         return MATMUL_KERNELS[self.choices.setdefault(_matmul_shape(rows, weight), "torch")]
 
     def _choose(self, shape: MatmulShape, weights: list[Tensor]) -> str:
@@ -186,7 +194,7 @@ def _is_tunable(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_plain_weight(weight: Tensor) -> bool:
-    """Not a tensor that is spread over processes, of another kind or elsewhere; and something to multiply by."""
+    """Return True for a nonempty float32 CPU tensor that is not a subclass such as DTensor."""
     is_cpu_float32 = (
         type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.float32 and weight.device.type == "cpu"
     )
@@ -207,10 +215,12 @@ def _matmul_shape(rows: int, weight: Tensor) -> MatmulShape:
 
 
 def _fastest_kernel(shape: MatmulShape, weights: list[Tensor]) -> str:
-    """Each product reads some of the weights, others in the first round than in the second; its best round counts."""
+    """Return the fastest product. Each round times different weights; the best round of each product counts."""
     names = [name for name in MATMUL_KERNELS if is_matmul_supported(name, shape.outputs, shape.weight_layout)]
     x, best = torch.ones(shape.rows, shape.inputs), dict.fromkeys(names, float("inf"))
-    clock = time.thread_time if shape.threads == 1 else time.perf_counter  # others may be busy on this machine too
+    clock = (
+        time.thread_time if shape.threads == 1 else time.perf_counter
+    )  # CPU time, because other processes may be running
     for round_index in range(3 if weights[0].numel() < LARGE_WEIGHT else 2):
         for offset, name in enumerate(names):
             start = (round_index + offset) * WEIGHTS_PER_TIMING % len(weights)

@@ -1,8 +1,8 @@
-"""Weights laid out anew, at 16 bits, for the quick products of a generation step.
+"""Weights prepacked as 16-bit floats for fast matrix products in decode steps on CPUs.
 
-They go through operators of torch's CPU library that not every build has, and that may go away: so a form is tried when it
-is made, against plain numbers, and where an operator is missing, fails or says something else the next one is tried. Where
-none is left there is no form, and the caller multiplies plainly. A form is a copy: 2 bytes a number.
+Prepacking uses CPU operators of torch that are not part of every build and may be removed. So each operator is checked
+against a plain product when a weight is packed. If an operator is missing, fails or returns a different result, the next
+one is tried. If all fail, the caller uses the plain product. A packed weight is a copy with 2 bytes per number.
 """
 
 import warnings
@@ -13,17 +13,17 @@ from torch import Tensor
 
 PrepackedMatmul = Callable[[Tensor, Tensor | None], Tensor]
 
-# of a row's largest number: what 16-bit floats keep of 8, 4, 3 or 2 bits; 16 bits come back whole
+# Largest error of a 16-bit float, relative to the largest number of its row. Quantized weights stay within it.
 FP16_TOLERANCE = 2**-10
 
 
 def make_prepacked_matmul(weight: Tensor) -> PrepackedMatmul | None:
-    """(out, in) at 16 bits; inputs, sums and outputs are float32."""
+    """Prepack a weight, (out, in), as 16-bit floats. Return a product with float32 inputs, sums and outputs, or None."""
     weight_f32 = weight.detach().float().contiguous()
     if weight.device.type != "cpu" or not weight.numel() or weight_f32.abs().max() > torch.finfo(torch.float16).max:
         return None
     weight_fp16 = weight_f32.half().float()
-    # tiny numbers have no 16-bit float
+    # very small numbers cannot be represented as 16-bit floats
     is_close = (weight_fp16 - weight_f32).abs().amax(1) <= FP16_TOLERANCE * weight_f32.abs().amax(1)
     if not is_close.all():
         return None
@@ -33,7 +33,7 @@ def make_prepacked_matmul(weight: Tensor) -> PrepackedMatmul | None:
     for prepack in PREPACKERS.values():
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that it may go away one day, once a process
+                warnings.simplefilter("ignore")  # torch warns once per process that the operator is deprecated
                 prepacked = prepack(weight_f32)
                 out = prepacked(probe, None)
         except (AttributeError, RuntimeError, TypeError):
@@ -44,7 +44,7 @@ def make_prepacked_matmul(weight: Tensor) -> PrepackedMatmul | None:
 
 
 def _fbgemm_matmul(weight_f32: Tensor) -> PrepackedMatmul:
-    """Deprecated, and called with a fifth of what the other takes beside the product itself."""
+    """Pack with fbgemm. The operator is deprecated, but its call overhead is a fifth of the other operator's."""
     packed, multiply = torch.fbgemm_pack_gemm_matrix_fp16(weight_f32), torch.fbgemm_linear_fp16_weight_fp32_activation
     return lambda x, bias: multiply(x, packed, bias)
 
@@ -62,7 +62,7 @@ def _quantized_op_matmul(weight_f32: Tensor) -> PrepackedMatmul:
     return matmul
 
 
-# quickest first
+# fastest first
 PREPACKERS: dict[str, Callable[[Tensor], PrepackedMatmul]] = {
     "fbgemm": _fbgemm_matmul,
     "quantized": _quantized_op_matmul,

@@ -15,7 +15,7 @@ from headwise.spec.weight_bits import GROUP_SIZE
 
 
 def quantize(x: Tensor, bits: int, group_size: int = GROUP_SIZE) -> tuple[Tensor, Tensor]:
-    """Whole numbers, packed, (…, bytes or channels), and scales, (…, groups), of (…, d).
+    """Quantize (…, d). Return packed integer codes, (…, bytes or channels), and scales, (…, groups).
 
     >>> codes, scales = quantize(torch.tensor([[-7.0, 3.0, 0.0, 2.0]]), 4)
     >>> dequantize(codes, scales, 4, 4, torch.float32)
@@ -32,13 +32,13 @@ def quantize(x: Tensor, bits: int, group_size: int = GROUP_SIZE) -> tuple[Tensor
     quantized = quantized.to(torch.int8)
     if bits == 8:
         return quantized, scales
-    return _pack((quantized + (max_code + 1)).to(torch.uint8), bits), scales  # from 1
+    return _pack((quantized + (max_code + 1)).to(torch.uint8), bits), scales  # codes start at 1
 
 
 def dequantize(
     quantized: Tensor, scales: Tensor, bits: int, d: int, dtype: torch.dtype, group_size: int = GROUP_SIZE
 ) -> Tensor:
-    """The numbers again: (…, d)."""
+    """Return the dequantized numbers, (…, d)."""
     max_code = 2 ** (bits - 1) - 1
     if bits < 8:
         quantized = _unpack(quantized, bits)[..., :d].to(torch.int8) - (max_code + 1)
@@ -49,7 +49,7 @@ def dequantize(
 
 
 def _pack(quantized: Tensor, bits: int) -> Tensor:
-    """Codes below 2^bits, side by side, the first in the lowest bits: (…, d) → (…, ⌈d·bits/8⌉)"""
+    """Pack codes below 2^bits into bytes, the first code in the lowest bits: (…, d) → (…, ⌈d·bits/8⌉)."""
     d = quantized.shape[-1]
     if bits == 4:
         nibbles = F.pad(quantized, (0, d % 2)).unflatten(-1, (-1, 2))
@@ -61,9 +61,9 @@ def _pack(quantized: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """The codes, and behind them what filled the last byte up."""
+    """Return the codes, followed by the padding of the last byte."""
     if torch.compiler.is_exporting():
-        packed = packed.int()  # the ONNX exporter makes int8 of a shifted uint8, and onnxruntime refuses a mix of both
+        packed = packed.int()  # the ONNX exporter converts shifted uint8 to int8, and onnxruntime cannot mix both
     if bits == 4:
         return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     if bits == 2:
@@ -74,7 +74,7 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def fake_quantize(x: Tensor, bits: int, group_size: int = GROUP_SIZE) -> Tensor:
-    """(…, d) as it comes back from so many bits; to gradients it is x itself."""
+    """Quantize and dequantize (…, d). Gradients pass through unchanged (straight-through estimator)."""
     return x if bits == 32 else _FakeQuantize.apply(x, bits, group_size)  # pyright: ignore[reportReturnType]
 
 

@@ -1,4 +1,4 @@
-"""The naive form: one head after the other, in a loop, as the formula says. Slow, plain, and what all others must equal."""
+"""Reference kernel: a loop over heads that follows the formula. Slow; tests compare all other kernels with it."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,10 @@ from headwise.kernels.score_params import ScoreParams
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> Tensor:
-    """(B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e); half precision is rounded once, at the end."""
+    """Attend head by head: (B, H, T, d), (B, K, S, d), (B, K, S, e) → (B, H, T, e).
+
+    Half-precision inputs are computed in float32 and rounded once at the end.
+    """
     dtype = q.dtype
     if dtype in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
@@ -27,7 +30,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> Tensor:
         if allowed is not None:
             scores = torch.where(allowed[:, head], scores, -torch.inf)
         max_score = scores.detach().amax(-1, keepdim=True)
-        max_score = max_score.clamp(min=torch.finfo(q.dtype).min)  # finite, even where the row is empty
+        max_score = max_score.clamp(min=torch.finfo(q.dtype).min)  # finite even if the row is empty
         if params.sink is not None:
             max_score = max_score.maximum(params.sink[head].detach().to(q.dtype))
         probs = torch.exp(scores - max_score)  # (B, T, S)

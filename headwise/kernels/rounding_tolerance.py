@@ -1,15 +1,16 @@
-"""Precision of statistics: sums, norms and tolerances of models in half precision."""
+"""Numerical precision of sums, norms and tolerances for models in half precision."""
 
+from functools import cache
 from math import sqrt
 
 import torch
 from torch import Tensor
 
-CONFIDENCE = 4.0  # standard deviations; a bound on the sum of random rounding errors fails once in 16,000 cases
+CONFIDENCE = 4.0  # standard deviations: random rounding errors exceed the bound once in 16,000 cases
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return `x` itself in float32 and float64, and a float32 copy of half-precision values.
+    """Return `x` unchanged if it is float32 or float64, and a float32 copy if it is in half precision.
 
     Squares of float16 overflow above 255, and bfloat16 sums keep 8 bits, so statistics are never computed in half precision.
 
@@ -19,10 +20,40 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rounding_bound(dtype: torch.dtype, roundings: int) -> float:
-    """Bound the relative error that so many roundings in a dtype leave: λ √n u, with u half a unit in the last place.
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64. MPS does not.
 
-    The errors of n roundings add up like a random walk (https://doi.org/10.1137/18M1226312).
+    >>> has_float64(torch.device("cpu"))
+    True
+    """
+    if device.type in ("cpu", "cuda", "meta"):
+        return True
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Return the device itself if it computes in float64, otherwise the CPU."""
+    return device if has_float64(device) else torch.device("cpu")
+
+
+def to_float64(x: Tensor) -> Tensor:
+    """Return `x` in float64, on the CPU if its device has no float64.
+
+    >>> to_float64(torch.ones(2)).dtype
+    torch.float64
+    """
+    return x.to(float64_device(x.device)).double()
+
+
+def rounding_bound(dtype: torch.dtype, roundings: int) -> float:
+    """Return a bound on the relative error after n roundings in a dtype: λ √n u, with u half a unit in the last place.
+
+    The errors of n roundings accumulate like a random walk (https://doi.org/10.1137/18M1226312).
 
     >>> [round(rounding_bound(dtype, 4), 6) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     [0.0, 0.003906, 0.03125]

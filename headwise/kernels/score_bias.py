@@ -1,7 +1,7 @@
-"""What is added to scores before the softmax, as a type: a tensor that is given, ALiBi, T5's buckets, or one of your own.
+"""Biases that are added to attention scores before the softmax: a dense tensor, ALiBi, T5 buckets, or a custom class.
 
-A bias says its numbers block by block, so that no (T, S) plane has to be held, and which tensors in it may be learned.
-Kernels, recordings and layers ask it, and know no kind by name.
+A bias is computed block by block, so that no (T, S) tensor is needed, and lists its tensors that can be learned. Kernels,
+recordings and layers use only the interface of `Bias`, so a new subclass works everywhere.
 """
 
 import math
@@ -13,16 +13,21 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError
 from headwise.kernels.masks import slice_block
 from headwise.kernels.positions import alibi_slopes
 
 
 @dataclass(frozen=True, eq=False)
 class Bias(ABC):
-    """A number for each head, query and key. A new kind is a frozen dataclass with one method, `block`.
+    """Base class of biases: a number for each head, query and key. A subclass is a frozen dataclass with a method `block`.
 
-    Its fields that are tensors may be learned, and begin with the axis of heads: (H, …).
+    Fields that are tensors can be learned. Their first axis is the head axis: (H, …).
+
+    Attributes:
+        may_hide_keys: True if the bias can be −inf, so that a row may have no visible key.
+        learned_reason: Text for `KernelChoice.reason` if a learned bias decides the kernel.
+        initial_value: Initial value of the parameters of a layer with this bias.
 
     >>> @dataclass(frozen=True, eq=False)
     ... class Kerple(Bias):
@@ -34,52 +39,52 @@ class Bias(ABC):
     torch.Size([2, 1, 3])
     """
 
-    may_hide_keys: ClassVar[bool] = False  # whether it may say −inf, and so leave a row nothing to see
-    learned_reason: ClassVar[str] = "the bias is learned"  # said where that decides which kernel runs
-    initial_value: ClassVar[float] = 0.0  # what a layer learns of it starts here
+    may_hide_keys: ClassVar[bool] = False
+    learned_reason: ClassVar[str] = "the bias is learned"
+    initial_value: ClassVar[float] = 0.0
 
     @abstractmethod
     def block(self, rows: range, cols: range, T: int, S: int) -> Tensor:
-        """The numbers of these queries and keys, broadcastable to (B, H, R, C); the last query stands at the last key."""
+        """Return the bias of some queries and keys, broadcastable to (B, H, R, C). The last query is at the last key."""
 
     @classmethod
     def from_layer(cls, parameters: Tensor, heads: int, head_ids: Sequence[int]) -> Self:
-        """As a layer has it: `parameters` (H, n), `head_ids` its heads by number among the `heads` it was born with."""
-        raise HeadwiseError(f"{cls.__name__} is no bias of layers; give it to a call, bias=….")
+        """Create the bias of a layer from its parameters, (H, n), its original number of heads and its remaining heads."""
+        raise HeadwiseError(f"{cls.__name__}: cannot be the position bias of a layer. Pass it to a call as bias=….")
 
     def tensors(self) -> list[Tensor]:
-        """The tensors in it."""
+        """Return the fields that are tensors."""
         return [getattr(self, name) for name in self._tensor_names()]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
-        """The same with other tensors, in that order."""
+        """Return a copy with other tensors, in the order of `tensors()`."""
         return replace(self, **dict(zip(self._tensor_names(), tensors, strict=True)))
 
     def leading_shape(self) -> tuple[int, int]:
-        """How many texts and heads have numbers of their own; 1 where all share them."""
+        """Return the batch and head sizes of the bias, 1 if all examples or heads share it."""
         heads = {len(tensor) for tensor in self.tensors()} or {1}
         if len(heads) > 1:
-            raise HeadwiseError(
-                f"the tensors of {type(self).__name__} are for {sorted(heads)} heads; one count is needed."
+            raise ArgumentError(
+                f"{type(self).__name__}: its tensors must have the same number of heads. Got {sorted(heads)}."
             )
         return 1, heads.pop()
 
     def for_heads(self, heads: slice | list[int]) -> Self:
-        """The same for some of the heads."""
+        """Return the bias of some heads."""
         return self.with_tensors([tensor[heads] for tensor in self.tensors()])
 
     def check(self, B: int, H: int, T: int, S: int) -> None:
-        """Refuse a call it does not fit."""
+        """Raise if the bias does not fit a call with these sizes."""
         batch, heads = self.leading_shape()
         if batch not in (1, B) or (heads != H and self.tensors()):
-            raise HeadwiseError(f"the bias is for {heads} heads, the call has {H}; give it a row for each head.")
+            raise ArgumentError(f"bias: needs one row per head. Got {heads} rows for {H} heads.")
 
     def needs_grad(self) -> bool:
-        """Whether gradients flow into it now."""
+        """Return True if gradients of the bias are needed now."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors())
 
     def detached_copy(self) -> Self:
-        """The same for later: without gradients, and copied, since what is learned is written over."""
+        """Return a copy without gradients, which later updates of the parameters do not change."""
         return self.with_tensors([tensor.detach().clone() for tensor in self.tensors()])
 
     def _tensor_names(self) -> list[str]:
@@ -107,24 +112,24 @@ class DenseBias(Bias):
         if len(shape) != 4 or any(
             size not in (1, expected_size) for size, expected_size in zip(shape, expected, strict=True)
         ):
-            raise HeadwiseError(f"bias is {shape} but must broadcast to {expected}, with four axes.")
+            raise ArgumentError(f"bias: must have four axes and broadcast to {expected}. Got shape {shape}.")
 
     def detached_copy(self) -> "DenseBias":
-        """Copied only where it is a parameter itself: what a layer computed is large, and nobody writes over it."""
+        """Copy the tensor only if it is a parameter. A computed bias is large and is not written to again."""
         is_parameter = self.tensor.is_leaf and self.tensor.requires_grad
         return DenseBias(self.tensor.detach().clone() if is_parameter else self.tensor.detach())
 
 
 @dataclass(frozen=True, eq=False)
 class AlibiBias(Bias):
-    """−slope·distance (https://arxiv.org/abs/2108.12409). `slopes` is (H,)."""
+    """ALiBi: minus the slope of the head, (H,), times the distance (https://arxiv.org/abs/2108.12409)."""
 
     slopes: Tensor
     learned_reason = "the ALiBi slopes are learned"
 
     @classmethod
     def from_layer(cls, parameters: Tensor, heads: int, head_ids: Sequence[int]) -> "AlibiBias":
-        """Each head's slope by its original number, so that cutting a neighbour changes nothing."""
+        """Create the bias with the slope of each head by its original number, so that pruning does not change it."""
         return AlibiBias((alibi_slopes(heads)[list(head_ids)] if head_ids else torch.zeros(0)).to(parameters))
 
     def block(self, rows: range, cols: range, T: int, S: int) -> Tensor:
@@ -133,10 +138,15 @@ class AlibiBias(Bias):
 
 @dataclass(frozen=True, eq=False)
 class T5RelativeBias(Bias):
-    """T5's (https://arxiv.org/abs/1910.10683): one learned number for each head and bucket of distances, (H, buckets).
+    """T5 relative bias (https://arxiv.org/abs/1910.10683): a learned number per head and bucket of distances.
 
-    Near distances have a bucket each, farther ones share them on a log scale up to `max_distance`; with `bidirectional`
-    half of the buckets are for keys after the query, else those share the bucket of distance 0.
+    Small distances have one bucket each. Larger distances share buckets on a log scale.
+
+    Attributes:
+        table: The learned numbers, (H, buckets).
+        max_distance: All distances from this one on share the last bucket.
+        bidirectional: If True, half of the buckets are for keys after the query. Otherwise these keys share the bucket of
+            distance 0.
 
     >>> table = torch.arange(8.0)[None]
     >>> T5RelativeBias(table, max_distance=16, bidirectional=False).block(range(6), range(6), 6, 6)[0, 0, 5].tolist()
@@ -146,7 +156,7 @@ class T5RelativeBias(Bias):
     table: Tensor
     max_distance: int = 128
     bidirectional: bool = True
-    learned_reason = "the table of buckets is learned"
+    learned_reason = "the T5 bias is learned"
 
     @classmethod
     def from_layer(cls, parameters: Tensor, heads: int, head_ids: Sequence[int]) -> "T5RelativeBias":
@@ -155,13 +165,14 @@ class T5RelativeBias(Bias):
     def __post_init__(self) -> None:
         shape, min_buckets = tuple(self.table.shape), 4 if self.bidirectional else 2
         if len(shape) != 2 or shape[1] < min_buckets:
-            raise HeadwiseError(
-                f"a table of buckets is (heads, buckets) with at least {min_buckets} buckets, got {shape}."
+            raise ArgumentError(
+                f"table: must have shape (heads, buckets) with at least {min_buckets} buckets. Got shape {shape}."
             )
         exact = shape[1] // min_buckets
         if self.max_distance <= exact:
-            raise HeadwiseError(
-                f"distances to {exact - 1} have a bucket each here, so max_distance={self.max_distance} is too near."
+            raise ArgumentError(
+                f"max_distance={self.max_distance}: must be above {exact}, because distances below {exact} have one bucket "
+                f"each."
             )
 
     def block(self, rows: range, cols: range, T: int, S: int) -> Tensor:
@@ -181,12 +192,12 @@ class T5RelativeBias(Bias):
         return first_bucket + torch.where(distance < exact, distance, (exact + log_bucket.long()).clamp(max=count - 1))
 
 
-# by the field of a spec that asks for one
+# by the field of AttentionSpec that enables the bias
 POSITION_BIASES: dict[str, type[Bias]] = {"alibi": AlibiBias, "t5_buckets": T5RelativeBias}
 
 
 def query_minus_key_distances(rows: range, cols: range, T: int, S: int, device: torch.device | None = None) -> Tensor:
-    """How far each key lies before each query, (R, C); negative where it comes after.
+    """Return the position of each query minus the position of each key, (R, C). Negative for later keys.
 
     >>> query_minus_key_distances(range(2), range(3), 2, 3)
     tensor([[ 1,  0, -1],

@@ -1,7 +1,4 @@
-"""Everything besides q, k and v that decides the scores: what a call requests and what a kernel needs.
-
-Also the two steps that every materializing kernel shares.
-"""
+"""Score params of kernels (mask, bias, scale, sink), score requests of calls, and steps that kernels share."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
@@ -17,32 +14,42 @@ from headwise.spec import AttentionSpec, CachePolicy
 
 @dataclass(frozen=True, eq=False)
 class ScoreParams:
-    """How scores are made: softcap·tanh(scale·q·k / softcap) + bias, where the mask allows; then softmax with a sink."""
+    """Parameters of the scores softcap·tanh(scale·q·k / softcap) + bias of visible keys, and of their softmax.
+
+    Attributes:
+        scale: Factor of the dot products.
+        kv_of_head: Index of the KV head of each head.
+        mask: Keys that each query may attend to. None means all keys.
+        bias: Added to the scores.
+        softcap: Cap of the scores. None means no cap.
+        sink: Logit per head, (H,), that takes part in the softmax and adds nothing to the output.
+        dropout: Dropout rate of the attention weights.
+    """
 
     scale: float
-    kv_of_head: tuple[int, ...]  # for each head, its key/value head
+    kv_of_head: tuple[int, ...]
     mask: Mask | None = None
     bias: Bias | None = None
     softcap: float | None = None
-    sink: Tensor | None = None  # (H,): a logit that takes part in the softmax and writes nothing
+    sink: Tensor | None = None
     dropout: float = 0.0
 
     def mask_block(self, rows: range, cols: range, T: int, S: int, device: torch.device) -> Tensor | None:
-        """The mask of a block, (1 or B, 1 or H, 1 or R, C), or None where everything is visible."""
+        """Return the mask of a block, (1 or B, 1 or H, 1 or R, C), or None if all keys are visible."""
         if self.mask is None or self.mask.is_full(T, S):
             return None
         return self.mask.block(rows, cols, T, S, device)
 
     def bias_block(self, rows: range, cols: range, T: int, S: int) -> Tensor | None:
-        """The bias of a block, broadcastable to (B, H, R, C)."""
+        """Return the bias of a block, broadcastable to (B, H, R, C), or None."""
         return None if self.bias is None else self.bias.block(rows, cols, T, S)
 
     def key_range(self, rows: range, T: int, S: int) -> range:
-        """The keys these queries can see at most."""
+        """Return a range that contains all keys visible to these queries."""
         return range(S) if self.mask is None else self.mask.key_range(rows, T, S)
 
     def num_mask_bias_planes(self) -> int:
-        """How many separate T×S planes the mask and the bias need together, at most B·H."""
+        """Return the number of different T×S planes of mask and bias, at most B·H."""
         batch, heads = (1, 1) if self.mask is None else self.mask.leading_shape()
         if self.bias is not None:
             bias_shape = self.bias.leading_shape()
@@ -50,7 +57,7 @@ class ScoreParams:
         return batch * heads
 
     def may_have_empty_rows(self, T: int, S: int) -> bool:
-        """Whether a row might see nothing: by its mask, or by a bias of −inf. A sink is always there to be seen."""
+        """Return True if a query may have no visible key, because of its mask or a bias of −inf. False with a sink."""
         if self.sink is not None:
             return False
         mask_may_be_empty = (
@@ -59,14 +66,14 @@ class ScoreParams:
         return mask_may_be_empty or (self.bias is not None and self.bias.may_hide_keys)
 
     def for_heads(self, heads: range, kv_range: range) -> "ScoreParams":
-        """The same params for a run of heads, whose key/value heads lie in `kv_range`."""
+        """Return the params of consecutive heads whose KV heads are in `kv_range`."""
         kv_of_head = self.kv_of_head[heads.start : heads.stop]
         return self.select_heads(
             slice(heads.start, heads.stop), tuple(kv_index - kv_range.start for kv_index in kv_of_head)
         )
 
     def select_heads(self, index: slice | list[int], kv_of_head: tuple[int, ...]) -> "ScoreParams":
-        """The same params for some heads, that read these key/value heads."""
+        """Return the params of some heads with these KV heads."""
         return ScoreParams(
             self.scale,
             kv_of_head,
@@ -78,11 +85,11 @@ class ScoreParams:
         )
 
     def learnable_tensors(self) -> list[Tensor]:
-        """The tensors in here that might be learned: the sink, and those of the bias."""
+        """Return the tensors that can be learned: the sink and the tensors of the bias."""
         return [*([] if self.sink is None else [self.sink]), *([] if self.bias is None else self.bias.tensors())]
 
     def with_learnable_tensors(self, tensors: list[Tensor]) -> "ScoreParams":
-        """The same params with other tensors, in the order of `tensors()`."""
+        """Return a copy with other tensors, in the order of `learnable_tensors()`."""
         remaining = list(tensors)
         sink = None if self.sink is None else remaining.pop(0)
         return replace(self, sink=sink, bias=None if self.bias is None else self.bias.with_tensors(remaining))
@@ -104,12 +111,12 @@ class ScoreRequest:
     """Mask, bias and cache settings of one attention call. The layer builds the kernel's `ScoreParams` from it.
 
     Attributes:
-        mask: Keys that each query may attend to; None: all.
-        bias: Added to the scores; None: nothing.
+        mask: Keys that each query may attend to. None means all keys.
+        bias: Added to the scores. None means no bias.
         policies: Cache policies of all KV heads of the layer if evicted tokens are masked; () if all tokens are visible.
-        row_starts: (B,): index of the first real token of each row, with padding on its left; None: 0 in every row.
-        num_keys: Number of keys if k and v hold only the new tokens; None: as many as k has.
-        layer: The layer that attends. It is None in a request that several layers share.
+        row_starts: Index of the first real token of each left-padded row, (B,). None means 0 in every row.
+        num_keys: Number of keys if k and v contain only the new tokens. None means the number of keys in k.
+        layer: The layer that attends. None in a request that several layers share.
         has_listeners: True if a listener will read the keys and values of this call.
         memo: Values derived from this request. The layers of a model share it for one step.
     """
@@ -138,7 +145,7 @@ class ScoreRequest:
         )
 
     def for_keys(self, num_keys: int, policies: tuple[CachePolicy, ...]) -> "ScoreRequest":
-        """Return the request over this number of keys, of which these policies evict some. It shares the memo."""
+        """Return the request for this number of keys, some of which these policies evict. It shares the memo."""
         return ScoreRequest(
             self.mask, self.bias, policies, self.row_starts, num_keys, self.layer, self.has_listeners, self.memo
         )
@@ -151,7 +158,7 @@ class ScoreRequest:
 
 
 def raw_scores(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:
-    """Scaled, capped dot products, before bias and mask: (B, H, R, d), (B, H, C, d) → (B, H, R, C)."""
+    """Return scaled, capped dot products before bias and mask: (B, H, R, d), (B, H, C, d) → (B, H, R, C)."""
     scores = (q * params.scale) @ k.mT
     return scores if params.softcap is None else params.softcap * torch.tanh(scores / params.softcap)
 
@@ -159,7 +166,7 @@ def raw_scores(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:
 def masked_scores(
     scores: Tensor, params: ScoreParams, rows: range, cols: range, T: int, S: int, batch_slice: slice = slice(None)
 ) -> Tensor:
-    """Add the bias and put −inf where the mask forbids. (B, H, R, C), or of `batch_slice` of the batch."""
+    """Add the bias and set hidden keys to −inf, for the examples of `batch_slice`: (B, H, R, C)."""
     bias = params.bias_block(rows, cols, T, S)
     if bias is not None:
         scores = scores + _slice_batch(bias, batch_slice).to(scores.dtype)
@@ -168,11 +175,11 @@ def masked_scores(
 
 
 def _slice_batch(block: Tensor, batch_slice: slice) -> Tensor:
-    return block[batch_slice] if block.ndim == 4 and len(block) > 1 else block  # else all of the batch share it
+    return block[batch_slice] if block.ndim == 4 and len(block) > 1 else block  # otherwise all examples share it
 
 
 def softmax_weights(scores: Tensor, params: ScoreParams, may_have_empty_rows: bool) -> Tensor:
-    """Softmax over keys. A row of −inf alone gives zeros, with zero gradients; a sink takes its share. (B, H, R, C)"""
+    """Return the softmax over keys and the sink, (B, H, R, C). A row of only −inf gives zeros with zero gradients."""
     if params.sink is not None:
         sink = params.sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
@@ -183,7 +190,7 @@ def softmax_weights(scores: Tensor, params: ScoreParams, may_have_empty_rows: bo
 
 
 def repeat_kv(x: Tensor, kv_of_head: tuple[int, ...]) -> Tensor:
-    """Give every head its own copy of its key/value head: (B, K, S, d) → (B, H, S, d)."""
+    """Repeat KV heads so that every head has its own copy: (B, K, S, d) → (B, H, S, d)."""
     if kv_of_head == tuple(range(x.shape[1])):
         return x
     return x.index_select(1, torch.tensor(kv_of_head, device=x.device, dtype=torch.long))

@@ -1,22 +1,22 @@
-"""Sizes that may be symbols: a model that is being traced has no numbers for them yet."""
+"""Sizes that may be symbolic, because a model is being traced."""
 
 from typing import Any, NamedTuple
 
 
 class SymbolicIndexRange(NamedTuple):
-    """From `start` to before `stop`, as a range says it, where these are symbols of a model that is being traced."""
+    """A range whose `start` and `stop` are symbolic sizes, which a Python `range` cannot contain."""
 
     start: Any
     stop: Any
 
 
 def full_range(length: int) -> range:
-    """All rows, or all keys; a range holds no symbols."""
+    """Return a range over all rows or keys, symbolic if the length is."""
     return range(length) if isinstance(length, int) else SymbolicIndexRange(0, length)  # pyright: ignore[reportReturnType]
 
 
 def statically_true(condition: bool) -> bool:
-    """Whether it is so; of sizes that are symbols, whether it is so for all of them."""
+    """Return a condition. A condition on symbolic sizes is True only if it is true for all values of the sizes."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true

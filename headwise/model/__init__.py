@@ -1,4 +1,4 @@
-"""Whole networks."""
+"""Transformer models: blocks, generation, pruning, and the interface that native and attached models share."""
 
 from headwise.model.block import Block
 from headwise.model.protocols import ModelProtocol, check_model, eval_mode

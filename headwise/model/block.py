@@ -1,4 +1,4 @@
-"""The transformer block: attention, perhaps attention to a source, and an MLP, each adding to the stream."""
+"""The transformer block: self-attention, optional cross-attention and an MLP, each added to the residual stream."""
 
 from dataclasses import dataclass, field
 
@@ -13,17 +13,28 @@ from headwise.spec import LayerAddress, ModelSpec
 
 @dataclass(frozen=True, eq=False)
 class BlockContext:
-    """Per-call context shared by all blocks of a stack."""
+    """Per-call context shared by all blocks of a stack.
+
+    Attributes:
+        causal: Whether attention is causal.
+        mask: Additional mask of the caller.
+        attention_mask: (B, S), True at real tokens. None if all tokens are real.
+        rotary_table: Rotary angles of the tokens.
+        gates: Factors of the head outputs by layer, (H,) or (B, H).
+        cache: Cache of the model.
+        memory: Encoded source of an encoder-decoder, (B, S, D).
+        source_attention_mask: (B, S), True at real tokens of the source.
+    """
 
     causal: bool = False
-    mask: Mask | None = None  # of the caller, in addition
-    attention_mask: Tensor | None = None  # (B, S): True at keys that are real tokens
+    mask: Mask | None = None
+    attention_mask: Tensor | None = None
     rotary_table: RotaryTable | None = None
     gates: dict[LayerAddress, Tensor] = field(default_factory=dict)
     cache: ModelCache | None = None
-    memory: Tensor | None = None  # (B, S, D): the encoded source
+    memory: Tensor | None = None
     source_attention_mask: Tensor | None = None
-    # Requests by window of the cache and by whether they hold row starts. `replace` makes a new dict.
+    # Requests by cache window and by whether they contain row starts. `dataclasses.replace` creates a new dict.
     _score_requests: dict[tuple[int | None, bool], ScoreRequest] = field(init=False, default_factory=dict)
 
     def layer_cache(self, address: LayerAddress) -> LayerCache:
@@ -34,7 +45,7 @@ class BlockContext:
         """Return mask and row starts of one self-attention layer. Layers that see the same keys share the request.
 
         Args:
-            cache: The cache of the layer. A sliding one shows fewer keys than have been seen.
+            cache: The cache of the layer. In a sliding cache fewer keys are visible than tokens were seen.
             T: Number of new tokens.
             has_policies: True if the layer has cache policies, which count tokens from the start of each row.
         """
@@ -58,16 +69,16 @@ class BlockContext:
         return _and_all(masks)
 
     def _row_starts(self) -> Tensor | None:
-        """Return the index of the first real token of each row, (B,), or None if there is no padding."""
+        """Return the index of the first real token of each row, (B,), or None without padding."""
         return None if self.attention_mask is None else (self.attention_mask.cumsum(1) == 0).sum(1)
 
 
 class Block(nn.Module):
-    """One layer of a stack. `norm_placement` says where the norms stand.
+    """One layer of a stack. `spec.norm_placement` sets the position of the norms:
 
-    pre:       x + f(norm(x)), each sub-layer in turn        (https://arxiv.org/abs/2002.04745)
-    post:      norm(x + f(x)), each sub-layer in turn        (https://arxiv.org/abs/1706.03762)
-    parallel:  x + attention(norm(x)) + mlp(norm(x)), at once  (GPT-J, Wang and Komatsuzaki 2021)
+    pre:       x + f(norm(x)) for each sub-layer             (https://arxiv.org/abs/2002.04745)
+    post:      norm(x + f(x)) for each sub-layer             (https://arxiv.org/abs/1706.03762)
+    parallel:  x + attention(norm(x)) + mlp(norm(x))         (GPT-J, Wang and Komatsuzaki 2021)
     """
 
     def __init__(self, spec: ModelSpec, address: LayerAddress, backend: str = "auto", storage: str = "qkv") -> None:
@@ -89,12 +100,12 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
-        """(B, T, D) → (B, T, D)"""
+        """Run the block on the residual stream: (B, T, D) → (B, T, D)."""
         normed = self.attention_input(x)
         return self.finish(x, normed, self.attend(normed, context), context)
 
     def attention_input(self, x: Tensor) -> Tensor:
-        """What attention reads of the stream: (B, T, D) → (B, T, D)"""
+        """Return the input of self-attention, normalized unless the block is post-norm: (B, T, D) → (B, T, D)."""
         return x if self.norm_placement == "post" else self.norm_attention(x)
 
     def attend(self, normed: Tensor, context: BlockContext) -> Tensor:
@@ -107,7 +118,10 @@ class Block(nn.Module):
         return self._drop(out)
 
     def finish(self, x: Tensor, normed: Tensor, attention_output: Tensor, context: BlockContext) -> Tensor:
-        """The rest of the block, row by row, so that any rows can be asked for alone: (B, T, D) three times → (B, T, D)"""
+        """Run the block after self-attention: (B, T, D) three times → (B, T, D).
+
+        Each token is computed independently, so the tensors may contain only some of the tokens.
+        """
         if self.norm_placement == "pre":
             x = x + attention_output
             if self.cross is not None:
@@ -132,7 +146,7 @@ class Block(nn.Module):
         return self._drop(self.mlp(x))
 
     def _drop(self, x: Tensor) -> Tensor:
-        return self.dropout(x) if self.dropout.training else x  # a call that does nothing is time too
+        return self.dropout(x) if self.dropout.training else x  # avoids the overhead of a module call
 
 
 def _and_all(masks: list[Mask]) -> Mask | None:

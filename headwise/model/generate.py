@@ -1,4 +1,4 @@
-"""Writing on: one token after another, with a cache, one prompt or many of different lengths."""
+"""Autoregressive generation with a cache, for one or more prompts of any lengths."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from headwise.cache import ModelCache
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.head import Gates, resolve_gates
+from headwise.kernels.random_state import make_generator
 from headwise.model.protocols import eval_mode
 from headwise.model.sampling import Sampling
 from headwise.model.unsupported_kwargs import foreign_kwargs_error
@@ -24,7 +25,7 @@ StopTokens = int | Sequence[int | Sequence[int]]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of `generate` and `stream`, by name."""
+    """Keyword options of `generate` and `stream`. `generate` documents them."""
 
     temperature: float
     top_k: int | None
@@ -42,10 +43,24 @@ class GenerateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class GenerationSetup:
-    """Everything that is settled before the first token is generated."""
+    """Checked arguments of a generation.
 
-    ids: Tensor  # (B, T), padded on the left
-    real_tokens: Tensor | None  # (B, T): True at tokens; None: there is no padding
+    Attributes:
+        ids: Prompts, padded on the left, (B, T).
+        real_tokens: (B, T), True at real tokens. None if no row has padding.
+        max_new_tokens: Maximum number of new tokens.
+        sampling: Choice of the next token.
+        generator: Random number generator. None means torch's default.
+        stops: Token sequences that end a row.
+        pad: Token of rows that have ended.
+        cache: Cache of the model.
+        gates: Factors of the head outputs.
+        prompt_inputs: Model inputs of the first step only: attention mask, source and mask of the source.
+        prompt_chunk: Number of prompt tokens per forward pass.
+    """
+
+    ids: Tensor
+    real_tokens: Tensor | None
     max_new_tokens: int
     sampling: Sampling
     generator: torch.Generator | None
@@ -53,15 +68,37 @@ class GenerationSetup:
     pad: int
     cache: ModelCache
     gates: Gates | None
-    prompt_inputs: dict[str, Tensor | None]  # what only the prompt needs: its mask and its source
+    prompt_inputs: dict[str, Tensor | None]
     prompt_chunk: int
 
 
 def generate(model: "Transformer", prompt: Prompt, max_new_tokens: int = 64, **options: Unpack[GenerateOptions]) -> Any:
-    """Prompt and continuation, in the kind the prompt came in: text, a tensor (B, T), a list of ids, or a list of those.
+    """Generate text and return the prompt with its continuation.
 
-    Takes what `stream` takes. Texts and lists end where they stop; a tensor is filled up with `pad`. A text that an
-    encoder-decoder reads gives what it writes.
+    Args:
+        model: The model.
+        prompt: A text, several texts, token ids, several lists of token ids, or a tensor (B, T). Prompts of different
+            lengths are padded on the left. The prompt of an encoder-decoder is its source, if it is a text and `source`
+            is not given.
+        max_new_tokens: Maximum number of new tokens.
+        **options: Further options:
+            temperature: 0 (default) chooses the most likely token, a larger value samples.
+            top_k: Sample from the `top_k` most likely tokens.
+            top_p: Sample from the most likely tokens with a total probability of `top_p`.
+            stop: Token id, or a list of token ids and token sequences, that end a row. The default for texts is the
+                end-of-text token.
+            pad: Token of rows that have ended. Default 0.
+            seed: Seed of sampling.
+            attention_mask: (B, T), True at real tokens of a prompt tensor.
+            cache: Cache with earlier tokens. The default is a new dynamic cache.
+            gates: Factors of head outputs for this call, such as {"5.1": 0.0}.
+            source: Source token ids of an encoder-decoder, (B, S).
+            source_attention_mask: (B, S), True at real tokens of the source.
+            prompt_chunk: Number of prompt tokens per forward pass (default 2048), which limits memory for long prompts.
+
+    Returns:
+        Prompt and continuation in the type of the prompt. Texts and lists end after their stop token; tensors are filled
+        with `pad`. For a text that an encoder-decoder reads as source, the generated text.
     """
     setup = prepare_generation(model, prompt, max_new_tokens, **options)
     ids, steps = setup.ids, list(_generate_steps(model, setup))  # each (B,)
@@ -78,13 +115,13 @@ def generate(model: "Transformer", prompt: Prompt, max_new_tokens: int = 64, **o
 def stream(
     model: "Transformer", prompt: Prompt, max_new_tokens: int = 64, **options: Unpack[GenerateOptions]
 ) -> Generator[Tensor, None, None]:
-    """Yield the next token of every prompt, (B,), step by step, until `max_new_tokens` are made or all have stopped.
+    """Yield the next token of every prompt, (B,), until `max_new_tokens` are generated or all rows have stopped.
 
-    Temperature 0 takes the best token; above, it draws. `stop` is a token id, or a list of ids and of id sequences (for a
-    text by default its end-of-text token); a row that has stopped yields `pad`. Prompts of different lengths are padded
-    on the left and masked. `gates` scales heads for this call alone. An encoder-decoder needs `source`, token ids (B, S);
-    without, a text is what it reads, and it writes from the start. A prompt is read `prompt_chunk` tokens at a time, so that
-    what reading takes beside the cache does not grow with its length.
+    Args:
+        model: The model.
+        prompt: A text, several texts, token ids, several lists of token ids, or a tensor (B, T).
+        max_new_tokens: Maximum number of new tokens.
+        **options: Options as in `generate`. A row that has stopped yields `pad`.
     """
     return _generate_steps(model, prepare_generation(model, prompt, max_new_tokens, **options))
 
@@ -114,42 +151,42 @@ def prepare_generation(
         raise foreign_kwargs_error(prepare_generation, usage, unknown)
     if source is None:
         source, source_attention_mask = _encode_source(model, prompt, cache)
-        if source is not None:  # it generates from the start
+        if source is not None:  # the decoder starts with its start token
             end = model.decoder_start_token
             prompt, stop = [[end]] * len(source), end if stop is None else stop
     if model.output is None or model.spec.kind == "encoder":
-        raise HeadwiseError(
-            "this model has no next-token output; generate needs a decoder with output='lm'. Load the folder of a model "
-            "with an output head, for example LlamaForCausalLM instead of LlamaModel."
+        raise UnsupportedModelError(
+            "generate: this model has no next-token output. Use a decoder with output='lm', or load a model with an "
+            "output head, for example LlamaForCausalLM instead of LlamaModel."
         )
     sampling = Sampling(temperature, top_k, top_p)
     ids, real_tokens = batch_prompts(model, prompt)
     attention_mask = real_tokens if attention_mask is None else attention_mask
     _check_length(model, ids, attention_mask, max_new_tokens)
     if type(prompt_chunk) is not int or prompt_chunk < 1:
-        raise HeadwiseError(f"prompt_chunk counts tokens, 1 or more; got {prompt_chunk!r}.")
+        raise ArgumentError(f"prompt_chunk={prompt_chunk!r}: must be an integer number of tokens of at least 1.")
     return GenerationSetup(
         ids,
         real_tokens,
         max_new_tokens,
         sampling,
-        None if seed is None else torch.Generator(model.device).manual_seed(seed),
+        None if seed is None else make_generator(model.device, seed),
         _stops(model, prompt, stop),
         pad,
         model.cache() if cache is None else cache,
-        resolve_gates(model.gathered_layers(), gates),  # once, not at every step
+        resolve_gates(model.gathered_layers(), gates),  # once for all steps
         {"attention_mask": attention_mask, "source": source, "source_attention_mask": source_attention_mask},
         prompt_chunk,
     )
 
 
 def _generate_steps(model: "Transformer", setup: GenerationSetup) -> Generator[Tensor, None, None]:
-    """Generate one token after the other; the prompt is read a chunk at a time."""
+    """Generate token by token. The prompt is processed in chunks."""
     ids, prompt_inputs = setup.ids, setup.prompt_inputs
     running = torch.ones(len(ids), dtype=torch.bool, device=model.device)
     tail, modules = ids[:, :0], tuple(model.modules())
     for _ in range(setup.max_new_tokens):
-        # step by step: whoever reads the tokens finds the model as it was
+        # in each step, so that the consumer of the tokens finds the model in its original mode
         with eval_mode(model, modules), torch.no_grad():
             last_state = _prefill(model, ids, setup, prompt_inputs)  # (B, 1, D)
             with model.matmul_tuner.decode_step(model, len(ids)):
@@ -166,7 +203,7 @@ def _generate_steps(model: "Transformer", setup: GenerationSetup) -> Generator[T
 def _prefill(
     model: "Transformer", ids: Tensor, setup: GenerationSetup, prompt_inputs: dict[str, Tensor | None]
 ) -> Tensor:
-    """The state of the last token, (B, 1, D); of the others nothing is kept but what the cache holds."""
+    """Process the prompt in chunks and return the hidden state of the last token, (B, 1, D)."""
     attention_mask, prompt_inputs = (
         prompt_inputs.get("attention_mask"),
         {name: value for name, value in prompt_inputs.items() if name != "attention_mask"},
@@ -183,32 +220,32 @@ def _prefill(
             hidden=True,
             **prompt_inputs,
         )[:, -1:]
-        prompt_inputs = {}  # a source is read once
+        prompt_inputs = {}  # the source is encoded in the first chunk only
     return last_state
 
 
 def _check_length(model: "Transformer", ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> None:
     if ids.shape[1] == 0:
-        raise HeadwiseError("the prompt is empty; give at least one token.")
+        raise ArgumentError("prompt: it is empty. Pass at least one token.")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise HeadwiseError(f"max_new_tokens must be a whole number, 0 or more; got {max_new_tokens}.")
+        raise ArgumentError(f"max_new_tokens={max_new_tokens}: must be an integer of at least 0.")
     if attention_mask is not None and not attention_mask[:, -1].all():
-        raise HeadwiseError(
-            "prompts of different lengths are padded on the left to generate; a row here ends in padding."
+        raise ArgumentError(
+            "attention_mask: a row ends in padding. To generate, pad prompts of different lengths on the left."
         )
     prompt_length = ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
-    max_fitting = model.spec.context - prompt_length + 1  # the last token made is not read again
+    max_fitting = model.spec.context - prompt_length + 1  # the last generated token is not an input
     if model.spec.positions == "learned" and max_new_tokens > max_fitting:
-        raise HeadwiseError(
-            f"a prompt of {prompt_length} tokens and {max_new_tokens} more do not fit the {model.spec.context} positions "
-            f"this model has learned; ask for at most {max(0, max_fitting)}."
+        raise ArgumentError(
+            f"max_new_tokens={max_new_tokens}: with a prompt of {prompt_length} tokens this exceeds the "
+            f"{model.spec.context} learned positions of the model. Use at most max_new_tokens={max(0, max_fitting)}."
         )
 
 
 def _encode_source(
     model: "Transformer", prompt: Prompt, cache: ModelCache | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Token ids and mask of texts that an encoder-decoder reads as its source; None if the prompt is no such text."""
+    """Return token ids and mask of texts that are the source of an encoder-decoder, or None for other prompts."""
     has_memory = cache is not None and cache.memory is not None
     if model.spec.kind != "encoder-decoder" or has_memory or not _is_text(prompt):
         return None, None
@@ -217,22 +254,24 @@ def _encode_source(
 
 
 def batch_prompts(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor | None]:
-    """Prompts as one tensor, padded on the left, and where its real tokens are: (B, T), (B, T) or None."""
+    """Return the prompts as one tensor, padded on the left, and its attention mask: (B, T), (B, T) or None."""
     if isinstance(prompt, Tensor):
         if prompt.ndim != 2:
-            raise HeadwiseError(
-                f"a prompt tensor is (batch, tokens), got {tuple(prompt.shape)}; one prompt is (1, tokens)."
+            raise ArgumentError(
+                f"prompt: a tensor must have shape (batch, tokens). Got {tuple(prompt.shape)}. One prompt is (1, tokens)."
             )
         return prompt.to(model.device), None
     if not isinstance(prompt, str | list | tuple):
-        raise HeadwiseError(f"a prompt is a text, a list of token ids, or a tensor; got {type(prompt).__name__}.")
+        raise ArgumentError(
+            f"prompt: must be a text, a list of texts, a list of token ids or a tensor. Got {type(prompt).__name__}."
+        )
     is_single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], Integral)
     rows: Any = _encode(model, prompt) if _is_text(prompt) else [prompt] if is_single else prompt
     if not all(isinstance(token_id, Integral) for row in rows for token_id in row):
-        raise HeadwiseError("token ids are whole numbers; a prompt here holds something else.")
+        raise ArgumentError("prompt: token ids must be integers, but the prompt contains other values.")
     lengths = torch.tensor([len(row) for row in rows])
     if lengths.min() == 0:
-        raise HeadwiseError("a prompt is empty; give at least one token.")
+        raise ArgumentError("prompt: it is empty. Pass at least one token per prompt.")
     T = int(lengths.max())
     ids = torch.tensor(
         [[0] * (T - len(row)) + [int(token_id) for token_id in row] for row in rows], device=model.device
@@ -243,9 +282,11 @@ def batch_prompts(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor 
 
 
 def _encode(model: "Transformer", texts: Any) -> list[list[int]]:
-    """A text, or several, as ids."""
+    """Tokenize one or more texts."""
     if model.tokenizer is None:
-        raise HeadwiseError("this model has no tokenizer, so it takes token ids; encode the text first.")
+        raise ArgumentError(
+            "prompt: this model has no tokenizer, so it cannot read text. Pass token ids, or set model.tokenizer."
+        )
     return [model.tokenizer.encode(text) for text in ([texts] if isinstance(texts, str) else texts)]
 
 
@@ -258,16 +299,18 @@ def _stops(model: "Transformer", prompt: Prompt, stop: StopTokens | None) -> lis
     if stop is None and _is_text(prompt) and model.tokenizer is not None:
         stop = model.tokenizer.special.get("eos")
     if isinstance(stop, str | Tensor):
-        raise HeadwiseError(f"stop is a token id or a list of ids and id sequences, got {type(stop).__name__}.")
+        raise ArgumentError(
+            f"stop: must be a token id, or a list of token ids and token sequences. Got {type(stop).__name__}."
+        )
     items = [] if stop is None else [stop] if isinstance(stop, int) else stop
     stops = [(item,) if isinstance(item, int) else tuple(item) for item in items]
     if () in stops:
-        raise HeadwiseError("an empty sequence cannot be a stop; give at least one id.")
+        raise ArgumentError("stop: contains an empty sequence. Each stop sequence needs at least one token id.")
     return stops
 
 
 def _ended(tail: Tensor, stops: list[tuple[int, ...]]) -> Tensor:
-    """Which rows end in a stop: (B, made) → (B,)"""
+    """Return True for rows that end in a stop sequence: (B, generated) → (B,)."""
     ended = torch.zeros(len(tail), dtype=torch.bool, device=tail.device)
     for stop in stops:
         if len(stop) <= tail.shape[1]:
@@ -276,7 +319,7 @@ def _ended(tail: Tensor, stops: list[tuple[int, ...]]) -> Tensor:
 
 
 def _end_positions(generated: Tensor, stops: list[tuple[int, ...]]) -> list[int]:
-    """Where each row's own text ends, its stop included."""
+    """Return the number of generated tokens of each row, including its stop sequence."""
     ends = [generated.shape[1]] * len(generated)
     for length in range(generated.shape[1], 0, -1):
         for i, ended in enumerate(_ended(generated[:, :length], stops).tolist()):

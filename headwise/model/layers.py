@@ -1,4 +1,4 @@
-"""The parts around attention: norms and MLPs, and the two ends, embedding and output."""
+"""Parts of a model besides attention: norms, MLPs, embedding and output layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads.collectives_protocol import CollectivesProtocol
 from headwise.heads.quantized_weights import QuantizedEmbedding, QuantizedLinear, TiedQuantizedLinear
 from headwise.kernels import sinusoidal
@@ -26,13 +26,13 @@ ACTIVATIONS = {
 
 
 def make_norm(spec: ModelSpec) -> nn.Module:
-    """LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467)."""
+    """Create the norm of a spec: LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467)."""
     kind = nn.LayerNorm if spec.norm == "layer" else nn.RMSNorm
     return kind(spec.width, eps=spec.norm_eps)
 
 
 class VocabShardProtocol(Protocol):
-    """The rows of the vocabulary that this process holds, if others hold the rest. `headwise.distributed` implements it."""
+    """Vocabulary rows of this process, if the vocabulary is sharded. `headwise.distributed` implements it."""
 
     def embed(self, tokens: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
         """Look up token ids: (…) → (…, D). `tokens` is the table of the local rows."""
@@ -50,9 +50,9 @@ class VocabShardProtocol(Protocol):
 
 
 class MLP(nn.Module):
-    """Up, bend, down. With swiglu a second way up is the gate (https://arxiv.org/abs/2002.05202).
+    """Up projection, activation, down projection. SwiGLU has a second up projection (https://arxiv.org/abs/2002.05202).
 
-    Where several processes hold a part of the channels each, what they write is added up, and the bias once.
+    If the channels are split over several processes, their outputs are summed before the bias is added.
     """
 
     collectives: CollectivesProtocol | None = None
@@ -66,7 +66,7 @@ class MLP(nn.Module):
         self.down.writes_to_residual = True  # pyright: ignore[reportArgumentType]  # read by initialize
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) → (B, T, D)"""
+        """Apply the MLP to each token: (B, T, D) → (B, T, D)."""
         if self.collectives is None:
             return self.down(self._activate(x))
         summed = self.collectives.sum(linear(self._activate(self.collectives.copy_to_group(x)), self.down.weight))
@@ -86,7 +86,7 @@ def _linear(spec: ModelSpec, inputs: int, outputs: int) -> Linear | QuantizedLin
 
 
 class Embedding(nn.Module):
-    """Tokens, positions and token types become one vector."""
+    """Sum of token, position and token type embeddings."""
 
     vocab_shard: VocabShardProtocol | None = None  # set if other processes hold rows of the vocabulary
 
@@ -107,7 +107,7 @@ class Embedding(nn.Module):
 
     @property
     def reference_tensor(self) -> Tensor:
-        """No numbers, but the dtype and the device of all others."""
+        """A tensor with the dtype and device of the model."""
         tokens = self.tokens
         return (
             torch.empty(0, dtype=tokens.dtype, device=tokens.device)
@@ -116,14 +116,14 @@ class Embedding(nn.Module):
         )
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
-        """(B, T), (1 or B, T) → (B, T, D)"""
+        """Embed token ids at these positions: (B, T), (1 or B, T) → (B, T, D)."""
         x = self.embed_tokens(ids)  # (B, T, D)
         if self.spec.embed_scale != 1.0:
             x = x * self.spec.embed_scale
         if self.types is not None:
             x = x + self.types(torch.zeros_like(ids) if types is None else types)
         elif types is not None:
-            raise HeadwiseError("this model has no token types; leave token_types out.")
+            raise ArgumentError("token_types: this model does not have token types. Omit token_types.")
         if self.positions is not None:
             x = x + self.positions(positions)
         elif self.spec.positions == "sinusoidal":
@@ -133,17 +133,17 @@ class Embedding(nn.Module):
         return self.dropout(x)
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
-        """(…) → (…, D)"""
+        """Look up token embeddings: (…) → (…, D)."""
         return self.tokens(ids) if self.vocab_shard is None else self.vocab_shard.embed(self.tokens, ids)
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    """A table that begins empty; `heads.init` fills it, or a file does."""
+    """Create an uninitialized embedding table, to be filled by `heads.initialize` or from a file."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 class LMHead(nn.Module):
-    """From the stream to the vocabulary. For masked tokens as BERT does it: one more layer, then the vocabulary."""
+    """Output layer from the residual stream to the vocabulary. With output="mlm", BERT's transform layer comes first."""
 
     vocab_shard: VocabShardProtocol | None = None  # set if other processes hold rows of the vocabulary
 
@@ -163,24 +163,24 @@ class LMHead(nn.Module):
             self.vocabulary = QuantizedLinear(spec.width, spec.vocab, masked, bits, group_size, spec.activation_bits)
 
     def tie_weight(self, tokens: nn.Module) -> None:
-        """Make the vocabulary's weight that of the embedding, where they are to be one; packed, they always are."""
+        """Share the weight of the token embedding, if the spec ties them. Quantized weights are always shared."""
         if self.tied and isinstance(tokens, nn.Embedding) and isinstance(self.vocabulary, Linear):
             self.vocabulary.weight = tokens.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) → (B, T, V)"""
+        """Compute logits: (B, T, D) → (B, T, V)."""
         x = self.pre_vocab_transform(x)
         return self.vocabulary(x) if self.vocab_shard is None else self.vocab_shard.logits(self.vocabulary, x)
 
     def pre_vocab_transform(self, x: Tensor) -> Tensor:
-        """What comes before the vocabulary: (…, D) → (…, D)"""
+        """Apply the transform layer of masked language models, if there is one: (…, D) → (…, D)."""
         if self.transform is not None and self.norm is not None:
             x = self.norm(self.activation(self.transform(x)))
         return x
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
-        """Final states (N, D) and targets (N,) → the mean cross-entropy, or the sum divided by `total`; see model/loss."""
-        if self.transform is not None:  # masked: few of many are asked for
+        """Return the mean cross-entropy of hidden states (N, D) and targets (N,), or the sum divided by `total`."""
+        if self.transform is not None:  # in masked language models few tokens are targets
             is_target = targets != IGNORE_INDEX
             hidden, targets = hidden[is_target], targets[is_target]  # (n, D), (n,)
         hidden = self.pre_vocab_transform(hidden)
@@ -190,12 +190,12 @@ class LMHead(nn.Module):
 
 
 class Pooler(nn.Module):
-    """The first token's vector, once more transformed: BERT's summary of a text."""
+    """BERT's pooler: a transformed hidden state of the first token."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.dense = Linear(spec.width, spec.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, T, D) → (B, D)"""
+        """Pool hidden states: (B, T, D) → (B, D)."""
         return torch.tanh(self.dense(hidden[:, 0]))

@@ -1,4 +1,4 @@
-"""The surprise at the tokens asked for, without ever holding all their logits at once."""
+"""Cross-entropy of target tokens, computed in chunks so that the logits fit into memory."""
 
 from collections.abc import Callable
 
@@ -10,25 +10,32 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise.kernels.rounding_tolerance import at_least_float32
 
-IGNORE_INDEX = -100  # a target that is not asked for
-MAX_LOGITS = 1 << 24  # logits up to so many (64 MB) are computed in one go, more of them in chunks
+IGNORE_INDEX = -100  # tokens with this target are ignored
+MAX_LOGITS = 1 << 24  # maximum number of logits in memory at once (64 MB in float32)
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, total: int | None = None
 ) -> Tensor:
-    """What a linear layer (V, D) reads, (N, D), and targets (N,) → the mean cross-entropy, or the sum divided by `total`.
+    """Return the mean cross-entropy of the logits of a linear layer, or the sum divided by `total`.
 
-    The sum is at least float32: torch's own would be bfloat16 or float16 in a model of that precision.
+    Sums are computed in at least float32. torch's own function would sum in half precision for half-precision models.
+
+    Args:
+        hidden: Inputs of the linear layer, (N, D).
+        weight: Weight of the linear layer, (V, D).
+        bias: Bias of the linear layer, (V,).
+        targets: Target tokens, (N,).
+        total: Divisor of the sum. None means the number of targets.
     """
     if weight.dtype in (torch.float16, torch.bfloat16) and not torch.is_autocast_enabled(hidden.device.type):
         return chunked_cross_entropy(lambda states: F.linear(states, weight, bias), len(weight), hidden, targets, total)
     options = None
     if len(targets) * len(weight) > MAX_LOGITS:
-        # torch's own choice of a chunk, by the shape of the weights, is 4 tokens for SmolLM2: six times as slow.
+        # torch's default chunk size depends on the shape of the weight. For SmolLM2 it is 4 tokens, six times as slow.
         size = max(1, MAX_LOGITS // len(weight))
         options = LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling(), batch_chunk_size=size)
-        if torch.is_autocast_enabled(hidden.device.type):  # the chunked form is outside autocast's reach
+        if torch.is_autocast_enabled(hidden.device.type):  # autocast does not apply to the chunked form
             hidden = hidden.to(weight.dtype)
     loss = F.linear_cross_entropy(
         hidden,
@@ -45,7 +52,10 @@ def linear_cross_entropy(
 def chunked_cross_entropy(
     output: Callable[[Tensor], Tensor], vocab: int, hidden: Tensor, targets: Tensor, total: int | None = None
 ) -> Tensor:
-    """The same where what makes logits is not ours: those of a chunk at a time, made again in the backward pass."""
+    """Return the mean cross-entropy for any function that computes logits, or the sum divided by `total`.
+
+    Logits are computed one chunk at a time, and again in the backward pass.
+    """
 
     def nll(states: Tensor, chunk_targets: Tensor) -> Tensor:
         return F.cross_entropy(at_least_float32(output(states)), chunk_targets, reduction="sum")
@@ -56,7 +66,7 @@ def chunked_cross_entropy(
 def sum_over_chunks(
     nll: Callable[[Tensor, Tensor], Tensor], vocab: int, hidden: Tensor, targets: Tensor, total: int | None
 ) -> Tensor:
-    """Sum a loss over chunks, so that logits fit in memory; the backward pass computes them again."""
+    """Sum a loss over chunks, so that the logits fit into memory. The backward pass computes them again."""
     is_target = targets != IGNORE_INDEX
     hidden, targets = hidden[is_target], targets[is_target]  # (n, D), (n,)
     chunk_size = max(1, MAX_LOGITS // max(1, vocab))

@@ -1,7 +1,7 @@
-"""Whose model it is does not matter: what everything that looks at heads, or changes them, asks of a model.
+"""Interface of models for analysis and compression, implemented by `Transformer` and by attached models.
 
-Our `Transformer` and an attached model implement all of it; nobody asks which of the two they have. What one of them cannot
-do it refuses itself, with the reason. A copy is `copy.deepcopy(model)`, with heads and hook points of its own.
+Callers do not distinguish the two. A model raises an error with the reason if it does not support an operation.
+`copy.deepcopy(model)` returns a copy with its own heads and hook points.
 """
 
 import threading
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads import Heads, HookPoint
 from headwise.heads.head import Gates, HeadPattern
 from headwise.spec import LayerAddress, ModelSpec, Plan
@@ -25,77 +25,89 @@ if TYPE_CHECKING:
     from headwise.model.residual_stream import ResidualStream
     from headwise.model.resumable_forward import ResumableForward, RowSelector
 
-Norms = dict[str, tuple[nn.Module | None, nn.Module | None]]  # by layer: the norm before q, and before k and v
+Norms = dict[str, tuple[nn.Module | None, nn.Module | None]]  # by layer: input norm of q, input norm of k and v
 
 
 class LMHeadProtocol(Protocol):
-    """From final hidden states to a vocabulary."""
+    """Output layer from final hidden states to logits."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """(…, D) → (…, V)"""
+        """Compute logits: (…, D) → (…, V)."""
         ...
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
-        """(N, D), (N,) → the mean surprise at targets, IGNORE left out, or the sum divided by `total`; few logits at once."""
+        """Return the mean cross-entropy of (N, D) and targets (N,), or the sum divided by `total`.
+
+        Targets of IGNORE_INDEX are ignored. Logits are computed in chunks.
+        """
         ...
 
 
 class ImageInputProtocol(Protocol):
-    """How a model reads pictures."""
+    """Image input of a model.
 
-    preprocessor: Any  # how pixels become what it reads, if that is known
+    Attributes:
+        preprocessor: Preprocessor from pixels to the model's input, or None if it is unknown.
+    """
+
+    preprocessor: Any
 
     @property
     def token_patch_grid(self) -> PatchGrid:
-        """Which token is which patch; refused where tokens are no patches."""
+        """Patch of each token. Raises if the tokens of the model are not patches."""
         ...
 
     def read_image(self, image: Any) -> Tensor:
-        """A path, a Pillow image, or a tensor that is ready, as (C, height, width)."""
+        """Return an image, given as a path, a Pillow image or a preprocessed tensor, as (C, height, width)."""
         ...
 
 
 class ModelProtocol(Protocol):
-    """A model with heads: our `Transformer`, or an attached one."""
+    """A model with heads: a `Transformer` or an attached model.
+
+    Attributes:
+        tokenizer: Tokenizer of the model, or None.
+        family: Model family of the weights if they were loaded, otherwise None.
+    """
 
     tokenizer: Any
-    family: str | None  # whose weights these are, if they came from elsewhere
+    family: str | None
 
-    # What it is.
+    # Properties.
 
     @property
     def training(self) -> bool:
-        """Whether it is in training mode."""
+        """True in training mode."""
         ...
 
     @property
     def spec(self) -> ModelSpec:
-        """What it is."""
+        """Configuration of the model."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         ...
 
     @property
     def output(self) -> LMHeadProtocol | None:
-        """From final hidden states to logits; None where it gives none."""
+        """Output layer from final hidden states to logits, or None."""
         ...
 
     @property
     def image_input(self) -> ImageInputProtocol | None:
-        """How it reads pictures; None where it reads something else."""
+        """Image input of the model, or None if it does not read images."""
         ...
 
     @property
     def decoder_start_token(self) -> int:
-        """The token before what an encoder-decoder writes."""
+        """First decoder token of an encoder-decoder."""
         ...
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans (`hw.Plan`) by which heads were cut, in their order; heads cut by hand are in none."""
+        """Plans (`hw.Plan`) that were applied to the model, in order. Heads pruned without a plan are not included."""
         ...
 
     @plans.setter
@@ -104,7 +116,7 @@ class ModelProtocol(Protocol):
     # Calls.
 
     def __call__(self, ids: Tensor, **options: Any) -> Tensor:
-        """Logits (B, T, V), or hidden states (B, T, D).
+        """Return logits (B, T, V), or hidden states (B, T, D) if `hidden` is True.
 
         Options: `attention_mask`, `source`, `source_attention_mask`, `gates`, `hidden`.
         """
@@ -113,7 +125,7 @@ class ModelProtocol(Protocol):
     def generate(
         self, prompt: Any, max_new_tokens: int = 64, *, gates: Gates | None = None, seed: int | None = None
     ) -> Any:
-        """What is given and what follows, in its own kind: a text, a list of ids, a tensor (B, T). Nothing is dropped out."""
+        """Return the prompt and its continuation in the type of the prompt: text, list of ids or tensor (B, T)."""
         ...
 
     def stream(
@@ -127,39 +139,39 @@ class ModelProtocol(Protocol):
         seed: int | None = None,
         gates: Gates | None = None,
     ) -> Iterator[Tensor]:
-        """The tokens that follow, (B,) each, as they are made; temperature 0 takes the best one every time."""
+        """Yield the generated tokens step by step, (B,) each. Temperature 0 chooses the most likely token."""
         ...
 
     # Heads.
 
     @property
     def heads(self) -> Heads:
-        """Every head, by address."""
+        """All heads by address."""
         ...
 
     @property
     def is_sharded(self) -> bool:
-        """Whether several processes hold its heads: then all of them read the same texts and make the same calls."""
+        """True if the heads are split over several processes, which must then make the same calls on the same texts."""
         ...
 
     def hook_points(self) -> list[HookPoint]:
-        """Every place where attention happens, in the order data walks through them; heads of this process alone."""
+        """Return the hook points of all attention layers in forward order, with the heads of this process."""
         ...
 
     def gathered_hook_points(self) -> list[HookPoint]:
-        """The same with all heads, whichever process holds them; where it is shared, all must listen and edit alike."""
+        """Return the hook points with the heads of all processes. All processes must open the same listeners and edits."""
         ...
 
     def attention_layers(self) -> Iterable[Any]:
-        """The layers of those hook points: `.hook_point`, `.spec`, `.b_O`, and hooks on what they read and write."""
+        """Return the attention layers in the order of `hook_points`, with `.hook_point`, `.spec` and `.b_O`."""
         ...
 
     def input_norms(self) -> Norms | None:
-        """For each layer the norm its heads read through, for q, and for k and v; None where that is not known."""
+        """Return the input norms of q, and of k and v, for each layer. None if they are not known."""
         ...
 
     def residual_stream(self) -> "ResidualStream":
-        """What adds to the stream of a decoder and what reads it at the end; refused, with the reason, where it is no sum."""
+        """Return the additive terms, norms and output of a decoder's residual stream. Raises if it is not a plain sum."""
         ...
 
     def resumable_forward(
@@ -172,21 +184,21 @@ class ModelProtocol(Protocol):
         source: Tensor | None = None,
         source_attention_mask: Tensor | None = None,
     ) -> "ResumableForward":
-        """A clean pass that stops at the layers wanted, from where it can go on with another z for copies of the batch."""
+        """Run a forward pass with a checkpoint at some layers, from which it can be resumed with another z."""
         ...
 
     def why_not_resumable(self) -> str:
-        """Why such copies cost whole passes; empty where the stream up to a layer is computed once."""
+        """Return why resuming needs full forward passes. Empty if the layers before a checkpoint are not run again."""
         ...
 
-    # Others like it.
+    # Copies and variants.
 
     def copy_offloaded_to_memory(self) -> Self:
-        """This model, or, if weights are offloaded, a copy with all weights in memory."""
+        """Return this model, or a copy with all weights in memory if some weights are offloaded."""
         ...
 
     def untrained(self, seed: int = 0) -> "ModelProtocol":
-        """A model of the same shape that has learned nothing."""
+        """Return a model of the same spec with random weights."""
         ...
 
     def prune(
@@ -195,99 +207,102 @@ class ModelProtocol(Protocol):
         folded_biases: Mapping[LayerAddress, Tensor] | None = None,
         cache: CachePolicies | None = None,
     ) -> Self:
-        """Return a smaller model without these heads. It shares no memory with this one, which stays unchanged.
+        """Return a smaller model without these heads. This model stays unchanged and shares no memory with it.
 
         Args:
             heads: Heads to prune, by address or pattern.
             folded_biases: Added to the output biases of layers, (D,) each.
-            cache: Cache policies of the KV heads; None keeps those of the model.
+            cache: Cache policies of the KV heads. None means those of the model.
         """
         ...
 
     def check_native(self, operation: str) -> None:
-        """Refuse what only models of our own can do, as said in `operation`; one that is not says what it is."""
+        """Raise if the model is not native. `operation` names the operation that only native models support."""
         ...
 
     # Weights and folders.
 
     def modules(self) -> Iterator[nn.Module]:
-        """Its parts."""
+        """Return all modules."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Its weights."""
+        """Return all parameters."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Its weights, by name."""
+        """Return all weights by name."""
         ...
 
     def load_weights(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Take over weights by the names they have in a folder it was saved to; the names that are not known."""
+        """Load weights by the names that they have in a saved folder. Return the unknown names."""
         ...
 
     def save(self, folder: str | Path) -> Path:
-        """Write it, whole or not at all; `hw.load(folder)` brings it back."""
+        """Save the model atomically to a folder. `hw.load(folder)` loads it."""
         ...
 
     @classmethod
     def reopen(cls, folder: str | Path) -> Self:
-        """What `save` wrote, as a model of this very kind, in float32 on the CPU."""
+        """Load a model that `save` wrote as an instance of this class, in float32 on the CPU."""
         ...
 
     def export(self, folder: str | Path, family: str | None = None) -> Path:
-        """Write it for transformers, zeros in place of heads that were cut."""
+        """Write the model in the format of transformers, with zeros for pruned heads."""
         ...
 
     # Modes.
 
     @property
     def checkpointing(self) -> bool:
-        """Whether activations inside blocks are recomputed in the backward pass."""
+        """True if activations of blocks are recomputed in the backward pass (activation checkpointing)."""
         ...
 
     @checkpointing.setter
     def checkpointing(self, enabled: bool) -> None: ...
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode, or not."""
+        """Set training mode, or evaluation mode if `mode` is False."""
         ...
 
     def eval(self) -> Self:
-        """Not training."""
+        """Set evaluation mode."""
         ...
 
 
 def is_model(model: object) -> TypeGuard[ModelProtocol]:
-    """Whether something can be asked all of that."""
+    """Return True if an object implements `ModelProtocol`."""
     methods = [name for name, member in vars(ModelProtocol).items() if isfunction(member) and not name.startswith("_")]
     return all(callable(getattr(type(model), name, None)) for name in methods)
 
 
 def check_model(model: object) -> None:
-    """Refuse what is not a model in this sense: a module, or a transformers model that nobody attached to.
+    """Raise if an object does not implement `ModelProtocol`, for example a transformers model that is not attached.
 
     >>> check_model(nn.Linear(2, 2))
     Traceback (most recent call last):
-    headwise.errors.HeadwiseError: this needs a headwise model; got Linear. Use hw.load(…) or hw.attach(model).
+    headwise.errors.ArgumentError: model: must be a headwise model. Got Linear. Use hw.load(…) or hw.attach(model).
     """
     if not is_model(model):
-        raise HeadwiseError(
-            f"this needs a headwise model; got {type(model).__name__}. Use hw.load(…) or hw.attach(model)."
+        raise ArgumentError(
+            f"model: must be a headwise model. Got {type(model).__name__}. Use hw.load(…) or hw.attach(model)."
         )
 
 
-# Parts that were in training mode before `eval_mode`, and how many callers, of all threads, keep them out of it now.
+# Modules that were in training mode before `eval_mode`, and the number of its open contexts in all threads.
 _eval_users: dict[nn.Module, int] = {}
 _eval_lock = threading.Lock()
 
 
 @contextmanager
 def eval_mode(model: ModelProtocol | nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
-    """While open nothing is dropped out; afterwards every part trains, or does not, as before, also after an error.
+    """Set evaluation mode inside the context, and restore the mode of each module afterwards, also after an error.
 
-    Part by part: whoever trains one block and keeps the others frozen finds them so again. `modules` are the model's modules,
-    where they are known already. If several threads are inside, the modes come back when the last one leaves.
+    If several threads are inside the context, the modes are restored when the last one leaves.
+
+    Args:
+        model: The model.
+        modules: Modules of the model, if the caller already has them.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with eval_mode(model):

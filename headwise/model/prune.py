@@ -1,4 +1,4 @@
-"""Prune heads of a native model: their slices are removed, and so are KV heads that no remaining head reads."""
+"""Pruning of native models: removes the slices of heads, and KV heads that no remaining head uses."""
 
 import copy
 from collections.abc import Mapping
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import MultiHeadAttention
 from headwise.heads.head import HeadPattern
 from headwise.heads.projections import prune_quantized_state
 from headwise.heads.quantized_weights import is_quantized_key
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.spec import Address, AttentionSpec, LayerAddress, ModelSpec, select
 from headwise.spec.cache_policy import CachePolicies, rules_from_policies
 
@@ -25,13 +26,13 @@ Biases = Mapping[LayerAddress, Tensor]  # (D,) each
 
 @torch.no_grad()
 def prune(model: T, heads: HeadPattern, folded_biases: Biases | None = None, cache: CachePolicies | None = None) -> T:
-    """Return a smaller model without these heads. It shares no memory with the given one, which stays unchanged.
+    """Return a smaller model without these heads. The given model stays unchanged and shares no memory with it.
 
     Args:
         model: The model.
         heads: Heads to prune, by address or pattern.
-        folded_biases: Added to the output biases of layers, (D,) each. A model without output biases gets them.
-        cache: Cache policies of the KV heads; None keeps those of the model.
+        folded_biases: Added to the output biases of layers, (D,) each. Missing output biases are created.
+        cache: Cache policies of the KV heads. None means those of the model.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -48,7 +49,7 @@ def prune(model: T, heads: HeadPattern, folded_biases: Biases | None = None, cac
         else replace(model.spec, cache=rules_from_policies(cache, model.spec.cached_kv_head_addresses))
     )
     spec = _pruned_spec(spec, heads_to_prune(model.spec, heads), bool(folded_biases))
-    state = dict(model.state_dict())  # split, with a head axis
+    state = dict(model.state_dict())  # one tensor per projection, with a head axis
     for name, layer in model.named_modules():
         if isinstance(layer, MultiHeadAttention):
             pruned_layer = spec.attention_at(layer.hook_point.address)
@@ -63,10 +64,10 @@ def prune(model: T, heads: HeadPattern, folded_biases: Biases | None = None, cac
 
 
 def heads_to_prune(spec: ModelSpec, heads: HeadPattern) -> tuple[Address, ...]:
-    """The heads a pattern names; not all that there are."""
+    """Return the heads that a pattern selects. Raise if it selects all heads of the model."""
     pruned = select(heads, spec.head_addresses)
     if pruned and len(pruned) == len(spec.head_addresses):
-        raise HeadwiseError(f"that would cut all {len(pruned)} heads of the model; keep at least one.")
+        raise ArgumentError(f"heads: this would prune all {len(pruned)} heads of the model. Keep at least one head.")
     return pruned
 
 
@@ -76,7 +77,7 @@ def _pruned_spec(spec: ModelSpec, pruned: tuple[Address, ...], add_out_bias: boo
 
 
 def _prune_layer(state: dict[str, Tensor], prefix: str, before: AttentionSpec, after: AttentionSpec) -> None:
-    """Keep the slices of the heads that stay; W_O has its heads on the second axis, all others on the first."""
+    """Keep the slices of the remaining heads. W_O has heads on the second axis, all other tensors on the first."""
     head_indices = [before.head_ids.index(number) for number in after.head_ids]
     kv_indices = [before.kv_head_ids.index(number) for number in after.kv_head_ids]
     indices_by_name = dict.fromkeys(
@@ -90,15 +91,21 @@ def _prune_layer(state: dict[str, Tensor], prefix: str, before: AttentionSpec, a
 
 
 def _add_to_bias(state: dict[str, Tensor], prefix: str, zero_bias: Tensor, shift: Tensor | None) -> None:
-    """Add to a layer's output bias, in float64; where there was none it begins at 0."""
+    """Add to the output bias of a layer in float64. A missing bias counts as 0."""
     bias = state.get(f"{prefix}bias", zero_bias)
-    state[f"{prefix}bias"] = bias if shift is None else (bias.double() + shift.to(bias.device).double()).to(bias.dtype)
+    if shift is not None:
+        wide = to_float64(bias)
+        bias = (wide + shift.to(wide)).to(bias)
+    state[f"{prefix}bias"] = bias
 
 
 def rebuild_like(spec: ModelSpec, state: dict[str, Tensor], like: T) -> T:
-    """A model of these tensors, copied; all else is as it was in the one it came from."""
+    """Build a model from copies of these tensors, with tokenizer, plans, backends and modes of another model."""
     if like.is_sharded:
-        raise HeadwiseError("this process holds a part of the model; change the whole one, then use hw.shard.")
+        raise UnsupportedModelError(
+            "model: a sharded model cannot be changed, because this process holds only a part of it. Change the full model, "
+            "then call hw.shard."
+        )
     storage = next((layer.qkv.storage for layer in like.attention_layers()), "qkv")
     model = type(like)(spec, storage=storage, device="meta")
     if spec.tied:

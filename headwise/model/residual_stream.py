@@ -1,4 +1,4 @@
-"""How the stream of a decoder is put together: what adds to it, which norms it is read through, what reads it at the end."""
+"""Structure of the residual stream of a decoder: its additive terms, the norms of its readers, and the output."""
 
 import copy
 from collections.abc import Callable
@@ -9,21 +9,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model.protocols import Norms
 
 if TYPE_CHECKING:
     from headwise.model.transformer import Transformer
 
-# what norms call the number that keeps them from dividing by nothing
+# names of the epsilon attribute of norms
 EPS_ATTRIBUTES = ("eps", "variance_epsilon", "epsilon")
-# on how many rows it is tried whether a module is a norm, and how near its numbers must come
+# number of test rows, and relative tolerance, in the test whether a module is a norm
 PROBE_ROWS, PROBE_TOLERANCE = (6, 1e-5)
 
 
 @dataclass(frozen=True, eq=False)
 class LinearizedNorm:
-    """A norm as what it is once its scale is frozen: scale · gain · (x − mean) + bias, the mean only where `centered`.
+    """A norm with frozen scale, which is a linear function: scale · gain · (x − mean) + bias.
+
+    Attributes:
+        module: The norm module.
+        centered: Whether the norm subtracts the mean (LayerNorm) or not (RMSNorm).
+        weight_offset: Gain minus weight. It is 1 if a weight of 0 means a gain of 1, as in Gemma.
 
     >>> norm, x = LinearizedNorm.from_module(nn.LayerNorm(4)), torch.tensor([3.0, 2.0, 0.0, 0.0])
     >>> torch.allclose(norm.center_and_apply_gain(x) * norm.scale(x).float(), norm.module(x))
@@ -32,17 +38,19 @@ class LinearizedNorm:
 
     module: Any
     centered: bool
-    weight_offset: float = 0.0  # what the gain is above the weight: 1 where a weight of 0 changes nothing, as in Gemma
+    weight_offset: float = 0.0
 
     @staticmethod
     def from_module(module: nn.Module) -> "LinearizedNorm":
-        """One of torch's."""
+        """Return the linearized norm of a LayerNorm or RMSNorm of torch."""
         return LinearizedNorm(module, centered=isinstance(module, nn.LayerNorm))
 
     @staticmethod
     @torch.no_grad()
     def infer(module: nn.Module, width: int) -> "LinearizedNorm | None":
-        """A module as a norm, if one of the known ways to compute norms gives its numbers: tried on a copy, in float64.
+        """Return the linearized norm of any module, or None if its outputs are not those of a known kind of norm.
+
+        The test runs a copy of the module on random rows in float64.
 
         >>> LinearizedNorm.infer(nn.RMSNorm(8, eps=1e-6), 8).centered, LinearizedNorm.infer(nn.Linear(8, 8), 8)
         (False, None)
@@ -52,13 +60,12 @@ class LinearizedNorm:
             weight is not None and weight.shape != (width,)
         ):
             return None
-        module_copy: Any = copy.deepcopy(module).double().cpu()
+        module_copy: Any = copy.deepcopy(module).cpu().double()
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(PROBE_ROWS, width, generator=generator, dtype=torch.double)
-        x = (x + 1) * torch.logspace(-3, 2, PROBE_ROWS)[
-            :, None
-        ]  # (rows, D): a mean that shows, and rows so small that eps does
-        expected = module_copy(x).double()
+        x = torch.randn(PROBE_ROWS, width, generator=generator, dtype=torch.double, device="cpu")
+        # (rows, D), with a nonzero mean to detect centering, and with small rows to detect eps
+        x = (x + 1) * torch.logspace(-3, 2, PROBE_ROWS)[:, None]
+        expected = to_float64(module_copy(x))
         for centered, weight_offset in ((True, 0.0), (False, 0.0), (True, 1.0), (False, 1.0)):
             norm = LinearizedNorm(module_copy, centered, weight_offset)
             bias = 0.0 if norm.bias is None else norm.bias
@@ -70,70 +77,86 @@ class LinearizedNorm:
 
     @property
     def gain(self) -> Tensor:
-        """(D,), or 1 where there is no weight; in float64."""
+        """Gain, (D,), or 1 if the norm has no weight, in float64."""
         weight = getattr(self.module, "weight", None)
-        return torch.ones((), dtype=torch.double) if weight is None else weight.double() + self.weight_offset
+        return torch.ones((), dtype=torch.double) if weight is None else to_float64(weight) + self.weight_offset
 
     @property
     def bias(self) -> Tensor | None:
-        """(D,)"""
+        """Bias, (D,), or None."""
         return getattr(self.module, "bias", None)
 
     def scale(self, x: Tensor) -> Tensor:
-        """What the norm multiplies by at x: (…, D) → (…, 1)"""
+        """Return the scale of the norm at x: (…, D) → (…, 1)."""
         eps = next((value for name in EPS_ATTRIBUTES if (value := getattr(self.module, name, None)) is not None), None)
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        x64 = x.double()
+        x64 = to_float64(x)
         x64 = x64 - x64.mean(-1, keepdim=True) if self.centered else x64
         return (x64.square().mean(-1, keepdim=True) + eps).rsqrt()
 
     def center_and_apply_gain(self, x: Tensor) -> Tensor:
-        """What becomes of x but for scale and bias: (…, D) → (…, D)"""
+        """Apply the norm without scale and bias: (…, D) → (…, D)."""
         return (x - x.mean(-1, keepdim=True) if self.centered else x) * self.gain.to(x)
 
     def pull_back(self, direction: Tensor, x: Tensor) -> Tensor:
-        """The direction before the norm that is `direction` after it, at the scale set by x: (D,), (D,) → (D,) in float64."""
-        scaled = direction.double() * self.gain.to(direction.device) * self.scale(x)
-        return scaled - scaled.mean() if self.centered else scaled  # the mean out of x is the mean out of what reads x
+        """Map a direction after the norm to the direction before it, with the scale at x: (D,), (D,) → (D,) in float64."""
+        scaled = to_float64(direction) * self.gain.to(direction.device) * self.scale(x)
+        return scaled - scaled.mean() if self.centered else scaled  # centering is symmetric
 
 
 @dataclass(frozen=True, eq=False)
 class ResidualLayer:
-    """One layer: what its heads read through, what their writes pass on their way, and what else adds to the stream."""
+    """One layer of a residual stream.
 
-    norm: nn.Module | None  # None: heads read the stream as it is
-    post_norm: LinearizedNorm | None  # a norm between what attention writes and the stream
-    mlp: nn.Module  # whatever gives the layer's other addition
-    unsupported_reason: str = ""  # why what heads bring does not follow from the stream; empty where it does
+    Attributes:
+        norm: Norm of the attention input. None if attention reads the residual stream directly.
+        post_norm: Norm between the attention output and the residual stream, or None.
+        mlp: Module whose output is the other term that the layer adds.
+        unsupported_reason: Reason why head outputs are not a function of the residual stream. Empty if they are.
+    """
+
+    norm: nn.Module | None
+    post_norm: LinearizedNorm | None
+    mlp: nn.Module
+    unsupported_reason: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class ResidualStream:
-    """A stream that is a sum: first + Σ (attention + MLP), then one norm, then logits that are linear in what it gives."""
+    """A residual stream that is a sum: embedding + Σ (attention + MLP), followed by one norm and linear logits.
 
-    first_module: nn.Module  # is given the stream as it begins
-    layers: dict[int, ResidualLayer]  # by layer
+    Attributes:
+        first_module: Module whose input is the residual stream before the first layer.
+        layers: The layers by index.
+        norm: Final norm.
+        vocabulary: Linear output layer, (D) → (V).
+        embed: Function from token ids (n,) to their embeddings without positions, (n, D). None if it is not known.
+        logit_scale: Factor of the logits after the output layer.
+    """
+
+    first_module: nn.Module
+    layers: dict[int, ResidualLayer]
     norm: LinearizedNorm
-    vocabulary: Any  # a linear layer, (D) → (V)
-    embed: Callable[[Tensor], Tensor] | None  # ids (n,) → the stream at its beginning, (n, D), positions left out
-    logit_scale: float = 1.0  # what logits are multiplied by behind the vocabulary
+    vocabulary: Any
+    embed: Callable[[Tensor], Tensor] | None
+    logit_scale: float = 1.0
 
     def unembed(self, x: Tensor) -> Tensor:
-        """What a part of the last norm's output adds to the logits: (…, D) → (…, V)"""
+        """Return the logits of a term of the final norm's output, without bias: (…, D) → (…, V)."""
         return x @ self.vocabulary.weight.to(x).mT * self.logit_scale
 
 
 def residual_stream(model: "Transformer") -> ResidualStream:
-    """How the stream of a decoder of ours is put together; refused where it is not a sum that ends in logits."""
+    """Return the residual stream of a native decoder. Raise if it is not a sum that ends in logits."""
     if (
         model.spec.kind != "decoder"
         or model.spec.norm_placement == "post"
         or model.norm is None
         or model.output is None
     ):
-        raise HeadwiseError(
-            f"a {model.spec.kind} of norm placement {model.spec.norm_placement} and output {model.spec.output} has no sum of "
-            f"its own layers that ends in logits."
+        raise UnsupportedModelError(
+            f"residual stream: needs a pre-norm or parallel decoder with logits. Got kind={model.spec.kind!r}, "
+            f"norm_placement={model.spec.norm_placement!r}, output={model.spec.output!r}."
         )
     blocks: list[Any] = list(model.blocks)
     layers = {layer: ResidualLayer(block.norm_attention, None, block.mlp) for layer, block in enumerate(blocks)}
@@ -143,7 +166,7 @@ def residual_stream(model: "Transformer") -> ResidualStream:
 
 
 def input_norms(model: "Transformer") -> Norms:
-    """For each layer of ours the norm before what its heads ask, and before what they are asked with."""
+    """Return the input norms of q, and of k and v, for each layer of a native model."""
     norms_by_layer: Norms = {}
     blocks: list[Any] = [*model.encoder_blocks, *model.blocks]
     for block in blocks:

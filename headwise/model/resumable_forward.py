@@ -1,8 +1,8 @@
-"""One clean pass that stops at every attention layer, so that the rest of it can be run for many copies with another z.
+"""A forward pass with a checkpoint at every attention layer, from which it is resumed for many copies with another z.
 
-The stream up to a layer is the same whatever is done to that layer's heads. So it is computed once. Our own single stacks are
-walked through block by block; any other model is run whole, and for the copies the blocks before the layer do not run again:
-they give what they gave.
+The residual stream before a layer does not depend on the heads of that layer, so it is computed once. A native model with
+one stack runs block by block. Any other model runs in full; if it is resumed, the blocks before the layer return their
+recorded outputs instead of running again.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall, HookPoint
 from headwise.model.block import Block, BlockContext
 from headwise.spec import LayerAddress
@@ -22,25 +22,32 @@ from headwise.spec import LayerAddress
 if TYPE_CHECKING:
     from headwise.model.transformer import Transformer
 
-# the rows wanted, of so many copies of the batch: (n·B, T, D) → (n·B, R, D)
+# Selects rows from n copies of the batch. Arguments: states (n·B, T, D) and n. Returns (n·B, R, D).
 RowSelector = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCheckpoint:
-    """The walk at one layer: z as it enters W_O, (B, H, T, e), and the pass from there on with another z."""
+    """State of a forward pass at one attention layer.
+
+    Attributes:
+        hook_point: Hook point of the layer.
+        z: Head outputs before W_O, (B, H, T, e).
+        resume: Function that runs the remaining pass with another z for n copies of the batch, (n·B, H, T, e), and returns
+            the final hidden states of the selected rows, (n·B, R, D).
+    """
 
     hook_point: HookPoint
     z: Tensor
-    resume: Callable[[Tensor], Tensor]  # z of so many copies of the batch, (n·B, H, T, e) → final states (n·B, R, D)
+    resume: Callable[[Tensor], Tensor]
 
 
 class ResumableForward(Protocol):
-    """A clean pass: iterate over its stops; then `hidden_states` are the final states of the rows wanted, (B, R, D)."""
+    """A forward pass. Iterate over its checkpoints; `last_hidden_state` is available afterwards."""
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """(B, R, D), once the walk has come to its end."""
+        """Final hidden states of the selected rows, (B, R, D), after the iteration has ended."""
         ...
 
     def __iter__(self) -> Iterator[LayerCheckpoint]: ...
@@ -56,7 +63,7 @@ def resumable_forward(
     source: Tensor | None = None,
     source_attention_mask: Tensor | None = None,
 ) -> ResumableForward:
-    """A clean pass over ids (B, T) that stops at the layers wanted; of the last block no more is finished than is picked."""
+    """Run a forward pass over ids (B, T) with checkpoints at some layers. The last block computes only selected rows."""
     if model.spec.kind != "encoder-decoder":
         return BlockResumableForward(model, ids, attention_mask, layer_addresses, select_rows)
     return ReplayForward(
@@ -73,7 +80,7 @@ def resumable_forward(
 
 
 def hook_points_with_blocks(model: "Transformer") -> Iterator[tuple[HookPoint, nn.Module]]:
-    """Every hook point of an encoder-decoder, with its block."""
+    """Yield every hook point of an encoder-decoder with its block."""
     for block in (*model.encoder_blocks, *model.blocks):
         assert isinstance(block, Block)
         for layer in (block.attention, block.cross):
@@ -82,7 +89,7 @@ def hook_points_with_blocks(model: "Transformer") -> Iterator[tuple[HookPoint, n
 
 
 class BlockResumableForward:
-    """A walk through the blocks of one stack of ours. Copies begin behind the kernel of the layer that is changed."""
+    """Forward pass through the blocks of a native model with one stack. It is resumed after the kernel of a layer."""
 
     def __init__(
         self,
@@ -140,7 +147,7 @@ class BlockResumableForward:
 
 
 def _repeat_context(context: BlockContext, copies: int) -> BlockContext:
-    """What travels beside so many copies of the batch."""
+    """Return the block context of `copies` copies of the batch."""
     attention_mask, rotary_table = context.attention_mask, context.rotary_table
     if attention_mask is not None:
         attention_mask = attention_mask.repeat(copies, 1)
@@ -152,10 +159,14 @@ def _repeat_context(context: BlockContext, copies: int) -> BlockContext:
 
 
 class ReplayForward:
-    """A walk through anybody's blocks: one whole pass in which they are kept in mind, then passes that begin at a block.
+    """Forward pass of any model: one full pass that records the outputs of blocks, then passes that skip earlier blocks.
 
-    `forward(n)` is the pass over n copies of the batch; `block_of_hook_point` gives the block of each hook point wanted,
-    `blocks` are all that may be left out. Without any every pass is a whole one.
+    Args:
+        forward: Function that runs the model on n copies of the batch.
+        batch: Batch size.
+        block_of_hook_point: Block of each hook point that needs a checkpoint.
+        blocks: Blocks that can be skipped. If it is empty, every pass runs in full.
+        select_rows: Selects rows of the final hidden states.
     """
 
     def __init__(
@@ -179,8 +190,9 @@ class ReplayForward:
             hidden_states = self.forward(1)  # (B, T, D)
         for hook_point, block in self.block_of_hook_point.items():
             if hook_point not in z:
-                raise HeadwiseError(
-                    f"layer {hook_point.address} was not called in this pass, so its heads cannot be ablated."
+                raise UnsupportedModelError(
+                    f"layer {hook_point.address}: its heads cannot be ablated, because the model did not call this layer in "
+                    f"the forward pass."
                 )
             yield LayerCheckpoint(hook_point, z[hook_point], partial(self._resume, hook_point, block))
         self.last_hidden_state = self.select_rows(hidden_states, 1)
@@ -192,16 +204,19 @@ class ReplayForward:
 
 
 class BlockOutputCache:
-    """What blocks gave in one pass, to stand in for them in others."""
+    """Outputs of blocks, recorded in one forward pass and returned by the blocks in later passes."""
 
     def __init__(self, blocks: Sequence[nn.Module], batch: int) -> None:
         self.blocks, self.batch = dict.fromkeys(blocks), batch
-        self.outputs: dict[nn.Module, Any] = {}  # in the order in which they were called
-        self.called_again: list[nn.Module] = []  # called more than once
+        self.outputs: dict[nn.Module, Any] = {}  # in call order
+        self.called_again: list[nn.Module] = []  # blocks that were called more than once
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While open, what blocks give is kept: before hooks of others, which are called on what stands in for it too."""
+        """Record the outputs of blocks inside the context, before other forward hooks.
+
+        The other hooks run again on the recorded outputs in later passes.
+        """
         self.outputs, self.called_again = {}, []
         with ExitStack() as stack:
             for block in self.blocks:
@@ -215,7 +230,7 @@ class BlockOutputCache:
 
     @contextmanager
     def skip_blocks_before(self, block: nn.Module, copies: int) -> Iterator[None]:
-        """While open, the blocks called before this one do not run: they give what they gave, for so many copies."""
+        """Inside the context, blocks called before this one return their recorded outputs, repeated for the copies."""
         order = list(self.outputs)
         with ExitStack() as stack:
             for earlier in order[: order.index(block)] if block in self.outputs else ():
@@ -225,7 +240,7 @@ class BlockOutputCache:
 
 @contextmanager
 def _returning(block: nn.Module, output: Any) -> Iterator[None]:
-    """While open, a module gives this and does not run; a forward of its own, as others may have put there, comes back."""
+    """Inside the context, a module returns this output and does not run. An instance-level `forward` is restored."""
     own_forward = block.__dict__.get("forward")
     block.__dict__["forward"] = lambda *args, **kwargs: output
     try:
@@ -237,7 +252,7 @@ def _returning(block: nn.Module, output: Any) -> Iterator[None]:
 
 
 def repeat_batch(output: Any, batch: int, copies: int) -> Any:
-    """What a module gave, as it gives it for so many copies of the batch: tensors with a batch axis are repeated.
+    """Repeat the tensors with a batch axis in the output of a module, as for several copies of the batch.
 
     >>> repeated = repeat_batch((torch.zeros(2, 3), None, torch.zeros(1, 3)), 2, 3)
     >>> [part if part is None else tuple(part.shape) for part in repeated]
@@ -260,7 +275,7 @@ def forward_copies(
     source_attention_mask: Tensor | None,
     copies: int,
 ) -> Tensor:
-    """Final states of so many copies of a batch: (n·B, T, D)."""
+    """Return the final hidden states of several copies of a batch, (n·B, T, D)."""
     inputs = {"attention_mask": attention_mask, "source": source, "source_attention_mask": source_attention_mask}
     inputs = {name: None if value is None else value.repeat(copies, 1) for name, value in inputs.items()}
     return model(ids.repeat(copies, 1), **inputs, hidden=True)

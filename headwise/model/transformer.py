@@ -1,4 +1,4 @@
-"""The whole network: a decoder, an encoder, or both, built from a spec."""
+"""Transformer models: a decoder, an encoder or an encoder-decoder, built from a spec."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise.cache import ModelCache
 from headwise.cache.model_cache import check_model_cache
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import Heads, HookPoint, MultiHeadAttention, initialize
 from headwise.heads.head import AttentionLayerProtocol, Gates, resolve_gates
 from headwise.heads.hook_point import HOOKS, replaying
@@ -30,25 +30,44 @@ from headwise.spec import LayerAddress, ModelSpec, Plan
 
 
 class TokenizerProtocol(Protocol):
-    """What a model asks of a tokenizer."""
+    """Interface of tokenizers.
+
+    Attributes:
+        special: Ids of special tokens by name, such as "bos" and "eos".
+    """
 
     special: dict[str, int | None]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the token ids of a text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Return the text of token ids."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder."""
+        """Save the tokenizer to a folder."""
         ...
 
 
 class Transformer(nn.Module):
-    """A transformer from a spec, with random weights.
+    """A transformer with random weights, built from a spec. `hw.load` returns one with trained weights.
+
+    Args:
+        spec: Configuration of the model.
+        backend: Attention kernel: "auto", "fused", "batched", "blockwise" or "reference".
+        storage: Projections that share one weight in memory: "qkv", "q,kv" or "q,k,v".
+        device: Device of the weights. None means torch's default device.
+
+    Attributes:
+        spec: Configuration of the model.
+        heads: All heads by address: `model.heads["5.1"]`.
+        tokenizer: Tokenizer of the model, or None.
+        family: Model family of the weights if they were loaded, otherwise None.
+        plans: Plans that were applied to the model.
+        checkpointing: True recomputes activations of blocks in the backward pass instead of storing them.
+        matmul_tuner: Choice of the matrix products of decode steps.
 
     >>> from headwise.spec import preset
     >>> model = Transformer(preset("nano"))
@@ -58,8 +77,8 @@ class Transformer(nn.Module):
     ...     quieter = model(torch.tensor([[72, 105, 33]]))
     """
 
-    image_input = None  # it reads tokens
-    is_sharded = False  # whether other processes hold heads of it
+    image_input = None  # a Transformer reads tokens, not images
+    is_sharded = False  # True if other processes hold heads of the model
 
     def __init__(
         self,
@@ -71,13 +90,13 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(spec, ModelSpec):
-            raise HeadwiseError(f'a Transformer is built from a ModelSpec, e.g. hw.preset("nano"); got {spec!r}.')
+            raise ArgumentError(f'spec={spec!r}: must be a ModelSpec, for example hw.preset("nano").')
         self.spec = spec
         self._tokenizer: TokenizerProtocol | Callable[[], TokenizerProtocol] | None = None
-        self.family: str | None = None  # whose weights these are, if they came from a file
-        self.plans: tuple[Plan, ...] = ()  # by which heads were cut, if by plans
-        self.matmul_tuner = MatmulTuner()  # of the products of its decode steps
-        self.checkpointing = False  # True: activations inside blocks are recomputed in the backward pass, not kept
+        self.family: str | None = None
+        self.plans: tuple[Plan, ...] = ()
+        self.matmul_tuner = MatmulTuner()
+        self.checkpointing = False
         two_stacks = spec.kind == "encoder-decoder"
         with nullcontext() if device is None else torch.device(device):
             self.embed = Embedding(spec)
@@ -95,6 +114,12 @@ class Transformer(nn.Module):
             initialize(self, residual_writes=max(1, len(spec.layer_addresses) + spec.layers + spec.encoder_layers))
         self.register_load_state_dict_post_hook(_tie_again)
 
+    def _apply(self, *args: Any, **options: Any) -> Any:
+        """Move or cast the model. Some devices need new parameters for that, so tied ones are tied again."""
+        result = super()._apply(*args, **options)
+        _tie_again(self)
+        return result
+
     def forward(
         self,
         ids: Tensor | None = None,
@@ -110,11 +135,24 @@ class Transformer(nn.Module):
         hidden: bool = False,
         **unknown: object,
     ) -> Tensor:
-        """Token ids (B, T) → logits (B, T, V); hidden states (B, T, D) if `hidden`, or where there is no output layer.
+        """Compute logits, or hidden states, of token ids.
 
-        `attention_mask` (B, T) is True at real tokens, left or right. `mask` comes on top of the model's own. `gates` scales
-        heads for this call alone: {"5.1": 0.0, "6.*": 0.5}, a number each or one per example (B,). In an encoder-decoder
-        `source` (B, S) is what is read; `memory` is the same, encoded already.
+        Args:
+            ids: Token ids, (B, T).
+            attention_mask: (B, T), True at real tokens. Padding may be on the left or right. None means no padding.
+            mask: Additional mask.
+            token_types: Token types, (B, T), of a model with token types.
+            source: Source token ids of an encoder-decoder, (B, S).
+            source_attention_mask: (B, S), True at real tokens of the source.
+            memory: Encoded source, (B, S, D), instead of `source`.
+            cache: Cache with earlier tokens, from `model.cache()`.
+            gates: Factors of head outputs for this call, such as {"5.1": 0.0, "6.*": 0.5}. A factor is a number, or one
+                number per example, (B,).
+            hidden: Whether to return final hidden states instead of logits.
+            **unknown: Not supported; raises an error that names the corresponding argument.
+
+        Returns:
+            Logits (B, T, V). Hidden states (B, T, D) if `hidden` is True or the model has no output layer.
         """
         if unknown:
             raise foreign_kwargs_error(self.forward, "model(ids, attention_mask=…)", unknown)
@@ -150,15 +188,19 @@ class Transformer(nn.Module):
     prune = prune
 
     def why_not_resumable(self) -> str:
-        """Why ablated copies cost whole passes: here they never do."""
+        """Return an empty string, because native models can always be resumed at a layer."""
         return ""
 
     def copy_offloaded_to_memory(self) -> Self:
-        """This model: its weights are always in memory."""
+        """Return this model, whose weights are always in memory."""
         return self
 
     def untrained(self, seed: int = 0) -> "Transformer":
-        """A model of the same spec, drawn anew."""
+        """Return a model of the same spec with random weights.
+
+        Args:
+            seed: Seed of the random weights.
+        """
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = Transformer(self.spec).to(self.device)
@@ -166,38 +208,74 @@ class Transformer(nn.Module):
         return model
 
     def check_native(self, operation: str) -> None:
-        """Refuse what only models of our own can do: this is one."""
+        """Do nothing, because this model is native.
+
+        Args:
+            operation: Name of the operation.
+        """
 
     def load_weights(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Take over weights by their names in a folder; what is tied is there once. The names that are not known."""
+        """Load weights by the names that they have in a saved folder.
+
+        Args:
+            state: Tensors by name. Tied tensors occur once.
+
+        Returns:
+            The unknown names.
+        """
         return self.load_state_dict(state, strict=False).unexpected_keys
 
-    # Folders: a later room knows them.
+    # Folders. Imports are local, because headwise.weights imports this module.
 
     def save(self, folder: str | Path) -> Path:
-        """Write the model into a folder, whole or not at all; `headwise.load(folder)` brings it back bit by bit."""
+        """Save the model atomically to a folder. `hw.load(folder)` loads it with the same bits.
+
+        Args:
+            folder: Path of the folder.
+
+        Returns:
+            The path of the folder.
+        """
         from headwise.weights.save import save
 
         return save(self, folder)
 
     @classmethod
     def reopen(cls, folder: str | Path) -> Self:
-        """What `save` wrote."""
+        """Load a model that `save` wrote as an instance of this class.
+
+        Args:
+            folder: Path of the folder.
+        """
         from headwise.weights.load import load_native
 
         return load_native(cls, folder)
 
     def export(self, folder: str | Path, family: str | None = None) -> Path:
-        """Write the model for transformers, as the family it came from, the one named, or the first that can hold it."""
+        """Write the model in the format of transformers.
+
+        Args:
+            folder: Path of the folder.
+            family: Model family. None means the family that the weights came from, or the first that supports the spec.
+
+        Returns:
+            The path of the folder.
+        """
         from headwise.weights.export import export_native
 
         return export_native(self, folder, family)
 
     def encode(self, source: Tensor, *, attention_mask: Tensor | None = None, gates: Gates | None = None) -> Tensor:
-        """Read a source with the encoder of an encoder-decoder: (B, S) → (B, S, D)."""
+        """Encode a source with the encoder of an encoder-decoder: (B, S) → (B, S, D).
+
+        Args:
+            source: Source token ids, (B, S).
+            attention_mask: (B, S), True at real tokens.
+            gates: Factors of head outputs for this call.
+        """
         if self.spec.kind != "encoder-decoder":
-            raise HeadwiseError(
-                f"this model is of kind {self.spec.kind}; encode is for an encoder-decoder. Call model(ids)."
+            raise UnsupportedModelError(
+                f"encode: supports encoder-decoders only. This model has kind={self.spec.kind!r}. Call model(ids)."
             )
         x, context = self.begin_forward(source, attention_mask=attention_mask, gates=gates)
         x = self._run_blocks(self.encoder_blocks, x, context)
@@ -206,9 +284,14 @@ class Transformer(nn.Module):
     def begin_forward(
         self, ids: Tensor, *, attention_mask: Tensor | None = None, gates: Gates | None = None
     ) -> tuple[Tensor, BlockContext]:
-        """The stream before the first block, (B, T, D), and what travels beside it: to walk through the blocks by hand.
+        """Return the residual stream before the first block, (B, T, D), and the context of the blocks.
 
-        In an encoder-decoder these are the encoder's blocks.
+        Use it to run the blocks one by one. In an encoder-decoder these are the blocks of the encoder.
+
+        Args:
+            ids: Token ids, (B, T).
+            attention_mask: (B, T), True at real tokens.
+            gates: Factors of head outputs.
         """
         ids = self._validate_ids(ids, attention_mask)
         positions = self._positions(ids, 0, attention_mask)
@@ -221,19 +304,27 @@ class Transformer(nn.Module):
         return self._embed(ids, positions, None), context
 
     def pooled(self, ids: Tensor, *, attention_mask: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
-        """An encoder's summary of each text: (B, T) → (B, D)."""
+        """Return the pooled output of an encoder for each text: (B, T) → (B, D).
+
+        Args:
+            ids: Token ids, (B, T).
+            attention_mask: (B, T), True at real tokens.
+            token_types: Token types, (B, T).
+        """
         if self.pooler is None:
-            raise HeadwiseError("this model has no pooler; take the mean of model(ids, hidden=True) over real tokens.")
+            raise UnsupportedModelError(
+                "pooled: this model does not have a pooler. Use the mean of model(ids, hidden=True) over real tokens."
+            )
         return self.pooler(self(ids, attention_mask=attention_mask, token_types=token_types, hidden=True))
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embed.reference_tensor.device
 
     @property
     def tokenizer(self) -> TokenizerProtocol | None:
-        """The model's tokenizer, if whoever loaded or trained it gave one; a function that makes it is called when asked."""
+        """Tokenizer of the model, or None. If it was set to a function, the function is called on first access."""
         if callable(self._tokenizer):
             self._tokenizer = self._tokenizer()
         return self._tokenizer
@@ -244,34 +335,37 @@ class Transformer(nn.Module):
 
     @property
     def decoder_start_token(self) -> int:
-        """The token before what an encoder-decoder writes: the end token, as it stands between any two texts."""
+        """First decoder token of an encoder-decoder: the end-of-text token (or separator) of the tokenizer."""
         special = {} if self.tokenizer is None else self.tokenizer.special
         token = special.get("eos") if special.get("eos") is not None else special.get("sep")
         if token is None:
-            raise HeadwiseError("writing starts from the end token, and the model's tokenizer has none.")
+            raise UnsupportedModelError(
+                "decoder_start_token: the decoder starts with the end-of-text or separator token, and the tokenizer defines "
+                "neither. Pass source= and a prompt of token ids that begins with the start token."
+            )
         return token
 
     # Heads.
 
     def hook_points(self) -> list[HookPoint]:
-        """Every place where attention happens, in the order data walks through them."""
+        """Return the hook points of all attention layers in the order of `attention_layers`."""
         return [layer.hook_point for layer in self.attention_layers()]
 
     def gathered_hook_points(self) -> list[HookPoint]:
-        """The same with all heads, also where processes share them: there, listen and edit in every process alike."""
+        """Return the hook points with the heads of all processes. All processes must open the same listeners and edits."""
         return [layer.hook_point for layer in self.gathered_layers()]
 
     @property
     def heads(self) -> Heads:
-        """Every head, by address: model.heads["5.1"], model.heads["0-3.*"]."""
+        """All heads by address: `model.heads["5.1"]`, `model.heads["0-3.*"]`."""
         return Heads(self.gathered_layers())
 
     def gathered_layers(self) -> Iterator[AttentionLayerProtocol]:
-        """The attention layers with all their heads, whichever process holds them."""
+        """Return the attention layers with the heads of all processes."""
         return (layer.gathered_layer for layer in self.attention_layers())
 
     def attention_layers(self) -> Iterator[MultiHeadAttention]:
-        """The attention layers, encoder first, a block's self-attention before its cross-attention."""
+        """Yield the attention layers: encoder first, self-attention of a block before its cross-attention."""
         for block in (*self.encoder_blocks, *self.blocks):
             assert isinstance(block, Block)
             yield block.attention
@@ -281,13 +375,27 @@ class Transformer(nn.Module):
     # Caching.
 
     def cache(self, kind: str | Plan = "dynamic", size: int | None = None) -> ModelCache:
-        """An empty cache for this model: dynamic, static (size, default the context) or sliding (size); or as a plan says."""
+        """Create an empty KV cache for this model.
+
+        Args:
+            kind: "dynamic" grows as needed, "static" allocates memory for `size` tokens, "sliding" caches the last `size`
+                tokens. A `Plan` uses the cache policies of the plan.
+            size: Number of tokens of a static or sliding cache. The default of a static cache is the context of the model.
+
+        Returns:
+            The cache, for `model(ids, cache=cache)` or `model.generate(prompt, cache=cache)`.
+
+        Raises:
+            UnsupportedModelError: The model is an encoder.
+        """
         if self.spec.kind == "encoder":
-            raise HeadwiseError("an encoder sees all tokens at once and keeps no cache.")
+            raise UnsupportedModelError(
+                "cache: an encoder does not have a KV cache, because it attends to all tokens at once. Call model(ids)."
+            )
         if isinstance(kind, str):
             return self._make_cache(self.spec, kind, size)
         if not isinstance(kind, Plan):
-            raise HeadwiseError(f"a cache is 'dynamic', 'static', 'sliding' or what a Plan says; got {kind!r}.")
+            raise ArgumentError(f"kind={kind!r}: must be 'dynamic', 'static', 'sliding' or a Plan.")
         check_plan(kind, self)
         return self._make_cache(kind.cache_spec(), "dynamic" if size is None else "static", size)
 
@@ -296,11 +404,11 @@ class Transformer(nn.Module):
 
     @contextmanager
     def _cached_step(self, cache: ModelCache, rows: int) -> Iterator[None]:
-        """Run a step with tuned products; restore the cache if it fails."""
+        """Run a step with tuned matrix products. Restore the cache if the step fails."""
         with cache.atomic_step(), self.matmul_tuner.decode_step(self, rows):
             yield
 
-    # The small print.
+    # Helpers of the forward pass.
 
     def _run_blocks(self, blocks: nn.ModuleList, x: Tensor, context: BlockContext) -> Tensor:
         if not (self.checkpointing and torch.is_grad_enabled()):
@@ -308,7 +416,7 @@ class Transformer(nn.Module):
                 x = block(x, context)
             return x
         run_checkpointed = partial(checkpoint, use_reentrant=False)
-        if not torch.compiler.is_compiling():  # which repeats the operations that it traced, edits among them
+        if not torch.compiler.is_compiling():  # compiled code repeats the traced operations, including edits
             hooks = HOOKS.now
             run_checkpointed = partial(run_checkpointed, context_fn=lambda: (nullcontext(), replaying(hooks)))
         for block in blocks:
@@ -325,20 +433,23 @@ class Transformer(nn.Module):
     ) -> Tensor | None:
         if self.spec.kind != "encoder-decoder":
             if source is not None or memory is not None:
-                raise HeadwiseError(f"this model is of kind {self.spec.kind} and reads no source; leave source out.")
+                raise ArgumentError(
+                    f"source: only an encoder-decoder reads a source. This model has kind={self.spec.kind!r}. Omit source "
+                    f"and memory."
+                )
             return None
         if cache is not None and cache.memory is not None:
             if source is not None or memory is not None:
-                raise HeadwiseError("the cache holds a source already; start a new cache for a new source.")
+                raise ArgumentError("source: the cache already contains a source. Create a new cache for a new source.")
             return cache.memory
         if memory is None and source is None:
-            raise HeadwiseError("an encoder-decoder needs what it reads: model(ids, source=source_ids).")
+            raise ArgumentError("source: missing. An encoder-decoder needs model(ids, source=source_ids).")
         if memory is None and source is not None:
             memory = self.encode(source, attention_mask=source_attention_mask, gates=gates)
         return memory
 
     def _positions(self, ids: Tensor, start: int, attention_mask: Tensor | None) -> Tensor:
-        """Where each token stands, padding not counted: (1 or B, T)."""
+        """Return the position of each token, without counting padding: (1 or B, T)."""
         T = ids.shape[1]
         if attention_mask is not None:
             positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, start : start + T]
@@ -349,9 +460,9 @@ class Transformer(nn.Module):
             and start + T > self.spec.context
             and int(positions.max()) >= self.spec.context
         ):
-            raise HeadwiseError(
-                f"{int(positions.max()) + 1} tokens are more than the {self.spec.context} positions this model has learned; "
-                f"shorten the input."
+            raise ArgumentError(
+                f"ids: {int(positions.max()) + 1} tokens are more than the {self.spec.context} positions that the model has "
+                f"learned. Shorten the input."
             )
         return positions
 
@@ -366,40 +477,49 @@ class Transformer(nn.Module):
             return self.embed(ids, positions, token_types)
         except IndexError:
             low, high = int(ids.min()), int(ids.max())
-            raise HeadwiseError(
-                f"token ids must lie in 0-{self.spec.vocab - 1} (and token types, if any, below {self.spec.token_types}); "
-                f"got ids {low}-{high}."
+            types = "" if token_types is None else f" and token types up to {int(token_types.max())}"
+            raise ArgumentError(
+                f"ids: token ids must be from 0 to {self.spec.vocab - 1} (and token types, if the model has them, below "
+                f"{self.spec.token_types}). Got token ids from {low} to {high}{types}."
             ) from None
 
     def _validate_ids(self, ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
             got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise HeadwiseError(f"token ids are a tensor of whole numbers, (batch, tokens); got {got}.")
+            raise ArgumentError(f"ids: must be an integer tensor of shape (batch, tokens). Got {got}.")
         if attention_mask is not None and attention_mask.shape != ids.shape:
-            raise HeadwiseError(
-                f"attention_mask is {tuple(attention_mask.shape)} but ids are {tuple(ids.shape)}; True at real tokens."
+            raise ArgumentError(
+                f"attention_mask: must have the shape of ids, {tuple(ids.shape)}, and be True at real tokens. "
+                f"Got shape {tuple(attention_mask.shape)}."
+            )
+        if ids.device != self.device:
+            raise ArgumentError(
+                f"ids: the tensor is on {ids.device}, the model on {self.device}. Use ids.to(model.device), or model.to(...)."
             )
         return ids.long()
 
     def _check_cache(self, cache: ModelCache | None) -> None:
         check_model_cache(cache)
         if cache is not None and self.checkpointing and torch.is_grad_enabled():
-            raise HeadwiseError("a cache holds numbers, not graphs; use torch.no_grad(), or turn checkpointing off.")
+            raise ArgumentError(
+                "cache: not supported with checkpointing and gradients, because a cache does not store autograd graphs. Use "
+                "torch.no_grad(), or set model.checkpointing = False."
+            )
 
     def _check_padding_side(self, cache: ModelCache | None, attention_mask: Tensor | None) -> None:
-        """Windows and biases by distance count places, padding among them: with a cache, padding must all lie on the left."""
+        """Raise if a cache is used with right padding, but windows or position biases count padding as positions."""
         if cache is None or attention_mask is None:
             return
         cache_counts_positions = any(layer_cache.needs_left_padding for layer_cache in cache.layers.values())
         uses_distances = self.spec.attention.position_bias_field is not None or cache_counts_positions
         if uses_distances and (attention_mask[:, :-1] & ~attention_mask[:, 1:]).any():
-            raise HeadwiseError(
-                "with windows, biases by distance or caches by head texts are padded on the left; padding follows a token "
-                "here."
+            raise ArgumentError(
+                "attention_mask: padding follows a token. Models with windows, position biases or cache policies per head "
+                "need padding on the left if a cache is used."
             )
 
 
-def _tie_again(model: Any, incompatible: object) -> None:
-    """Loading with assign=True puts new tensors in place of old ones; what was tied stays tied."""
+def _tie_again(model: Any, incompatible: object = None) -> None:
+    """Tie the output layer to the embedding again, because loading with assign=True replaces the tensors."""
     if model.output is not None:
         model.output.tie_weight(model.embed.tokens)

@@ -5,18 +5,18 @@ from collections.abc import Callable
 
 import torch
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.model.protocols import ModelProtocol, check_model
 from headwise.spec import Plan
 from headwise.spec.migration import FORMAT_1_DIGEST, to_format_1_tensor_name
 
 
 def weights_digest(model: ModelProtocol, tensor_name: Callable[[str], str] = str) -> str:
-    """Return a SHA-256 digest of the names, shapes and bytes of all tensors of a model; a tied tensor counts once.
+    """Return a SHA-256 digest of the names, shapes and bytes of all tensors of a model. A tied tensor counts once.
 
     Args:
         model: The model.
-        tensor_name: Returns the name under which a tensor counts.
+        tensor_name: Function that returns the name of a tensor in the digest.
     """
     hasher = hashlib.sha256()
     for name, tensor in model.copy_offloaded_to_memory().state_dict().items():
@@ -33,6 +33,6 @@ def check_plan(plan: Plan, model: ModelProtocol) -> None:
     digest = plan.digest.removeprefix(FORMAT_1_DIGEST)
     tensor_name = str if digest == plan.digest else to_format_1_tensor_name
     if weights_digest(model, tensor_name) != digest:
-        raise HeadwiseError(
-            "the plan was made for other weights of the same sizes, or in another dtype; make a plan for this model."
+        raise ArgumentError(
+            "plan: made for a model with the same spec but other weights or another dtype. Make a plan for this model."
         )

@@ -1,4 +1,4 @@
-"""What a model is. Frozen data, no torch."""
+"""Model configuration: frozen dataclasses that do not import torch."""
 
 from headwise.spec.address import Address, LayerAddress, select
 from headwise.spec.attention import AttentionSpec, Rotary, RotaryScaling

@@ -1,11 +1,11 @@
-"""What one attention layer is: sizes, heads, positions, softmax. Frozen data, no torch."""
+"""Configuration of one attention layer: sizes, heads, position encoding and softmax. Does not import torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.spec.cache_policy import KEEP_ALL, CachePolicy
 from headwise.spec.json_spec import JSONSpec
 from headwise.spec.weight_bits import LayerBits
@@ -13,10 +13,18 @@ from headwise.spec.weight_bits import LayerBits
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How rotary frequencies are stretched for longer contexts.
+    """Scaling of rotary frequencies for contexts longer than those of pretraining.
 
-    `linear` divides every frequency by `factor`. `llama3` divides the slow ones, keeps the fast ones and blends between
-    (Llama 3, https://arxiv.org/abs/2407.21783).
+    Attributes:
+        kind: "linear" divides every frequency by `factor`. "llama3" divides low frequencies, keeps high frequencies and
+            interpolates between them (Llama 3, https://arxiv.org/abs/2407.21783).
+        factor: Divisor of the scaled frequencies, above 0.
+        low_freq_factor: llama3 only. Frequencies with a wavelength above `original_context / low_freq_factor` are divided.
+        high_freq_factor: llama3 only. Frequencies with a wavelength below `original_context / high_freq_factor` are kept.
+        original_context: llama3 only. Context length of pretraining, in tokens.
+
+    >>> Rotary(theta=500000.0, scaling=RotaryScaling("llama3", factor=8.0)).scaling.original_context
+    8192
     """
 
     kind: Literal["linear", "llama3"]
@@ -27,17 +35,23 @@ class RotaryScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "llama3"):
-            raise HeadwiseError(f"rotary scaling {self.kind!r} is unknown; use linear or llama3.")
+            raise ArgumentError(f"RotaryScaling kind={self.kind!r}: unknown. Use 'linear' or 'llama3'.")
         if self.factor <= 0:
-            raise HeadwiseError(f"rotary scaling factor must be above 0, got {self.factor}.")
+            raise ArgumentError(f"RotaryScaling factor={self.factor}: must be above 0.")
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions (https://arxiv.org/abs/2104.09864): pairs of channels turn with the position.
+    """Rotary position embedding: pairs of channels are rotated by the position (https://arxiv.org/abs/2104.09864).
 
-    `half` pairs channel i with i + dims/2 (Hugging Face), `interleaved` pairs 2i with 2i + 1 (the paper, Meta).
-    `dims` is how many channels turn; None means all of head_dim.
+    Attributes:
+        theta: Base of the frequencies, above 0.
+        layout: "half" pairs channel i with i + dims/2 (Hugging Face). "interleaved" pairs 2i with 2i + 1 (the paper, Meta).
+        dims: Number of rotated channels per head, an even number. None rotates all channels of head_dim.
+        scaling: Scaling of the frequencies for longer contexts. None applies no scaling.
+
+    >>> AttentionSpec(width=64, heads=4, rotary=Rotary(dims=8)).rotary
+    Rotary(theta=10000.0, layout='half', dims=8, scaling=None)
     """
 
     theta: float = 10000.0
@@ -47,44 +61,45 @@ class Rotary:
 
     def __post_init__(self) -> None:
         if not self.theta > 0:
-            raise HeadwiseError(f"rotary theta must be above 0, got {self.theta}.")
+            raise ArgumentError(f"Rotary theta={self.theta}: must be above 0.")
         if self.layout not in ("half", "interleaved"):
-            raise HeadwiseError(f"rotary layout {self.layout!r} is unknown; use half or interleaved.")
+            raise ArgumentError(f"Rotary layout={self.layout!r}: unknown. Use 'half' or 'interleaved'.")
         if self.dims is not None and (self.dims < 2 or self.dims % 2):
-            raise HeadwiseError(f"rotary dims must be an even number of at least 2, got {self.dims}.")
+            raise ArgumentError(f"Rotary dims={self.dims}: must be an even number of at least 2.")
 
 
 MAX_HEADS = 2**16
 
 
 def check_non_negative_int(spec: object, *names: str) -> None:
-    """Sizes are whole numbers, 0 or more."""
+    """Raise if one of the fields is not an integer of at least 0."""
     for name in names:
         value = getattr(spec, name)
         if type(value) is not int or value < 0:
-            raise HeadwiseError(f"{name} must be a whole number, 0 or more; got {value!r}.")
+            raise ArgumentError(f"{name}={value!r}: must be an integer of at least 0.")
 
 
 def check_at_most(spec: object, maximum: int, *names: str) -> None:
-    """Far more layers or heads than anybody has come from a damaged file; counting them would take for ever."""
+    """Raise if a count is so large that it must come from a damaged file; iterating over it would not finish."""
     for name in names:
         if getattr(spec, name) > maximum:
-            raise HeadwiseError(
-                f"{name} is {getattr(spec, name)}, and at most {maximum} are counted; is the file damaged?"
+            raise ArgumentError(
+                f"{name}={getattr(spec, name)}: must be at most {maximum}. If the value comes from a file, "
+                f"the file is damaged."
             )
 
 
 def check_type(spec: object, expected_type: type, *names: str) -> None:
-    """Switches are True or False, measures are numbers."""
+    """Raise if one of the fields has another type. Integers are accepted as floats, booleans are not."""
     for name in names:
         value = getattr(spec, name)
         if not isinstance(value, expected_type | int if expected_type is float else expected_type) or (
             expected_type is float and isinstance(value, bool)
         ):
-            raise HeadwiseError(f"{name} must be a {expected_type.__name__}, got {value!r}.")
+            raise ArgumentError(f"{name}={value!r}: must be a {expected_type.__name__}.")
 
 
-# What scores gain by distance: the field that asks for it, and how many numbers each head learns for it.
+# Biases that depend on the distance between query and key: field name to number of learned parameters per head.
 POSITION_BIASES: dict[str, Callable[["AttentionSpec"], int]] = {
     "alibi": lambda spec: 0,
     "t5_buckets": lambda spec: spec.t5_buckets,
@@ -93,10 +108,35 @@ POSITION_BIASES: dict[str, Callable[["AttentionSpec"], int]] = {
 
 @dataclass(frozen=True)
 class AttentionSpec(JSONSpec):
-    """One multi-head attention layer.
+    """Configuration of one multi-head attention layer.
 
-    `heads` and `kv_heads` count the heads the layer was born with; `kept_heads` lists those still there by their original
-    numbers (None: all of them). So a pruned layer is just a spec, and its query groups may be uneven or empty.
+    `heads` and `kv_heads` are the original counts. A pruned layer lists the remaining heads in `kept_heads`; its query
+    groups may then be uneven or empty.
+
+    Attributes:
+        width: Width of the residual stream.
+        heads: Original number of heads.
+        head_dim: Channels of queries and keys per head. 0 means `width / heads`.
+        value_dim: Channels of values per head. 0 means `head_dim`.
+        kv_heads: Original number of KV heads. 0 means `heads`; 1 is multi-query, values in between are grouped-query.
+        kv_width: Width of the sequence that keys and values are computed from, in cross-attention. 0 means `width`.
+        kept_heads: Original numbers of the remaining heads. None means all heads.
+        cache: Cache policy of each original KV head. Empty means that all KV heads cache every token.
+        weight_bits: Bits per weight of each head. None means that weights are not quantized.
+        bias: Whether queries, keys and values have a bias.
+        out_bias: Whether the output projection has a bias.
+        scale: Factor of the attention scores. None means 1/√head_dim.
+        rotary: Rotary position embedding. None means no rotary embedding.
+        alibi: Whether scores have an ALiBi bias: minus the slope of the head times the distance.
+        t5_buckets: Number of distance buckets of a learned T5 position bias per head. 0 means no such bias.
+        window: A query attends only to keys fewer than `window` positions away. None means no limit.
+        softcap: Scores become softcap·tanh(score/softcap). None means no cap.
+        softmax: "plain"; "off_by_one" adds 1 to the denominator; "sink" adds a learned logit per head.
+        head_input: "full" projects the full residual stream for each head; "slice" projects the head's own slice of it.
+        gated: Whether each head has a learnable scalar that multiplies its output.
+        dropout: Dropout rate of attention weights in training.
+        head_dropout: Rate at which entire heads are dropped in training.
+        head_dropout_schedule: Schedule of `head_dropout` over training: "constant", "ramp" or "v".
 
     >>> AttentionSpec(width=512, heads=8).head_dim
     64
@@ -106,26 +146,26 @@ class AttentionSpec(JSONSpec):
 
     width: int
     heads: int
-    head_dim: int = 0  # 0: width / heads
-    value_dim: int = 0  # 0: head_dim
-    kv_heads: int = 0  # 0: heads; 1 is multi-query, in between is grouped-query
-    kv_width: int = 0  # 0: width; the width of the source in cross-attention
+    head_dim: int = 0
+    value_dim: int = 0
+    kv_heads: int = 0
+    kv_width: int = 0
     kept_heads: tuple[int, ...] | None = None
-    cache: tuple[CachePolicy, ...] = ()  # what each key head it was born with keeps; (): all keep everything
-    weight_bits: LayerBits | None = None  # at how many bits its weights are stored; None: as the layer computes
-    bias: bool = False  # on q, k and v
+    cache: tuple[CachePolicy, ...] = ()
+    weight_bits: LayerBits | None = None
+    bias: bool = False
     out_bias: bool = False
-    scale: float | None = None  # None: 1/√head_dim
+    scale: float | None = None
     rotary: Rotary | None = None
-    alibi: bool = False  # scores lose a head's slope times the distance
-    t5_buckets: int = 0  # T5's: a learned number for each head and so many buckets of distances; 0: none
-    window: int | None = None  # a query sees keys fewer than `window` positions away
-    softcap: float | None = None  # scores become softcap·tanh(score/softcap)
+    alibi: bool = False
+    t5_buckets: int = 0
+    window: int | None = None
+    softcap: float | None = None
     softmax: Literal["plain", "off_by_one", "sink"] = "plain"
     head_input: Literal["full", "slice"] = "full"
-    gated: bool = False  # a learnable scalar per head, on what it writes
-    dropout: float = 0.0  # on attention weights
-    head_dropout: float = 0.0  # on whole heads
+    gated: bool = False
+    dropout: float = 0.0
+    head_dropout: float = 0.0
     head_dropout_schedule: Literal["constant", "ramp", "v"] = "constant"
 
     def __post_init__(self) -> None:
@@ -133,9 +173,9 @@ class AttentionSpec(JSONSpec):
         check_at_most(self, MAX_HEADS, "heads", "kv_heads")
         check_type(self, bool, "bias", "out_bias", "alibi", "gated")
         if self.rotary is not None and not isinstance(self.rotary, Rotary):
-            raise HeadwiseError(f"rotary must be a Rotary(theta=…), got {self.rotary!r}.")
+            raise ArgumentError(f"rotary={self.rotary!r}: must be a Rotary object, for example Rotary(theta=10000.0).")
         if self.width < 1:
-            raise HeadwiseError(f"width must be at least 1, got {self.width}.")
+            raise ArgumentError(f"width={self.width}: must be at least 1.")
         self._set_field("head_dim", self.head_dim or self._default_head_dim())
         self._set_field("value_dim", self.value_dim or self.head_dim)
         self._set_field("kv_heads", self.kv_heads or self.heads)
@@ -151,49 +191,56 @@ class AttentionSpec(JSONSpec):
 
     def _default_head_dim(self) -> int:
         if self.heads == 0:
-            return self.width  # no head will use it
+            return self.width  # unused, because the layer has no head
         if self.width % self.heads:
             nearest = max(1, round(self.width / self.heads))
-            raise HeadwiseError(
-                f"width {self.width} is not divisible by heads {self.heads}; give head_dim explicitly, e.g. "
+            raise ArgumentError(
+                f"width={self.width}: not divisible by heads={self.heads}. Set head_dim explicitly, for example "
                 f"head_dim={nearest}."
             )
         return self.width // self.heads
 
     def _check(self) -> None:
         if self.heads % max(1, self.kv_heads):
-            raise HeadwiseError(
-                f"heads {self.heads} cannot be shared out over kv_heads {self.kv_heads}; kv_heads must divide heads."
+            raise ArgumentError(
+                f"heads={self.heads}: not divisible by kv_heads={self.kv_heads}. Set kv_heads to a divisor of heads."
             )
         if self.kept_heads and (self.kept_heads[0] < 0 or self.kept_heads[-1] >= self.heads):
-            raise HeadwiseError(f"kept_heads must lie in 0-{self.heads - 1}, got {list(self.kept_heads)}.")
-        if self.softmax not in ("plain", "off_by_one", "sink"):
-            raise HeadwiseError(f"softmax {self.softmax!r} is unknown; use plain, off_by_one or sink.")
-        if self.softcap is not None and self.softcap <= 0:
-            raise HeadwiseError(f"softcap must be above 0, got {self.softcap}; leave it out for none.")
-        if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise HeadwiseError(
-                f"window must be a whole number of at least 1, got {self.window}; leave it out for none."
+            raise ArgumentError(
+                f"kept_heads={list(self.kept_heads)}: head numbers must be between 0 and {self.heads - 1}."
             )
+        if self.softmax not in ("plain", "off_by_one", "sink"):
+            raise ArgumentError(f"softmax={self.softmax!r}: unknown. Use 'plain', 'off_by_one' or 'sink'.")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ArgumentError(f"softcap={self.softcap}: must be above 0. Use None for no cap.")
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise ArgumentError(f"window={self.window}: must be an integer of at least 1. Use None for no window.")
         if self.head_dropout_schedule not in ("constant", "ramp", "v"):
-            raise HeadwiseError(
-                f"head dropout schedule {self.head_dropout_schedule!r} is unknown; use constant, ramp or v."
+            raise ArgumentError(
+                f"head_dropout_schedule={self.head_dropout_schedule!r}: unknown. Use 'constant', 'ramp' or 'v'."
             )
         if self.cache and len(self.cache) != self.kv_heads:
-            raise HeadwiseError(f"cache tells what each of {self.kv_heads} key heads keeps; got {len(self.cache)}.")
+            raise ArgumentError(
+                f"cache: needs one policy per KV head. Got {len(self.cache)} policies for {self.kv_heads} KV heads."
+            )
         if self.weight_bits is not None:
             sizes = [len(getattr(self.weight_bits, projection)) for projection in "qkvo"]
-            if sizes != [self.heads, self.kv_heads, self.kv_heads, self.heads]:
-                raise HeadwiseError(f"weight_bits tell the bits of every head, q k v o; got {sizes} of them.")
+            expected_sizes = [self.heads, self.kv_heads, self.kv_heads, self.heads]
+            if sizes != expected_sizes:
+                raise ArgumentError(
+                    f"weight_bits: needs one number per head for q, k, v and o, so {expected_sizes} numbers. Got {sizes}."
+                )
         for name, rate in (("dropout", self.dropout), ("head_dropout", self.head_dropout)):
             if not 0 <= rate < 1:
-                raise HeadwiseError(f"{name} must be at least 0 and below 1, got {rate}.")
+                raise ArgumentError(f"{name}={rate}: must be at least 0 and below 1.")
         enabled_biases = [name for name in POSITION_BIASES if getattr(self, name)]
         if len(enabled_biases) > 1:
-            raise HeadwiseError(f"scores have one bias by distance; {' and '.join(enabled_biases)} are two.")
+            raise ArgumentError(
+                f"{' and '.join(enabled_biases)}: a layer supports only one position bias. Set one of them."
+            )
         if 0 < self.t5_buckets < 4:
-            raise HeadwiseError(
-                f"t5_buckets are for both directions, near and far: 0 or at least 4, got {self.t5_buckets}."
+            raise ArgumentError(
+                f"t5_buckets={self.t5_buckets}: must be 0 or at least 4, because both directions need near and far buckets."
             )
         self._check_rotary()
         self._check_input()
@@ -203,70 +250,70 @@ class AttentionSpec(JSONSpec):
             return
         rotary_dims = self.rotary.dims or self.head_dim
         if rotary_dims % 2 or rotary_dims > self.head_dim:
-            raise HeadwiseError(
-                f"rotary positions turn channels in pairs, so {rotary_dims} channels of head_dim {self.head_dim} will not "
-                f"do; give an even head_dim, or Rotary(dims=...) within it."
+            raise ArgumentError(
+                f"rotary: cannot rotate {rotary_dims} of {self.head_dim} channels per head, because channels are rotated "
+                f"in pairs. Set an even head_dim, or Rotary(dims=...) to an even number of at most head_dim."
             )
 
     def _check_input(self) -> None:
         if self.head_input not in ("full", "slice"):
-            raise HeadwiseError(f"head_input {self.head_input!r} is unknown; use full or slice.")
+            raise ArgumentError(f"head_input={self.head_input!r}: unknown. Use 'full' or 'slice'.")
         if self.head_input == "slice" and (self.heads == 0 or self.width % self.heads or self.kv_width % self.heads):
-            raise HeadwiseError(
-                f"head_input='slice' gives each head its own slice of the embedding: width {self.width} and kv_width "
-                f"{self.kv_width} must be divisible by heads {self.heads}."
+            raise ArgumentError(
+                f"head_input='slice': each head has its own slice of the residual stream, so width={self.width} and "
+                f"kv_width={self.kv_width} must be divisible by heads={self.heads}."
             )
         if self.head_input == "slice" and self.kv_heads != self.heads:
-            raise HeadwiseError(
-                f"head_input='slice' needs kv_heads equal to heads, got {self.kv_heads} and {self.heads}; a shared key head "
-                f"has no slice of its own."
+            raise ArgumentError(
+                f"head_input='slice': needs kv_heads equal to heads, because a shared KV head has no slice of its own. "
+                f"Got kv_heads={self.kv_heads} and heads={self.heads}."
             )
 
-    # What follows from the fields.
+    # Derived values.
 
     @cached_property
     def head_ids(self) -> tuple[int, ...]:
-        """The heads that are there, by their original numbers."""
+        """Original numbers of the remaining heads."""
         return tuple(range(self.heads)) if self.kept_heads is None else self.kept_heads
 
     @cached_property
     def kv_head_ids(self) -> tuple[int, ...]:
-        """The key/value heads some present head still reads from, by their original numbers."""
+        """Original numbers of the KV heads that at least one remaining head uses."""
         return tuple(sorted({self._kv_of(head) for head in self.head_ids}))
 
     @cached_property
     def kv_of_head(self) -> tuple[int, ...]:
-        """For each present head, the index of its key/value head among those present."""
+        """Index into `kv_head_ids` for each remaining head."""
         index = {kv_id: i for i, kv_id in enumerate(self.kv_head_ids)}
         return tuple(index[self._kv_of(head)] for head in self.head_ids)
 
     @cached_property
     def heads_of_kv(self) -> tuple[tuple[int, ...], ...]:
-        """For each present key/value head, the original numbers of the heads that read it."""
+        """Original numbers of the heads that share each remaining KV head."""
         return tuple(tuple(n for n in self.head_ids if self._kv_of(n) == kv_id) for kv_id in self.kv_head_ids)
 
     @cached_property
     def cache_policies(self) -> tuple[CachePolicy, ...]:
-        """What each present key head keeps."""
+        """Cache policy of each remaining KV head."""
         return tuple(self.cache[kv_id] if self.cache else KEEP_ALL for kv_id in self.kv_head_ids)
 
     @cached_property
     def position_bias_field(self) -> str | None:
-        """The field that asks for a bias by distance, if one does."""
+        """Name of the field that enables a position bias, or None."""
         return next((name for name in POSITION_BIASES if getattr(self, name)), None)
 
     @cached_property
     def uses_default_score_params(self) -> bool:
-        """Whether scores are q·k and the caller's mask alone: no window, no bias by distance, no sink."""
+        """True if scores need only q·k and the caller's mask: no window, no position bias, no sink."""
         return self.window is None and self.position_bias_field is None and self.softmax == "plain"
 
     @property
     def position_params_per_head(self) -> int:
-        """How many numbers each head learns for it."""
+        """Number of learned parameters of the position bias per head."""
         return 0 if self.position_bias_field is None else POSITION_BIASES[self.position_bias_field](self)
 
     def without_positions(self) -> "AttentionSpec":
-        """The same layer where distances mean nothing: keys come from another sequence."""
+        """Return this spec without window, rotary embedding and position bias, for keys from another sequence."""
         disabled = {name: type(getattr(self, name))() for name in POSITION_BIASES}  # False, 0
         return replace(self, window=None, rotary=None, **disabled)
 
@@ -275,7 +322,7 @@ class AttentionSpec(JSONSpec):
 
     @property
     def num_parameters(self) -> int:
-        """How many parameters the layer holds."""
+        """Number of parameters of the layer."""
         heads, kv_heads = len(self.head_ids), len(self.kv_head_ids)
         input_slices = self.heads if self.head_input == "slice" else 1
         queries = heads * self.head_dim
@@ -286,5 +333,9 @@ class AttentionSpec(JSONSpec):
         return total + heads * (self.gated + (self.softmax == "sink") + self.position_params_per_head)
 
     def keep_heads(self, heads: tuple[int, ...]) -> "AttentionSpec":
-        """The same layer with only these heads, by their original numbers."""
+        """Return this spec with only some of its heads.
+
+        Args:
+            heads: Original numbers of the heads to keep.
+        """
         return replace(self, kept_heads=tuple(heads))

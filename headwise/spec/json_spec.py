@@ -1,36 +1,50 @@
-"""Specs as JSON and back. Only what differs from the default is written; unknown fields are refused by name."""
+"""Conversion of specs to and from JSON. Fields with their default value are omitted; unknown fields raise an error."""
 
 import json
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import FileFormatError, suggest_names
 
 
 class JSONSpec:
-    """A spec that goes through JSON."""
+    """Base class of specs that can be converted to and from JSON."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data, defaults left out."""
+        """Return the fields as plain data without fields that have their default value."""
         return _to_json_value(self)
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Build a spec from plain data; an unknown or ill-typed field is an error that names it."""
+        """Build a spec from plain data.
+
+        Args:
+            data: The fields as `to_dict` returns them.
+
+        Raises:
+            FileFormatError: A field is unknown, missing or has the wrong type.
+        """
         return _build(cls, data, cls.__name__)
 
     def to_json(self) -> str:
-        """Write the spec as JSON, defaults left out."""
+        """Return the spec as JSON text without fields that have their default value."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read a spec back; an unknown or ill-typed field is an error that names it."""
+        """Build a spec from JSON text.
+
+        Args:
+            text: JSON as `to_json` returns it.
+
+        Raises:
+            FileFormatError: The text is not valid JSON, or a field is unknown, missing or has the wrong type.
+        """
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise HeadwiseError(f"the spec is not valid JSON: {error}.") from None
+            raise FileFormatError(f"{cls.__name__}: the text is not valid JSON: {error}.") from None
         return cls.from_dict(data)
 
 
@@ -51,20 +65,20 @@ def _to_json_value(value: Any) -> Any:
 
 def _build(spec_class: Any, data: Any, path: str) -> Any:
     if not isinstance(data, dict):
-        raise HeadwiseError(f"{path} must be a JSON object, got {type(data).__name__}.")
+        raise FileFormatError(f"{path}: must be a JSON object. Got {type(data).__name__}.")
     hints = get_type_hints(spec_class)
     field_names = {field.name for field in fields(spec_class)}
     for name in data:
         if name not in field_names:
-            raise HeadwiseError(f"{path} has no field {name!r}; {suggest_names(name, field_names)}")
+            raise FileFormatError(f"{path}: unknown field {name!r}; {suggest_names(name, field_names)}")
     for field in fields(spec_class):
         if field.name not in data and field.default is MISSING:
-            raise HeadwiseError(f"{path} lacks the field {field.name!r}; add it.")
+            raise FileFormatError(f"{path}: the required field {field.name!r} is missing. Add it.")
     return spec_class(**{name: _convert(hints[name], value, f"{path}.{name}") for name, value in data.items()})
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    """Turn one JSON value into what a field's type asks for."""
+    """Convert one JSON value to the type of its field."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in options:
         return None
@@ -77,10 +91,17 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if origin not in (None, Literal, tuple) and isinstance(value, dict):  # a mapping of numbers, such as kept_heads
             return {key: _convert(tuple[int, ...], items, f"{path}.{key}") for key, items in value.items()}
         if origin is Literal and isinstance(value, str):
-            return value  # the spec itself says which words it knows
+            return value  # the constructor of the spec checks the allowed values
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if option in (int, bool, str) and type(value) is option:
             return value
-    names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
-    raise HeadwiseError(f"{path} must be {names}, got {value!r}.")
+    names = " or ".join(map(_type_name, options))
+    raise FileFormatError(f"{path}={value!r}: must be {names}.")
+
+
+def _type_name(option: Any) -> str:
+    """Return the name of a type for error messages."""
+    if get_origin(option) is Literal:
+        return " or ".join(map(repr, get_args(option)))
+    return "None" if option is NoneType else getattr(option, "__name__", str(option))

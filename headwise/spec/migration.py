@@ -1,4 +1,4 @@
-"""Saved models of format 1, read as format 2: names of fields and tensors differ, the numbers are the same.
+"""Migration of saved models from format 1 to format 2. Names of fields and tensors differ; the values are the same.
 
 Format 1 is migrated in memory when a model is loaded; saving always writes format 2.
 """
@@ -6,17 +6,17 @@ Format 1 is migrated in memory when a model is loaded; saving always writes form
 from collections.abc import Mapping
 from typing import Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError
 
-FORMAT = 2  # of model folders; spec.json has it in "format", and format 1 has no such entry
+FORMAT = 2  # format of model folders, stored as "format" in spec.json; format 1 has no such entry
 NATIVE_FORMAT = f"headwise-{FORMAT}"  # in the metadata of model.safetensors
 ATTACHED_FORMATS = {1: "headwise-attached-1", 2: "headwise-attached-2"}  # in headwise.json
 SHARD_FOLDERS = {1: "pieces", 2: "shards"}  # in a checkpoint that several processes wrote
-FORMAT_1_DIGEST = "format1:"  # before the digest of a plan that was made with the tensor names of format 1
+FORMAT_1_DIGEST = "format1:"  # prefix of a plan digest that was computed with the tensor names of format 1
 
 KeyTable = Mapping[str, Mapping[str, str]]
 
-# Keys of spec.json by the place of their object in format 1, old to new. Entries of a list are at the place of the list.
+# Keys of spec.json, old to new, by the path of their object in format 1. Items of a list have the path of the list.
 SPEC_KEYS: KeyTable = {
     "": {
         "hidden": "mlp_width",
@@ -71,18 +71,18 @@ def migrate_spec(data: dict[str, Any], file: object) -> tuple[dict[str, Any], in
     """Return the fields of a spec.json under the names of format 2, and the format it was written in."""
     version = data.pop("format", 1)
     if type(version) is not int or version not in (1, FORMAT):
-        raise HeadwiseError(
-            f"{file} has format {version!r}; this version reads formats 1 and {FORMAT}. Update headwise."
+        raise FileFormatError(
+            f"{file}: unknown format {version!r}. This version of headwise reads formats 1 and {FORMAT}. Update headwise."
         )
     return (_rename_keys(data, SPEC_KEYS) if version == 1 else data), version
 
 
 def migrate_plans(plans: Any, *, native: bool = True) -> Any:
-    """The plans of a folder of format 1 in format 2; what is not a list of plans is left for the reader to refuse.
+    """Convert the plans of a model folder from format 1 to format 2. Invalid data is returned unchanged.
 
     Args:
-        plans: The plans as JSON gives them.
-        native: True for plans of a native model. The tensors of an attached model did not change their names.
+        plans: Parsed JSON of the plans.
+        native: True for plans of a native model. The tensors of attached models kept their names.
     """
     plans = _rename_keys(plans, PLAN_KEYS)
     for plan in plans if isinstance(plans, list) else ():
@@ -96,7 +96,7 @@ def migrate_plans(plans: Any, *, native: bool = True) -> Any:
 
 
 def migrate_attached(metadata: dict[str, Any]) -> dict[str, Any]:
-    """A headwise.json of format 1 in format 2; other formats are left as they are."""
+    """Convert a headwise.json from format 1 to format 2. Other formats are returned unchanged."""
     if metadata.get("format") != ATTACHED_FORMATS[1]:
         return metadata
     metadata = _rename_keys(metadata, ATTACHED_KEYS) | {"format": ATTACHED_FORMATS[FORMAT]}
@@ -108,7 +108,7 @@ def migrate_attached(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_format_1_tensor_name(name: str) -> str:
-    """The name a tensor of a native model had in format 1.
+    """Return the name that a tensor of a native model had in format 1.
 
     >>> to_format_1_tensor_name("blocks.0.attention.output_projection.quantized.codes4")
     'blocks.0.attention.write.packed.codes4'
@@ -117,7 +117,7 @@ def to_format_1_tensor_name(name: str) -> str:
 
 
 def migrate_tensor_name(name: str) -> str:
-    """The name that a tensor of a native model of format 1 has in format 2."""
+    """Return the name that a tensor of a native model of format 1 has in format 2."""
     return _rename_parts(name, TENSOR_NAME_PARTS)
 
 
@@ -135,7 +135,7 @@ def _rename_layouts(by_projection: Any) -> Any:
 
 
 def _rename_keys(value: Any, table: KeyTable, place: str = "") -> Any:
-    """A copy of JSON data in which the keys that a table names at their place are renamed."""
+    """Return a copy of JSON data with keys renamed by a table of paths."""
     if isinstance(value, list):
         return [_rename_keys(item, table, place) for item in value]
     if not isinstance(value, dict):
@@ -146,5 +146,9 @@ def _rename_keys(value: Any, table: KeyTable, place: str = "") -> Any:
         for key, item in value.items()
     }
     if len(renamed) != len(value):
-        raise HeadwiseError("a field is given twice, under its names of format 1 and format 2; keep one of the two.")
+        duplicates = sorted(new for old, new in names.items() if old in value and new in value)
+        raise FileFormatError(
+            f"{', '.join(duplicates) or 'a field'}: present twice, under its format 1 name and its format 2 name. "
+            f"Delete one of the two."
+        )
     return renamed

@@ -1,11 +1,11 @@
-"""What a whole model is: one attention layer's shape, how many of them, and everything around. Frozen data, no torch."""
+"""Configuration of a transformer: its attention layers, MLPs, norms, embeddings and output. Does not import torch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.spec.address import Address, LayerAddress, select
 from headwise.spec.attention import AttentionSpec, check_at_most, check_non_negative_int, check_type
 from headwise.spec.cache_policy import KEEP_ALL, CachePolicies, CacheRule, rules_from_policies
@@ -24,7 +24,7 @@ from headwise.spec.weight_bits import (
 )
 
 MAX_LAYERS = 2**12
-UNLIMITED_TOKENS = 1 << 30  # tokens
+UNLIMITED_TOKENS = 1 << 30  # length limit of models whose positions are not a table
 KeptHeads = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...]
 
 CHOICES = {
@@ -39,7 +39,36 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class ModelSpec(JSONSpec):
-    """A transformer. `kept_heads` maps a layer's address to the heads it still has; layers not in it are whole.
+    """Configuration of a transformer.
+
+    Attributes:
+        vocab: Number of tokens of the vocabulary.
+        context: Maximum number of tokens of a text, for learned positions.
+        layers: Number of layers (of the decoder in an encoder-decoder).
+        attention: Configuration shared by all attention layers.
+        mlp_width: Inner width of the MLPs. 0 means four times the width.
+        kind: "decoder", "encoder" or "encoder-decoder".
+        encoder_layers: Number of encoder layers of an encoder-decoder. 0 means `layers`.
+        norm_placement: "pre" (before each sub-layer), "post" (after it), or "parallel" (attention and MLP share one norm).
+        norm: "layer" (LayerNorm) or "rms" (RMSNorm).
+        norm_eps: Epsilon of the norms.
+        activation: Activation of the MLPs.
+        mlp_bias: Whether the MLPs have biases.
+        positions: Absolute position embedding of the tokens. Use "none" with rotary, ALiBi or T5 positions.
+        windows: Attention window of each layer, repeated if there are more layers. Empty means `attention.window`
+            in all layers.
+        embed_norm: Whether a norm follows the embeddings.
+        embed_scale: Factor of the token embeddings.
+        token_types: Number of token types (BERT's segments). 0 means no token types.
+        pooler: Whether an encoder has a pooler over its first token.
+        output: "lm" (next-token logits), "mlm" (masked-token logits) or "none" (hidden states).
+        tied: Whether the output projection shares the weights of the token embedding.
+        dropout: Dropout rate of the embeddings and of the output of each sub-layer.
+        kept_heads: Remaining heads by layer, such as {"5": (0, 1)}. Layers that are not listed have all heads.
+        stacks: Names and layer counts of the towers of an attached model. Empty means the stacks of `kind`.
+        cache: Cache rules of KV heads. A KV head without a rule caches everything.
+        weight_rules: Bits of quantized weights. Weights without a rule are not quantized.
+        activation_bits: 8 quantizes the activations that quantized weights are multiplied by; 32 does not.
 
     >>> spec = ModelSpec(vocab=256, context=64, layers=2, attention=AttentionSpec(width=32, heads=4))
     >>> smaller = spec.without("0.1,1.*")
@@ -53,30 +82,28 @@ class ModelSpec(JSONSpec):
     context: int
     layers: int
     attention: AttentionSpec
-    mlp_width: int = 0  # the MLP's inner width; 0: four times the width
+    mlp_width: int = 0
     kind: Literal["decoder", "encoder", "encoder-decoder"] = "decoder"
-    encoder_layers: int = 0  # 0: as many as layers; only in an encoder-decoder
+    encoder_layers: int = 0
     norm_placement: Literal["pre", "post", "parallel"] = "pre"
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-5
     activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = "gelu"
     mlp_bias: bool = True
     positions: Literal["learned", "sinusoidal", "none"] = "learned"
-    windows: tuple[int | None, ...] = ()  # one per layer, repeated as needed; (): attention.window everywhere
+    windows: tuple[int | None, ...] = ()
     embed_norm: bool = False
     embed_scale: float = 1.0
     token_types: int = 0
     pooler: bool = False
     output: Literal["lm", "mlm", "none"] = "lm"
     tied: bool = True
-    dropout: float = 0.0  # on embeddings and on what each sub-layer adds
+    dropout: float = 0.0
     kept_heads: KeptHeads = ()
-    # of models that are not ours: towers, by name, and their layers; (): by kind
     stacks: tuple[tuple[str, int], ...] = ()
-    cache: tuple[CacheRule, ...] = ()  # what key heads keep; those not named keep everything
-    # at how many bits weights are stored; those not named are as they are computed
+    cache: tuple[CacheRule, ...] = ()
     weight_rules: tuple[WeightRule, ...] = ()
-    activation_bits: int = FULL_PRECISION  # 8: what is multiplied by such weights is rounded as well
+    activation_bits: int = FULL_PRECISION
 
     def __post_init__(self) -> None:
         check_non_negative_int(self, "vocab", "context", "layers", "mlp_width", "encoder_layers", "token_types")
@@ -93,8 +120,8 @@ class ModelSpec(JSONSpec):
         valid_layers = {str(layer_address) for layer_address in self.layer_addresses}
         for layer_address in kept_heads:
             if layer_address not in valid_layers:
-                raise HeadwiseError(
-                    f"kept_heads names layer {layer_address!r}, which this model does not have; {self.layers} layers."
+                raise ArgumentError(
+                    f"kept_heads: the model does not have layer {layer_address!r}. It has {self.layers} layers."
                 )
         ordered = (
             (str(layer_address), tuple(sorted(set(kept_heads[str(layer_address)]))))
@@ -112,46 +139,63 @@ class ModelSpec(JSONSpec):
         self.__dict__["_layer_bits"] = layer_bits_from_rules(weight_rules, self._layers, self.activation_bits)
         object.__setattr__(self, "weight_rules", weight_rules)
         for layer_address in self.layer_addresses:
-            self.attention_at(layer_address)  # each layer is checked now, not when it is built
+            self.attention_at(layer_address)  # raises now, rather than when the model is built
 
     def _check(self) -> None:
         for field in ("vocab", "context"):
             if getattr(self, field) < 1:
-                raise HeadwiseError(f"{field} must be at least 1, got {getattr(self, field)}.")
+                raise ArgumentError(f"{field}={getattr(self, field)}: must be at least 1.")
         if not 0 <= self.dropout < 1:
-            raise HeadwiseError(f"dropout must be at least 0 and below 1, got {self.dropout}.")
+            raise ArgumentError(f"dropout={self.dropout}: must be at least 0 and below 1.")
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
-                raise HeadwiseError(f"{field} {getattr(self, field)!r} is unknown; use {', '.join(allowed)}.")
+                raise ArgumentError(f"{field}={getattr(self, field)!r}: unknown. Use one of {', '.join(allowed)}.")
         if self.attention.kept_heads is not None:
-            raise HeadwiseError(
-                "attention.kept_heads applies to one layer; in a model give kept_heads={'5': (0, 1)} per layer."
+            raise ArgumentError(
+                "attention.kept_heads: applies to one layer only. In a ModelSpec, set kept_heads={'5': (0, 1)} by layer."
             )
         if self.attention.weight_bits is not None:
-            raise HeadwiseError(
-                "attention.weight_bits applies to one layer; for a model use spec.quantized({'5.1': 4})."
+            raise ArgumentError(
+                "attention.weight_bits: applies to one layer only. For a model, use spec.quantized({'5.1': 4})."
             )
         if self.activation_bits not in (FULL_PRECISION, 8):
-            raise HeadwiseError(f"activation_bits are 8, or 32 for not rounded; got {self.activation_bits!r}.")
+            raise ArgumentError(
+                f"activation_bits={self.activation_bits!r}: not supported. Use 8, or 32 for activations that are not "
+                f"quantized."
+            )
         if self.attention.cache:
-            raise HeadwiseError("attention.cache applies to one layer; for a model use spec.with_cache({'5.1': …}).")
+            raise ArgumentError(
+                "attention.cache: applies to one layer only. For a model, use spec.with_cache({'5.1': …})."
+            )
         if self.kind != "encoder-decoder" and self.encoder_layers:
-            raise HeadwiseError(f"encoder_layers={self.encoder_layers} is for an encoder-decoder; use layers.")
+            raise ArgumentError(
+                f"encoder_layers={self.encoder_layers}: only an encoder-decoder has it. Set layers instead, or "
+                f"kind='encoder-decoder'."
+            )
         if self.kind == "decoder" and (self.pooler or self.output == "mlm"):
-            raise HeadwiseError("a pooler and the mlm output belong to encoders; a decoder has output lm or none.")
+            raise ArgumentError(
+                f"kind='decoder': does not support a pooler or output='mlm'. Got pooler={self.pooler}, "
+                f"output={self.output!r}. Set pooler=False and output='lm' or 'none', or kind='encoder'."
+            )
         if self.kind == "encoder-decoder" and (self.pooler or self.token_types or self.output == "mlm"):
-            raise HeadwiseError("an encoder-decoder has output lm or none, no pooler and no token types.")
+            raise ArgumentError(
+                f"kind='encoder-decoder': does not support a pooler, token types or output='mlm'. Got "
+                f"pooler={self.pooler}, token_types={self.token_types}, output={self.output!r}. Set pooler=False, "
+                f"token_types=0 and output='lm' or 'none'."
+            )
         if self.attention.kv_width != self.width:
-            raise HeadwiseError(f"in a model kv_width must equal width {self.width}, got {self.attention.kv_width}.")
+            raise ArgumentError(
+                f"attention.kv_width={self.attention.kv_width}: must equal width={self.width} in a ModelSpec."
+            )
 
     @property
     def width(self) -> int:
-        """The width of the residual stream."""
+        """Width of the residual stream."""
         return self.attention.width
 
     @property
     def max_input_tokens(self) -> int:
-        """How many tokens it can read: where positions are rows of a table no more than that has; else more than anybody has.
+        """Maximum number of input tokens: `context` for learned positions, otherwise practically unlimited.
 
         >>> ModelSpec(vocab=9, context=16, layers=1, attention=AttentionSpec(width=8, heads=2)).max_input_tokens
         16
@@ -162,7 +206,7 @@ class ModelSpec(JSONSpec):
 
     @cached_property
     def layer_addresses(self) -> tuple[LayerAddress, ...]:
-        """Every attention layer, in the order data walks through them."""
+        """Addresses of all attention layers in the order of the forward pass."""
         if self.stacks:
             return tuple(LayerAddress(stack, layer) for stack, layers in self.stacks for layer in range(layers))
         if self.kind != "encoder-decoder":
@@ -172,15 +216,22 @@ class ModelSpec(JSONSpec):
         return (*encoder, *decoder)
 
     def attention_at(self, layer_address: LayerAddress) -> AttentionSpec:
-        """The attention layer at one address: its heads, its window, its positions."""
+        """Return the configuration of one attention layer, with its own heads, window, cache policies and weight bits.
+
+        Args:
+            layer_address: Address of the layer.
+
+        Raises:
+            ArgumentError: The model does not have this layer.
+        """
         if layer_address not in self.layer_addresses:
-            raise HeadwiseError(
-                f"there is no layer {layer_address} here; the model has {', '.join(map(str, self.layer_addresses))}."
+            raise ArgumentError(
+                f"layer {layer_address}: the model does not have it. Use one of {', '.join(map(str, self.layer_addresses))}."
             )
         spec = self.attention
         if self.windows:
             spec = replace(spec, window=self.windows[layer_address.layer % len(self.windows)])
-        if layer_address.stack == "cross":  # keys come from another sequence: distances to them mean nothing
+        if layer_address.stack == "cross":  # keys come from another sequence, so distances have no meaning
             spec = spec.without_positions()
         spec = replace(
             spec,
@@ -197,7 +248,7 @@ class ModelSpec(JSONSpec):
 
     @cached_property
     def _layer_bits(self) -> dict[LayerAddress, LayerBits]:
-        return {}  # what __post_init__ puts here, once it knows which heads there are
+        return {}  # __post_init__ sets the value after it has determined the remaining heads
 
     @property
     def _layers(self) -> dict[LayerAddress, AttentionSpec]:
@@ -205,7 +256,7 @@ class ModelSpec(JSONSpec):
 
     @cached_property
     def head_addresses(self) -> tuple[Address, ...]:
-        """Every head there is."""
+        """Addresses of all remaining heads."""
         return tuple(
             layer_address.head_address(number)
             for layer_address in self.layer_addresses
@@ -214,10 +265,10 @@ class ModelSpec(JSONSpec):
 
     @cached_property
     def cached_kv_head_addresses(self) -> tuple[Address, ...]:
-        """Every head whose keys and values a cache holds, by its number among the key heads of its layer."""
+        """Addresses of all KV heads that a cache stores, numbered by the KV heads of each layer."""
         if self.kind == "encoder":
             return ()
-        # a source is read once, whole
+        # cross-attention is left out: its keys and values are computed once and never evicted
         cached_layers = [layer_address for layer_address in self.layer_addresses if layer_address.stack in ("", "dec")]
         return tuple(
             layer_address.head_address(number)
@@ -226,9 +277,14 @@ class ModelSpec(JSONSpec):
         )
 
     def with_cache(self, cache: CachePolicies) -> "ModelSpec":
-        """The spec of this model with caches by head: {"5.*": CachePolicy(sink_tokens=4, window=128), "0.1": 8}.
+        """Return this spec with cache policies per KV head.
 
-        Heads that are not named keep all.
+        Args:
+            cache: Policies by head pattern, such as {"5.*": CachePolicy(sink_tokens=4, window=128), "0.1": 8}. An integer
+                means bits. KV heads that no pattern selects cache everything.
+
+        Raises:
+            UnsupportedModelError: The model has no KV cache.
 
         >>> from headwise.spec import CachePolicy, preset
         >>> spec = preset("smollm2-135m").with_cache({"0.1": CachePolicy(sink_tokens=4, window=128), "1.*": 8})
@@ -236,14 +292,23 @@ class ModelSpec(JSONSpec):
         [(('0.1',), 'streaming 4 + 128'), (('1.0', '1.1', '1.2'), '8 bits')]
         """
         if not self.cached_kv_head_addresses:
-            reason = "an encoder sees all tokens at once" if self.kind == "encoder" else "it has no head left"
-            raise HeadwiseError(f"this model keeps no cache, for {reason}; leave cache out.")
+            reason = "an encoder attends to all tokens at once" if self.kind == "encoder" else "it has no heads left"
+            raise UnsupportedModelError(f"cache: this model has no KV cache, because {reason}. Omit cache.")
         return replace(self, cache=rules_from_policies(cache, self.cached_kv_head_addresses))
 
     def quantized(
         self, weights: BitAllocation, *, group_size: int = GROUP_SIZE, activation_bits: int = FULL_PRECISION
     ) -> "ModelSpec":
-        """The spec of this model with weights at few bits: 4 for heads, MLPs and vocabulary, or by head and part.
+        """Return this spec with quantized weights.
+
+        Args:
+            weights: Bits for all heads, MLPs and the vocabulary, or bits by pattern such as
+                {"*": 8, "5.1": 4, "5.2:qk": 3, "mlp": 8}. 32 means not quantized.
+            group_size: Number of weights along the input that share a scale.
+            activation_bits: 8 quantizes the activations that quantized weights are multiplied by; 32 does not.
+
+        Raises:
+            ArgumentError: The weights are already quantized, or only activations would be quantized.
 
         >>> from headwise.spec import preset
         >>> spec = preset("nano").quantized({"*": 8, "5.1": 4, "5.2:vo": 3, "mlp": 8})
@@ -251,21 +316,28 @@ class ModelSpec(JSONSpec):
         [('mlp', 8, 0), ('q', 8, 35), ('q', 4, 1), ('o', 8, 34), ('o', 4, 1), ('o', 3, 1)]
         """
         if self.weight_rules:
-            raise HeadwiseError("the weights of this model are at few bits already; take the model it was made from.")
+            raise ArgumentError("weights: this model is already quantized. Quantize the original model instead.")
         rules = rules_from_allocation(weights, self._layers, group_size)
         if activation_bits != FULL_PRECISION and not rules:
-            raise HeadwiseError("activations are rounded where weights are; give weights=8 as well.")
+            raise ArgumentError(
+                f"activation_bits={activation_bits}: activations are quantized only together with weights. Set weights=8 "
+                f"as well."
+            )
         return replace(self, weight_rules=rules, activation_bits=activation_bits)
 
     def bits_and_group_size(self, part: str) -> tuple[int, int]:
-        """The bits and the group of the MLPs, or the vocabulary."""
+        """Return the bits per weight and the group size of "mlp" or "vocabulary"."""
         return next(
             ((rule.bits, rule.group_size) for rule in self.weight_rules if rule.part == part),
             (FULL_PRECISION, GROUP_SIZE),
         )
 
     def without(self, heads: "str | Address | Iterable[Address]") -> "ModelSpec":
-        """The spec of this model with some heads cut."""
+        """Return this spec with some heads pruned.
+
+        Args:
+            heads: Heads to prune: an address, several addresses, or a pattern such as `0.1,1.*`.
+        """
         pruned = set(select(heads, self.head_addresses))
         remaining = {
             str(layer_address): tuple(
@@ -294,9 +366,15 @@ class ModelSpec(JSONSpec):
         heads: int | None = None,
         context: int | None = None,
     ) -> "ModelSpec":
-        """The same kind of model in another size; what follows from width and heads follows again.
+        """Return a spec of the same architecture in another size, with head_dim, KV heads and MLP width scaled to fit.
 
-        `layers` are those of both stacks of an encoder-decoder, if they were as many.
+        Pruned heads, cache rules and quantization are dropped if they do not apply to the new size.
+
+        Args:
+            layers: Number of layers. Also sets `encoder_layers` if it was equal to `layers`.
+            width: Width of the residual stream.
+            heads: Number of heads per layer.
+            context: Maximum number of tokens.
 
         >>> from headwise.spec.presets import preset
         >>> spec = preset("llama2-70b").resized(layers=2, width=256, heads=16)
@@ -307,7 +385,7 @@ class ModelSpec(JSONSpec):
         width, heads = self.width if width is None else width, attention.heads if heads is None else heads
         if (width, heads) != (attention.width, attention.heads):
             _check_divisible(width, heads, rotary_pairs=attention.rotary is not None and not attention.rotary.dims)
-            # as many queries to a key as before, where that can be
+            # keep the number of query heads per KV head if it divides the new number of heads
             kv_heads = heads * attention.kv_heads // max(1, attention.heads)
             sizes = {
                 "head_dim": 0,
@@ -329,11 +407,11 @@ class ModelSpec(JSONSpec):
             activation_bits=FULL_PRECISION,
         )
 
-    # Counting, without building anything.
+    # Sizes, computed without building the model.
 
     @property
     def num_parameters(self) -> int:
-        """How many parameters the model holds; tied ones once.
+        """Number of parameters. Tied parameters count once.
 
         >>> from headwise.spec.presets import preset
         >>> preset("gpt2").num_parameters
@@ -354,7 +432,10 @@ class ModelSpec(JSONSpec):
         return total + self.vocab * width * (self.output != "none" and not self.tied)
 
     def weight_bytes(self, element_bytes: int = 4) -> int:
-        """What all weights take, in memory and on disk: `element_bytes` a parameter, but those at few bits are packed.
+        """Return the size of all weights in bytes, in memory and on disk.
+
+        Args:
+            element_bytes: Bytes per parameter that is not quantized. Quantized weights are packed.
 
         >>> from headwise.spec.presets import preset
         >>> preset("gpt2").weight_bytes(), preset("gpt2").quantized(4).weight_bytes()
@@ -376,7 +457,7 @@ class ModelSpec(JSONSpec):
 
     @property
     def num_final_norms(self) -> int:
-        """Stacks that end in a norm: those whose blocks do not (https://arxiv.org/abs/2002.04745)."""
+        """Number of stacks with a final norm. Post-norm stacks do not have one (https://arxiv.org/abs/2002.04745)."""
         return 0 if self.norm_placement == "post" else 1 + (self.kind == "encoder-decoder")
 
 
@@ -385,7 +466,7 @@ def _filter_cache_rule(rule: CacheRule, present: set[str]) -> CacheRule:
 
 
 def _check_divisible(width: int, heads: int, rotary_pairs: bool) -> None:
-    """Whether heads can share a width; rotary positions turn channels in pairs, so that each head needs an even number."""
+    """Raise if the width is not divisible by the heads. With rotary positions, head_dim must be even."""
     multiple = 2 if rotary_pairs else 1
     if heads < 1 or width % (heads * multiple) == 0:
         return
@@ -393,7 +474,5 @@ def _check_divisible(width: int, heads: int, rotary_pairs: bool) -> None:
     widths = " or ".join(str(candidate) for candidate in (lower_width, lower_width + heads * multiple) if candidate)
     smaller_counts = [count for count in range(1, heads) if width % (count * multiple) == 0]
     alternative = f", or {smaller_counts[-1]} head{'s' * (smaller_counts[-1] > 1)}" if smaller_counts else ""
-    suffix = " with an even number of channels each" if rotary_pairs else ""
-    raise HeadwiseError(
-        f"a width of {width} cannot be shared by {heads} heads{suffix}; take a width of {widths}{alternative}."
-    )
+    suffix = " with an even head_dim, which rotary positions need" if rotary_pairs else ""
+    raise ArgumentError(f"width={width}: not divisible by heads={heads}{suffix}. Use a width of {widths}{alternative}.")

@@ -1,7 +1,6 @@
-"""A plan: the changes to the heads of one model, as plain data. `hw.apply(plan, model)` returns the changed model.
+"""A plan: changes to the heads of one model, as plain data. `hw.apply(plan, model)` returns the changed model.
 
-A head stays or is pruned. A KV head caches every token or a few, at some number of bits. Weights are stored at some number
-of bits. No torch.
+A plan lists the heads to prune, the cache policies of KV heads, and the bits of quantized weights. Does not import torch.
 """
 
 import math
@@ -10,19 +9,24 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError
 from headwise.spec.address import Address, LayerAddress, select
 from headwise.spec.cache_policy import CacheRule, rules_from_policies
 from headwise.spec.json_spec import JSONSpec
 from headwise.spec.model import ModelSpec
 from headwise.spec.weight_bits import FULL_PRECISION, Basis, WeightRule, check_basis, describe_weight_rules
 
-PLAN_FORMAT = 2  # of plan files
+PLAN_FORMAT = 2  # format of plan files
 
 
 @dataclass(frozen=True)
 class FoldedBias:
-    """Numbers that are added to the output bias of one layer, (D,)."""
+    """Mean output of the pruned heads of one layer, added to the output bias of the layer.
+
+    Attributes:
+        layer: Address of the layer.
+        bias: Values to add, (D,).
+    """
 
     layer: str
     bias: tuple[float, ...]
@@ -34,7 +38,7 @@ class Plan(JSONSpec):
 
     Attributes:
         spec: Spec of the model that the plan was made for.
-        digest: Digest of its weights.
+        digest: Digest of the weights of that model.
         pruned_heads: Addresses of the heads that are pruned.
         cache: Cache rules of KV heads. A KV head that no rule names caches everything.
         weight_rules: Bits of the weights of the remaining heads, the MLPs and the vocabulary.
@@ -52,7 +56,7 @@ class Plan(JSONSpec):
     >>> from headwise.spec import preset
     >>> plan = Plan(preset("nano"), digest="", pruned_heads=("3.0", "5.1"))
     >>> print(plan)
-    2 of 36 heads are cut, named by hand; nothing is folded.
+    2 of 36 heads are pruned, named by hand; nothing is folded.
       layer 3 loses 0
       layer 5 loses 1
     >>> len(plan.changed_spec.head_addresses)
@@ -77,22 +81,29 @@ class Plan(JSONSpec):
 
     def __post_init__(self) -> None:
         if len(select(self.pruned_heads, self.spec.head_addresses)) != len(self.pruned_heads):
-            raise HeadwiseError("the plan names a head twice; name each one once.")
+            raise ArgumentError(
+                f"plan pruned_heads: a head is listed twice. Got {', '.join(self.pruned_heads)}. List each head once."
+            )
         object.__setattr__(self, "cache", rules_from_policies(self.cache, self.spec.cached_kv_head_addresses))
         check_basis(self.basis)
         if self.weight_rules:
             self.quantized_spec(self.spec.without(self.pruned_addresses))
-        for scores, heads in (
-            (self.scores, self.spec.head_addresses),
-            (self.cache_scores, self.spec.cached_kv_head_addresses),
+        for name, scores, heads in (
+            ("scores", self.scores, self.spec.head_addresses),
+            ("cache_scores", self.cache_scores, self.spec.cached_kv_head_addresses),
         ):
             if scores and len(scores) != len(heads):
-                raise HeadwiseError(f"the plan has {len(scores)} scores for {len(heads)} heads.")
+                raise ArgumentError(
+                    f"plan {name}: needs one score per head. Got {len(scores)} scores for {len(heads)} heads. "
+                    f"Make the plan again."
+                )
         for folded_bias in self.folded_biases:
             layer = LayerAddress.parse(folded_bias.layer)
             if layer not in self.spec.layer_addresses or len(folded_bias.bias) != self.spec.width:
-                raise HeadwiseError(
-                    f"the plan folds {len(folded_bias.bias)} numbers into layer {layer}, which does not fit."
+                raise ArgumentError(
+                    f"plan folded_biases: the bias does not match the model. Got layer {layer} with {len(folded_bias.bias)} "
+                    f"values. The model has the layers {', '.join(map(str, self.spec.layer_addresses))}, and each bias must "
+                    f"have {self.spec.width} values (its width). Make the plan again."
                 )
         values = [
             *self.scores,
@@ -100,7 +111,7 @@ class Plan(JSONSpec):
             *(value for folded_bias in self.folded_biases for value in folded_bias.bias),
         ]
         if not all(map(math.isfinite, values)):
-            raise HeadwiseError("the plan holds numbers that are NaN or infinite; make it again.")
+            raise ArgumentError("plan: scores or folded biases are NaN or infinite. Make the plan again.")
 
     @property
     def pruned_addresses(self) -> tuple[Address, ...]:
@@ -109,7 +120,7 @@ class Plan(JSONSpec):
 
     @property
     def head_scores(self) -> dict[Address, float]:
-        """Score of each head from its last ranking; empty if the user named the heads."""
+        """Score of each head from its last ranking. Empty if the user named the heads."""
         return dict(zip(self.spec.head_addresses, self.scores, strict=True)) if self.scores else {}
 
     @property
@@ -124,7 +135,10 @@ class Plan(JSONSpec):
     def cache_spec(self) -> ModelSpec:
         """Return the spec of the model with the cache rules of this plan; raise if the plan changes weights too."""
         if self.pruned_heads or self.weight_rules:
-            raise HeadwiseError("the plan changes more than caches; use hw.apply(plan, model).cache().")
+            raise ArgumentError(
+                "plan: it prunes heads or quantizes weights, so it cannot be used as a cache alone. "
+                "Use hw.apply(plan, model).cache()."
+            )
         return self.spec.with_cache(self.cache)
 
     def check_spec(self, spec: ModelSpec) -> None:
@@ -132,40 +146,68 @@ class Plan(JSONSpec):
         if spec != self.spec:
             names = [spec_field.name for spec_field in fields(ModelSpec)]
             differs = [name for name in names if getattr(spec, name) != getattr(self.spec, name)]
-            raise HeadwiseError(
-                f"the plan was made for another model: {_describe_sizes(self.spec)}; this one has "
-                f"{_describe_sizes(spec)}. Their specs differ in {', '.join(differs)}. Make a plan for it."
+            raise ArgumentError(
+                f"plan: made for another model. The plan's model has {_describe_sizes(self.spec)}. This model has "
+                f"{_describe_sizes(spec)}. The specs differ in {', '.join(differs)}. Make a plan for this model."
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data with its format, defaults left out."""
+        """Return the plan as plain data with its format, without fields that have their default value."""
         return {"format": PLAN_FORMAT, **super().to_dict()}
 
     @classmethod
     def from_dict(cls, data: Any) -> "Plan":
-        """Build a plan from plain data; another format, an unknown or ill-typed field is an error that names it."""
+        """Build a plan from plain data.
+
+        Args:
+            data: The fields as `to_dict` returns them.
+
+        Raises:
+            FileFormatError: The format is not supported, or a field is unknown, missing or has the wrong type.
+        """
         if isinstance(data, dict):
             data = dict(data)
             plan_format = data.pop("format", 1)
             if plan_format != PLAN_FORMAT:
-                raise HeadwiseError(
-                    f"the plan has format {plan_format!r}, this version reads format {PLAN_FORMAT}. Make the plan again: "
-                    "headwise prune … --save-plan FILE, or headwise cache … --save-plan FILE."
+                raise FileFormatError(
+                    f"plan: has format {plan_format!r}, but this version of headwise reads format {PLAN_FORMAT}. Make the "
+                    "plan again: headwise prune … --save-plan FILE, or headwise cache … --save-plan FILE."
                 )
         return super().from_dict(data)
 
     def save(self, path: str | Path) -> Path:
-        """Write the plan to a JSON file; on an error the file is unchanged."""
+        """Write the plan to a JSON file. If writing fails, an existing file stays unchanged.
+
+        Args:
+            path: Path of the file.
+
+        Returns:
+            The path of the written file.
+        """
         import headwise
 
         return headwise.save_plan(self, path)
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
-        """Read a plan from a file that `save` wrote."""
+        """Read a plan from a file that `save` wrote.
+
+        Args:
+            path: Path of the file.
+        """
         import headwise
 
         return headwise.load_plan(path)
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import plan_table
+
+        return plan_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import plan_table
+
+        return plan_table(self).as_html()
 
     def __str__(self) -> str:
         lines = _describe_pruning(self) if self.pruned_heads or not (self.cache or self.weight_rules) else []
@@ -174,19 +216,23 @@ class Plan(JSONSpec):
 
 
 def plans_from_dicts(plan_dicts: object, present_heads: Iterable[Address], file: object) -> tuple[Plan, ...]:
-    """Build the plans of a saved model that has these heads; `file` is named in errors."""
+    """Build the plans of a saved model with these heads. Errors name `file`."""
     if not isinstance(plan_dicts, list):
-        raise HeadwiseError(f"{file} tells no list of plans; the folder is damaged.")
+        raise FileFormatError(
+            f"{file}: must be a list of plans. Got {type(plan_dicts).__name__}. The folder is damaged; save the model again."
+        )
     plans, present = tuple(map(Plan.from_dict, plan_dicts)), set(present_heads)
     if any(present.intersection(plan.pruned_addresses) for plan in plans):
-        raise HeadwiseError(f"{file} holds a plan that cuts heads which are there; the folder is damaged.")
+        raise FileFormatError(
+            f"{file}: a plan prunes heads that the saved model still has. The folder is damaged; save the model again."
+        )
     return plans
 
 
 def _describe_pruning(plan: Plan) -> list[str]:
     method = "named by hand" if plan.ranking == "named" else f"chosen by {plan.ranking}"
-    folding = "what they gave on average is folded in" if plan.folded_biases else "nothing is folded"
-    lines = [f"{len(plan.pruned_heads)} of {len(plan.spec.head_addresses)} heads are cut, {method}; {folding}."]
+    folding = "their mean outputs are folded into biases" if plan.folded_biases else "nothing is folded"
+    lines = [f"{len(plan.pruned_heads)} of {len(plan.spec.head_addresses)} heads are pruned, {method}; {folding}."]
     lines += [f"  on {plan.corpus}"] if plan.corpus else []
     pruned = set(plan.pruned_heads)
     for layer_address in plan.spec.layer_addresses:
@@ -195,7 +241,7 @@ def _describe_pruning(plan: Plan) -> list[str]:
         ]
         removed = [head for head in layer_heads if str(head) in pruned]
         if removed:
-            suffix = ", all it had" if len(removed) == len(layer_heads) else ""
+            suffix = " (all heads)" if len(removed) == len(layer_heads) else ""
             lines.append(f"  layer {layer_address} loses {' '.join(str(head.head) for head in removed)}{suffix}")
     return lines
 
@@ -203,7 +249,7 @@ def _describe_pruning(plan: Plan) -> list[str]:
 def _describe_cache(plan: Plan) -> list[str]:
     method = "named by hand" if plan.cache_ranking == "named" else f"chosen by {plan.cache_ranking}"
     count = sum(len(rule.heads) for rule in plan.cache)
-    lines = [f"{count} of {len(plan.spec.cached_kv_head_addresses)} key heads keep less, {method}."]
+    lines = [f"{count} of {len(plan.spec.cached_kv_head_addresses)} KV heads cache less, {method}."]
     lines += [f"  on {plan.cache_corpus}"] if plan.cache_corpus else []
     return lines + [f"  {rule.policy}: {' '.join(rule.heads)}" for rule in plan.cache]
 

@@ -1,10 +1,10 @@
-"""Well-known configurations as rows of data. `preset(name)` turns a row into a spec."""
+"""Configurations of well-known models. `preset(name)` returns the spec of one of them."""
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.spec.attention import AttentionSpec, Rotary
 from headwise.spec.model import ModelSpec
 
-# A family is what its members share; a row adds the sizes.
+# Fields shared by a model family. The rows of PRESETS add the sizes.
 GPT2 = {"vocab": 50257, "context": 1024, "activation": "gelu_tanh"}
 GPT2_HEADS = {"bias": True, "out_bias": True}
 BERT = {
@@ -13,7 +13,7 @@ BERT = {
 }  # fmt: skip
 LLAMA = {"norm": "rms", "activation": "swiglu", "mlp_bias": False, "positions": "none", "tied": False}
 
-# name: (what the model is, what its attention is, where the figures come from)
+# name: (fields of ModelSpec, fields of AttentionSpec, source of the numbers)
 PRESETS: dict[str, tuple[dict, dict, str]] = {
     "nano": (
         {"vocab": 256, "context": 256, "layers": 6},
@@ -78,7 +78,10 @@ PRESETS: dict[str, tuple[dict, dict, str]] = {
 
 
 def presets() -> tuple[str, ...]:
-    """The names of all presets.
+    """Return the names of all presets.
+
+    Returns:
+        The names, in the order of `headwise presets`.
 
     >>> "gpt2" in presets()
     True
@@ -87,13 +90,22 @@ def presets() -> tuple[str, ...]:
 
 
 def preset(name: str) -> ModelSpec:
-    """The spec of a well-known model.
+    """Return the spec of a well-known model.
+
+    Args:
+        name: Name of the preset, one of `presets()`.
+
+    Returns:
+        The spec. `hw.Transformer(spec)` builds a model with random weights from it.
+
+    Raises:
+        ArgumentError: The name is unknown.
 
     >>> spec = preset("llama2-70b")
     >>> spec.layers, spec.attention.heads, spec.attention.kv_heads, spec.num_parameters
     (80, 64, 8, 68976648192)
     """
     if name not in PRESETS:
-        raise HeadwiseError(f"there is no preset {name!r}; {suggest_names(name, PRESETS)}")
+        raise ArgumentError(f"preset {name!r}: unknown; {suggest_names(name, PRESETS)}")
     model_fields, attention_fields, _ = PRESETS[name]
     return ModelSpec(attention=AttentionSpec(**attention_fields), **model_fields)

@@ -1,8 +1,8 @@
-"""At how many bits weights are stored: by head and part. Frozen data, no torch.
+"""Bits of quantized weights, by head and part. Does not import torch.
 
-A head has four matrices. Its queries and keys make one pair (qk), its values and what it writes the other (vo); keys and
-values may be shared by several heads, and then have the most bits that any of these asks for. Beside the heads there are
-the MLPs and the vocabulary, which is the embedding too where the two are tied.
+Each head has four matrices in two pairs: W_Q and W_K (qk), W_V and W_O (vo). If several heads share W_K and W_V, these are
+stored at the largest number of bits that any of the heads is given. The parts outside of heads are the MLPs and the
+vocabulary (the output projection and, if tied, the token embedding).
 """
 
 import math
@@ -10,47 +10,52 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.spec.address import Address, LayerAddress, select
 
 if TYPE_CHECKING:
     from headwise.spec.attention import AttentionSpec
 
-WEIGHT_BITS = (16, 8, 4, 3, 2)  # at 16 a number is a 16-bit float and needs no scale
-FULL_PRECISION = 32  # numbers as the model computes them
-GROUP_SIZE = 32  # numbers along the input that share a scale
+WEIGHT_BITS = (16, 8, 4, 3, 2)  # 16 bits are a 16-bit float without a scale
+FULL_PRECISION = 32  # not quantized, in the dtype of the model
+GROUP_SIZE = 32  # number of weights along the input that share a scale
 PROJECTION_PAIRS = ("qk", "vo")
 NON_HEAD_PARTS = ("mlp", "vocabulary")
 
-Basis = Literal["given", "balanced", "random"]  # of heads, in which their weights are quantized
+Basis = Literal["given", "balanced", "random"]  # basis of the head channels in which weights are quantized
 BASES = ("given", "balanced", "random")
 
-# one number for everything, or by head and part: {"*": 8, "5.1": 4, "5.2:qk": 3, "mlp": 8}
+# one number of bits for all weights, or bits by head and part: {"*": 8, "5.1": 4, "5.2:qk": 3, "mlp": 8}
 BitAllocation = int | Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Weights of one part that are stored alike: q and o of heads, k and v of key heads, the MLPs, the vocabulary.
+    """Weights of one part that are quantized with the same bits and group size.
+
+    Attributes:
+        part: "q" or "o" (of heads), "k" or "v" (of KV heads), "mlp" or "vocabulary".
+        bits: Bits per weight.
+        heads: Addresses of the heads; for k and v, numbered by the KV heads of the layer. Empty for mlp and vocabulary.
+        group_size: Number of weights along the input that share a scale.
 
     >>> str(WeightRule("q", 4, ("5.1", "5.2")))
     'W_Q of 5.1 5.2: 4 bits in groups of 32'
     """
 
-    part: str  # q, k, v, o, mlp or vocabulary
+    part: str
     bits: int
-    heads: tuple[str, ...] = ()  # by address; of k and v by the number among the key heads of the layer
+    heads: tuple[str, ...] = ()
     group_size: int = GROUP_SIZE
 
     def __post_init__(self) -> None:
         if self.part not in (*"qkvo", *NON_HEAD_PARTS):
-            raise HeadwiseError(f"weights have the parts q, k, v, o, mlp and vocabulary; got {self.part!r}.")
+            raise ArgumentError(f"WeightRule part={self.part!r}: unknown. Use q, k, v, o, mlp or vocabulary.")
         check_bits(self.bits)
         check_group_size(self.group_size)
         if bool(self.heads) == (self.part in NON_HEAD_PARTS):
-            raise HeadwiseError(
-                f"a rule for {self.part} names {'no heads' if self.heads else 'heads'}; got {self.heads}."
-            )
+            problem = "has no heads. Omit heads" if self.heads else "needs heads. Pass, for example, heads=('5.1',)"
+            raise ArgumentError(f"WeightRule heads={self.heads}: a rule for part={self.part!r} {problem}.")
 
     def __str__(self) -> str:
         name = self.part if self.part in NON_HEAD_PARTS else f"W_{self.part.upper()} of {' '.join(self.heads)}"
@@ -59,37 +64,48 @@ class WeightRule:
 
 @dataclass(frozen=True)
 class LayerBits:
-    """The bits of each head an attention layer was born with, by letter, of k and v by key head; 32: as it is."""
+    """Bits per weight of each original head of an attention layer. 32 means not quantized.
+
+    Attributes:
+        q: Bits of W_Q of each head.
+        k: Bits of W_K of each KV head.
+        v: Bits of W_V of each KV head.
+        o: Bits of W_O of each head.
+        group_size: Number of weights along the input that share a scale.
+        activation_bits: Bits of the activations that quantized weights are multiplied by, quantized row by row.
+    """
 
     q: tuple[int, ...]
     k: tuple[int, ...]
     v: tuple[int, ...]
     o: tuple[int, ...]
     group_size: int = GROUP_SIZE
-    activation_bits: int = FULL_PRECISION  # what is multiplied by such weights is rounded to so many bits, row by row
+    activation_bits: int = FULL_PRECISION
 
 
 def check_bits(bits: object) -> None:
-    """Weights are stored at bits that somebody has."""
+    """Raise if weights cannot be stored at this number of bits."""
     if type(bits) is not int or bits not in WEIGHT_BITS:
         allowed = ", ".join(map(str, WEIGHT_BITS[:-1]))
-        raise HeadwiseError(f"weights are stored at {allowed} or {WEIGHT_BITS[-1]} bits; got {bits!r}.")
+        raise ArgumentError(f"bits={bits!r}: not supported for weights. Use {allowed} or {WEIGHT_BITS[-1]} bits.")
 
 
 def check_group_size(group_size: object) -> None:
-    """A group is some numbers that share a scale."""
+    """Raise if a group size is not an integer of at least 1."""
     if type(group_size) is not int or group_size < 1:
-        raise HeadwiseError(f"group_size counts the numbers that share a scale, 1 or more; got {group_size!r}.")
+        raise ArgumentError(
+            f"group_size={group_size!r}: must be an integer of at least 1, the number of weights that share a scale."
+        )
 
 
 def check_basis(basis: str) -> None:
     """Raise if a basis has an unknown name."""
     if basis not in BASES:
-        raise HeadwiseError(f"there is no basis {basis!r}; {suggest_names(str(basis), BASES)}")
+        raise ArgumentError(f"basis={basis!r}: unknown; {suggest_names(str(basis), BASES)}")
 
 
 def row_bytes(elements: int, bits: int, group_size: int = GROUP_SIZE, element_bytes: int = 4) -> int:
-    """What a row takes, packed, with a scale of 4 bytes for each group; at 32 bits it is as it is, `element_bytes` a number.
+    """Return the bytes of a packed row with a 4-byte scale per group. At 32 bits each number takes `element_bytes` bytes.
 
     >>> row_bytes(576, 4), row_bytes(576, 3), row_bytes(576, 32)  # 288 + 72, 216 + 72, 2304
     (360, 288, 2304)
@@ -100,12 +116,12 @@ def row_bytes(elements: int, bits: int, group_size: int = GROUP_SIZE, element_by
 
 
 def row_bytes_saved(elements: int, bits: int, group_size: int, element_bytes: int) -> int:
-    """How many bytes a row is shorter than as it is computed."""
+    """Return the bytes that quantization saves in one row."""
     return elements * element_bytes - row_bytes(elements, bits, group_size, element_bytes)
 
 
 def total_head_bytes_saved(layers: Mapping[LayerAddress, "AttentionSpec"], element_bytes: int) -> int:
-    """The same over all heads of a model."""
+    """Return the bytes that quantization saves over all heads of a model."""
     saved = 0
     for layer in layers.values():
         if layer.weight_bits is None:
@@ -127,9 +143,13 @@ def total_head_bytes_saved(layers: Mapping[LayerAddress, "AttentionSpec"], eleme
 def rules_from_allocation(
     allocation: BitAllocation, layers: Mapping[LayerAddress, "AttentionSpec"], group_size: int = GROUP_SIZE
 ) -> tuple[WeightRule, ...]:
-    """Rules for what a person asks: one number, or numbers by pattern, of which the later counts where two name the same.
+    """Convert a bit allocation into weight rules.
 
-    A pattern of heads may end in :qk or :vo. 32 leaves a part as it is.
+    Args:
+        allocation: Bits for all weights, or bits by pattern. A head pattern may end in :qk or :vo. If two patterns select
+            the same weights, the later pattern wins. 32 means not quantized.
+        layers: Attention layers of the model.
+        group_size: Number of weights along the input that share a scale.
     """
     check_group_size(group_size)
     if not isinstance(allocation, Mapping):
@@ -160,7 +180,7 @@ def rules_from_allocation(
 def drop_pruned_heads(
     allocation: BitAllocation, heads: tuple[Address, ...], pruned: Iterable[Address]
 ) -> BitAllocation:
-    """What is asked of all heads, asked of those that stay: patterns that name heads which go name them no more."""
+    """Return the allocation without the pruned heads."""
     if not isinstance(allocation, Mapping):
         return allocation
     pruned_set, remaining = set(pruned), {}
@@ -180,12 +200,12 @@ def drop_pruned_heads(
 
 
 def describe_weight_rules(rules: Iterable[WeightRule]) -> list[str]:
-    """A line for each part."""
+    """Describe weight rules: a heading, then one line per part."""
     by_part: dict[str, list[WeightRule]] = {}
     for rule in rules:
         by_part.setdefault(rule.part, []).append(rule)
     group_size = next(rule.group_size for part_rules in by_part.values() for rule in part_rules)
-    lines = [f"Weights are stored at few bits, in groups of {group_size}."]
+    lines = [f"Weights are quantized in groups of {group_size}."]
     for part, part_rules in by_part.items():
         if part in NON_HEAD_PARTS:
             lines.append(f"  {part}: {part_rules[0].bits} bits")
@@ -197,20 +217,26 @@ def describe_weight_rules(rules: Iterable[WeightRule]) -> list[str]:
 
 def _parse_pattern(pattern: object) -> tuple[str, tuple[str, ...]]:
     if not isinstance(pattern, str):
-        raise HeadwiseError(f"weights are named by head and part: '*', '5.1', '5.1:qk', 'mlp'; got {pattern!r}.")
+        raise ArgumentError(
+            f"weights: the keys must be strings such as '*', '5.1', '5.1:qk' or 'mlp'. Got {pattern!r}."
+        )
     head_pattern, _, pair = pattern.partition(":")
     if pair and pair not in PROJECTION_PAIRS:
-        raise HeadwiseError(f"a head has the pairs qk and vo: '5.1:qk'; got {pattern!r}.")
+        raise ArgumentError(
+            f"weights: unknown pair of matrices after the colon. Got {pattern!r}. Use :qk or :vo, for example '5.1:qk'."
+        )
     head_pattern = head_pattern.strip()
     if head_pattern.isalpha() and head_pattern not in NON_HEAD_PARTS:
-        raise HeadwiseError(f"weights beside those of heads are {' and '.join(NON_HEAD_PARTS)}; got {head_pattern!r}.")
+        raise ArgumentError(
+            f"weights: unknown part {head_pattern!r}. Use {' or '.join(NON_HEAD_PARTS)}, or a head pattern such as '5.1'."
+        )
     return head_pattern, (pair,) if pair else PROJECTION_PAIRS
 
 
 def _max_bits_per_kv_head(
     head_bits: Mapping[Address, int], layers: Mapping[LayerAddress, "AttentionSpec"]
 ) -> dict[Address, int]:
-    """Of each key head, the most bits among the heads that read it."""
+    """Return the largest number of bits among the heads that share each KV head."""
     kv_bits: dict[Address, int] = {}
     for layer_address, layer in layers.items():
         for number, kv_index in zip(layer.head_ids, layer.kv_of_head, strict=True):
@@ -220,7 +246,7 @@ def _max_bits_per_kv_head(
 
 
 def _rules_for_part(part: str, bits: Mapping[Address, int], group_size: int) -> list[WeightRule]:
-    """One rule for each number of bits; what is left as it is is not told."""
+    """Return one rule per number of bits. Heads that are not quantized get no rule."""
     by_bits: dict[int, list[str]] = {}
     for head, count in bits.items():
         if count != FULL_PRECISION:
@@ -229,7 +255,7 @@ def _rules_for_part(part: str, bits: Mapping[Address, int], group_size: int) -> 
 
 
 def filter_rules(rules: Iterable[WeightRule], heads: set[str], kv_heads: set[str]) -> tuple[WeightRule, ...]:
-    """The rules of a model of which these heads, and these key heads, are left."""
+    """Return the rules restricted to the remaining heads and KV heads."""
     filtered = []
     for rule in rules:
         present = tuple(head for head in rule.heads if head in (heads if rule.part in "qo" else kv_heads))
@@ -241,24 +267,32 @@ def filter_rules(rules: Iterable[WeightRule], heads: set[str], kv_heads: set[str
 def layer_bits_from_rules(
     rules: Iterable[WeightRule], layers: Mapping[LayerAddress, "AttentionSpec"], activation_bits: int
 ) -> dict[LayerAddress, LayerBits]:
-    """The same by layer; a rule for what is not there, or two for the same, are refused."""
+    """Return the bits of each layer. Raise if a rule names a missing head, or if two rules name the same weights."""
     rules = tuple(rules)
     bits_of_head: dict[tuple[str, Address], int] = {}
     non_head_parts: list[str] = []
     for rule in rules:
         if not isinstance(rule, WeightRule):
-            raise HeadwiseError(f"weights of a spec are WeightRules, as spec.quantized(4) makes them; got {rule!r}.")
+            raise ArgumentError(
+                f"weight_rules: must be WeightRule objects. Got {rule!r}. Use spec.quantized(4) to create them."
+            )
         non_head_parts += [] if rule.heads else [rule.part]
         for head in map(Address.parse, rule.heads):
             layer = layers.get(head.layer_address)
             present_ids = () if layer is None else layer.head_ids if rule.part in "qo" else layer.kv_head_ids
             if head.head not in present_ids or (rule.part, head) in bits_of_head:
-                problem = "is named twice" if (rule.part, head) in bits_of_head else "is not there"
-                raise HeadwiseError(f"bits of W_{rule.part.upper()}: head {head} {problem}; quantize the model again.")
+                problem = "is listed twice" if (rule.part, head) in bits_of_head else "does not exist in the model"
+                raise ArgumentError(
+                    f"weight_rules: the rules of W_{rule.part.upper()} are not valid, because head {head} {problem}. "
+                    "Quantize the model again."
+                )
             bits_of_head[rule.part, head] = rule.bits
     group_sizes = {rule.group_size for rule in rules}
     if len(group_sizes) > 1 or len(set(non_head_parts)) < len(non_head_parts):
-        raise HeadwiseError("rules for weights name each part once and share one group_size; quantize the model again.")
+        raise ArgumentError(
+            f"weight_rules: each part must occur once, and all rules must have the same group_size. Got parts "
+            f"{non_head_parts} and group sizes {sorted(group_sizes)}. Quantize the model again."
+        )
     bits_by_layer: dict[LayerAddress, LayerBits] = {}
     for layer_address in dict.fromkeys(head.layer_address for _, head in bits_of_head):
         layer, group_size = layers[layer_address], next(iter(group_sizes))

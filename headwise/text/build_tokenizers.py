@@ -1,11 +1,11 @@
-"""Tokenizers made here: bytes, characters, words, and byte-level BPE trained on a text. All are saved with the model."""
+"""Build tokenizers: bytes, characters, words, or byte-level BPE trained on a corpus. They are saved with the model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.text.corpus import Corpus
 from headwise.text.synthetic.vocabulary import VOCABULARY
 from headwise.text.tokenizer import Tokenizer, check_lone_surrogates
@@ -14,7 +14,7 @@ END_TOKEN, UNKNOWN_TOKEN, MASK_TOKEN = "<end>", "<unknown>", "<mask>"
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One id per byte, 0 to 255, and `<end>`: reads anything, learns nothing.
+    """Return a tokenizer with one id per byte, 0 to 255, and `<end>`. It encodes any text and needs no training.
 
     >>> t = byte_tokenizer()
     >>> t.encode("Hé"), t.decode(t.encode("Hé")), len(t), t.eos
@@ -29,41 +29,46 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def character_tokenizer(text: str) -> Tokenizer:
-    """One id per character that occurs in a text, in the order of their code points.
+    """Return a tokenizer with one id per character of a text, in the order of code points.
 
     >>> character_tokenizer("abba").encode("ab")
     [0, 1]
     """
     if not text:
-        raise HeadwiseError("the text is empty; a character tokenizer is made from the characters that occur in it.")
+        raise ArgumentError(
+            "text: the text is empty, so the vocabulary would have no characters. Give a text that contains every character "
+            "of the vocabulary."
+        )
     vocab = {character: i for i, character in enumerate(sorted(set(text)))}
     return _word_level_tokenizer(vocab, pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse())
 
 
 def word_tokenizer(words: Sequence[str]) -> Tokenizer:
-    """One id per word of a list, in its order; words stand apart by spaces.
+    """Return a tokenizer with one id per word of a list. Words are separated by spaces.
 
     >>> t = word_tokenizer(["the", "cat", "."])
     >>> t.encode("the cat ."), t.decode([0, 1, 2])
     ([0, 1, 2], 'the cat .')
     """
     if len(set(words)) != len(words) or not words:
-        raise HeadwiseError("a word tokenizer takes a list of words, each once, and at least one.")
+        raise ArgumentError(
+            f"words: must have at least one word, and no word twice. Got {len(words)} words, {len(set(words))} of them "
+            "distinct. Add a word or remove duplicates."
+        )
     vocab = {word: i for i, word in enumerate(words)}
     return _word_level_tokenizer(vocab, pre_tokenizers.WhitespaceSplit(), None)
 
 
 def bpe_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
-    """Byte-level BPE (https://arxiv.org/abs/1508.07909) trained on texts, `vocab_size` tokens in all.
+    """Train a byte-level BPE tokenizer (https://arxiv.org/abs/1508.07909) with `vocab_size` tokens.
 
     >>> t = bpe_tokenizer(["low lower lowest"] * 10, vocab_size=262)
     >>> t.decode(t.encode("slower")), len(t)
     ('slower', 262)
     """
     if vocab_size < 257:
-        raise HeadwiseError(
-            f"byte-level BPE has 256 bytes and an end token to begin with, so vocab_size must be 257 or more; "
-            f"got {vocab_size}."
+        raise ArgumentError(
+            f"vocab_size: byte-level BPE needs 256 bytes and an end token. Got {vocab_size}. Use at least 257."
         )
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
@@ -85,14 +90,14 @@ def _checked(texts: Iterable[str]) -> Iterator[str]:
 
 
 def make_tokenizer(name: str, corpus: Corpus) -> Tokenizer:
-    """One of the above by name, fitted to a corpus where it needs one: byte, character, word, bpe or bpe:8000.
+    """Return a tokenizer by name, trained on a corpus if needed: byte, character, word, bpe or bpe:8000.
 
     >>> len(make_tokenizer("character", Corpus.of("abba")))
     4
     """
     kind, _, size = name.partition(":")
     if kind not in ("byte", "character", "word", "bpe") or (size and (kind != "bpe" or not size.isdigit())):
-        raise HeadwiseError(f"there is no tokenizer {name!r}; use byte, character, word, or bpe:SIZE.")
+        raise ArgumentError(f"tokenizer: unknown name. Got {name!r}. Use byte, character, word, or bpe:SIZE.")
     if kind == "byte":
         return byte_tokenizer()
     if kind == "word":
@@ -104,7 +109,7 @@ def make_tokenizer(name: str, corpus: Corpus) -> Tokenizer:
 
 
 def add_mask_token(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer with a token that hides others, for the masked objective; as it is, if it has one.
+    """Return the tokenizer with a mask token for the masked objective. A tokenizer with a mask token is not changed.
 
     >>> t = add_mask_token(byte_tokenizer())
     >>> t.mask, len(t)
@@ -118,10 +123,9 @@ def add_mask_token(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def add_bos_eos(tokenizer: Tokenizer, add_eos: bool = False) -> Tokenizer:
-    """The same tokenizer, which puts the end token before every text, as it stands between any two; with `add_eos` behind a
-    text, too.
+    """Return the tokenizer with a template that adds the end token before every text, and after it with `add_eos`.
 
-    Where something is put already, nothing is added. It is saved with the tokenizer, so whoever reads a text reads it so.
+    An existing template is kept. The template is saved with the tokenizer.
 
     >>> add_bos_eos(word_tokenizer(["the", "cat"])).encode("the cat"), add_bos_eos(byte_tokenizer()).template_ids
     ([3, 0, 1], ((256,), ()))
@@ -130,7 +134,9 @@ def add_bos_eos(tokenizer: Tokenizer, add_eos: bool = False) -> Tokenizer:
     if prefix and (suffix or not add_eos):
         return tokenizer
     if tokenizer.end_id is None:
-        raise HeadwiseError("the tokenizer has no end token to put before a text; use another tokenizer.")
+        raise ArgumentError(
+            "tokenizer: it has no end token for the BOS/EOS template. Use a tokenizer with an end token."
+        )
     template = prefix or (tokenizer.end_id,), suffix or (tokenizer.end_id,) * add_eos
     special_tokens = [
         {"id": f"t{id}", "ids": [id], "tokens": [tokenizer.token(id)]} for id in {*template[0], *template[1]}
@@ -138,7 +144,7 @@ def add_bos_eos(tokenizer: Tokenizer, add_eos: bool = False) -> Tokenizer:
     template_parts = [*(f"t{id}" for id in template[0]), "$A", *(f"t{id}" for id in template[1])]
     template_processor = processors.TemplateProcessing(template_parts, None, special_tokens)  # pyright: ignore
     backend = Backend.from_str(tokenizer.backend.to_str())
-    # of two templates in a sequence only the first would work
+    # Only the first of two templates in a sequence would work.
     existing = None if prefix or suffix else backend.post_processor
     backend.post_processor = (
         template_processor if existing is None else processors.Sequence([existing, template_processor])
@@ -147,7 +153,7 @@ def add_bos_eos(tokenizer: Tokenizer, add_eos: bool = False) -> Tokenizer:
 
 
 def _word_level_tokenizer(vocab: dict[str, int], pre_tokenizer: object, decoder: object | None) -> Tokenizer:
-    """Whole units, unknown ones told as such; `<unknown>` and `<end>` come last."""
+    """Build a tokenizer with one token per unit. `<unknown>` and `<end>` are the last ids."""
     full_vocab = {**vocab, UNKNOWN_TOKEN: len(vocab), END_TOKEN: len(vocab) + 1}
     check_lone_surrogates(full_vocab)
     backend = Backend(models.WordLevel(full_vocab, unk_token=UNKNOWN_TOKEN))  # pyright: ignore[reportCallIssue]
@@ -159,7 +165,7 @@ def _word_level_tokenizer(vocab: dict[str, int], pre_tokenizer: object, decoder:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character by which byte-level tokenizers write each byte: itself, or the next one from 256 on."""
+    """Return the printable character of each byte in byte-level tokenizers: itself, or the next one from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     replacements = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(replacements)) for byte in range(256)]

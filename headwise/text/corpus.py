@@ -1,4 +1,4 @@
-"""What is read: a text, a list of texts, files, folders, a dataset, or something embedded. Read in pieces, never whole."""
+"""Corpora: a text, a list of texts, files, folders, a dataset or an embedded corpus. Texts are read in chunks."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError
 from headwise.text.annotated_document import Document
 from headwise.text.file_formats import (
     TextChunk,
@@ -23,7 +23,12 @@ from headwise.text.file_formats import (
 
 
 class TextPair(NamedTuple):
-    """What an encoder-decoder reads, and what it is asked to write."""
+    """A source text and a target text of an encoder-decoder.
+
+    Attributes:
+        source: Input of the encoder.
+        text: Text that the decoder generates.
+    """
 
     source: str
     text: str
@@ -31,14 +36,20 @@ class TextPair(NamedTuple):
 
 @runtime_checkable
 class SupportsCorpus(Protocol):
-    """What is made of a corpus, as a reading is: it stands for it."""
+    """An object that was made from a corpus, such as a TokenizedCorpus, and can be passed instead of it."""
 
     corpus: "Corpus"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts, one after the other, as often as asked. `fingerprint` changes when they do.
+    """A sequence of texts that can be read repeatedly.
+
+    Attributes:
+        name: Name for messages.
+        fingerprint: Digest that changes with the texts.
+        paired: Whether the items are pairs of a source and a text.
+        files: Files of the corpus in order. Empty if it does not come from files.
 
     >>> corpus = Corpus.of(["One text.", "Another."])
     >>> [piece.text for piece in corpus.chunks()]
@@ -52,25 +63,29 @@ class Corpus:
     name: str
     fingerprint: str
     _iterate: Callable[[], Iterator[TextChunk | Document | TextPair]] = field(repr=False)
-    paired: bool = False  # whether its items are pairs
-    files: tuple[Path, ...] = ()  # where they lie, in order, if they do in files and nowhere else
+    paired: bool = False
+    files: tuple[Path, ...] = ()
 
     @property
     def description(self) -> str:
-        """The name and the start of the fingerprint, as plans state them."""
+        """Name and start of the fingerprint, as stored in plans."""
         return f"{self.name} ({self.fingerprint[:12]})"
 
     def items(self) -> Iterator[TextChunk | Document | TextPair]:
-        """What is read: documents where there are relations, pairs for an encoder-decoder, else pieces of text."""
+        """Yield documents with relations, pairs for an encoder-decoder, or chunks of text.
+
+        Raises:
+            ArgumentError: If all texts are empty.
+        """
         empty = True
         for item in self._iterate():
             empty = empty and not item.text
             yield item
         if empty:
-            raise HeadwiseError(f"{self.name} is empty; give some text.")
+            raise ArgumentError(f"corpus: {self.name} is empty. Give some text.")
 
     def chunks(self) -> Iterator[TextChunk]:
-        """The texts, long ones in pieces cut where lines end; of a pair first the source, then the text."""
+        """Yield the texts. Long texts are split into chunks at line ends. A pair yields its source, then its text."""
         for item in self.items():
             if isinstance(item, TextChunk):
                 yield item
@@ -80,23 +95,37 @@ class Corpus:
             yield TextChunk(item.text, True)
 
     def check_model_kind(self, kind: str) -> None:
-        """Refuse a corpus that a model of this kind cannot be trained on, or asked about."""
+        """Raise if a model of this kind cannot use the corpus.
+
+        Args:
+            kind: "decoder", "encoder" or "encoder-decoder".
+        """
         if self.paired and kind != "encoder-decoder":
-            raise HeadwiseError(
-                f"pairs of a source and a text are for an encoder-decoder; give this {kind} texts alone."
+            raise ArgumentError(
+                "corpus: pairs of a source and a text are supported only by an encoder-decoder. "
+                f"Got a model of kind {kind}. Give it texts alone."
             )
         if not self.paired and kind == "encoder-decoder":
-            raise HeadwiseError(
-                "an encoder-decoder writes a text that belongs to a source, so it needs pairs: [(source, text), …], or two "
-                "files, Corpus.pairs(sources, texts), on the command line TEXT and --source."
+            raise ArgumentError(
+                "corpus: an encoder-decoder needs pairs of a source and a text. Got texts. Use [(source, text), …], or two "
+                "files: Corpus.pairs(sources, texts); on the command line, TEXT and --source."
             )
 
     @staticmethod
     def of(data: Any) -> "Corpus":
-        """A text, a list of texts, documents or pairs, a path or several, a corpus, or a dataset of Hugging Face's
-        `datasets`, streaming or not; None is the embedded probe set.
+        """Make a corpus from texts, documents, pairs, paths or a dataset.
 
-        A string that names a file or a folder is a path, any other is a text.
+        Args:
+            data: A text, a list of texts, documents or pairs, a path or several, a Corpus, or a Hugging Face dataset,
+                streaming or not. A string that names a file or a folder is a path, any other string is a text. None: the
+                embedded probe set.
+
+        Returns:
+            The corpus. Files are read when it is iterated.
+
+        Raises:
+            ArgumentError: If the data are of another type.
+            FileFormatError: If a file does not exist, is empty or has an unknown format.
         """
         if data is None:
             return Corpus.probe_set()
@@ -109,7 +138,9 @@ class Corpus:
         if isinstance(data, Path) or (isinstance(data, str) and _is_path(data)):
             return Corpus._from_path(Path(data))
         if not isinstance(data, str | Iterable):
-            raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got {data!r}.")
+            raise ArgumentError(
+                f"corpus: must be a text, a list of texts or a path. Got {data!r}. Pass a string or a list."
+            )
         items = [data] if isinstance(data, str) else list(data)
         paths = [item for item in items if isinstance(item, Path)]
         if paths and len(paths) == len(items):
@@ -122,25 +153,37 @@ class Corpus:
             return Corpus.pairs(*map(list, zip(*items, strict=True)))
         texts = [item for item in items if isinstance(item, str)]
         if len(texts) < len(items):
-            raise HeadwiseError(f"a corpus is a text, a list of texts or a path; got {data!r}.")
+            raise ArgumentError(
+                f"corpus: must be a text, a path or a list. Got {data!r}. The items of a list must be all strings, all "
+                f"paths, all documents or all pairs (source, text)."
+            )
         name = "the text" if isinstance(data, str) else f"a list of {len(texts)} texts"
         return Corpus(name, _texts_digest(*texts), lambda: (TextChunk(text, True) for text in texts))
 
     @staticmethod
     def synthetic(split: str = "train", *, documents: int = 20_000, seed: int = 0) -> "Corpus":
-        """So many documents of the synthetic language."""
+        """Return documents of the synthetic language.
+
+        Args:
+            split: "train", or "held-out" for word pairs that never occur in training.
+            documents: Number of documents.
+            seed: Seed of the documents.
+
+        Returns:
+            A corpus of documents with gold relations.
+        """
         from headwise.text.synthetic import SyntheticLanguage
         from headwise.text.synthetic.word_pair_splits import check_split
 
         check_split(split)
         if documents < 1:
-            raise HeadwiseError(f"the number of documents must be at least 1, got {documents}.")
+            raise ArgumentError(f"documents: must be at least 1. Got {documents}. Use documents=1000, for example.")
         name = f"the synthetic language ({split}, {documents} documents, seed {seed})"
         return Corpus(name, _texts_digest(name), lambda: islice(SyntheticLanguage(seed, split), documents))
 
     @staticmethod
     def probe_set() -> "Corpus":
-        """The embedded probe set: hand-written English sentences with gold relations."""
+        """Return the embedded probe set: hand-written English sentences with gold relations."""
         from headwise.text.probe import probe_set
 
         documents = probe_set()
@@ -148,20 +191,32 @@ class Corpus:
 
     @staticmethod
     def pairs(sources: str | Path | Sequence[str], texts: str | Path | Sequence[str]) -> "Corpus":
-        """What an encoder-decoder reads and what it is asked to write: two files, line by line, or two lists."""
+        """Return pairs of a source and a text for an encoder-decoder.
+
+        Args:
+            sources: A file with one source per line, or a list of sources.
+            texts: A file with one text per line, or a list of texts, as many as sources.
+
+        Returns:
+            A corpus of pairs.
+
+        Raises:
+            ArgumentError: If the numbers of sources and texts differ.
+        """
         sources, texts = (side if isinstance(side, str | Path) else list(side) for side in (sources, texts))
         counts = [sum(1 for _ in _iter_lines(side)) for side in (sources, texts)]
         if counts[0] != counts[1]:
-            raise HeadwiseError(
-                f"there are {counts[0]} sources and {counts[1]} texts; each source needs its text, line by line."
+            raise ArgumentError(
+                f"sources, texts: each source needs a text on the same line. Got {counts[0]} sources and {counts[1]} texts. "
+                "Add or remove lines so that the numbers agree."
             )
 
         def read() -> Iterator[TextPair]:
             for index, pair in enumerate(zip(_iter_lines(sources), _iter_lines(texts), strict=True), 1):
                 if not all(isinstance(text, str) and text.strip() for text in pair):
-                    raise HeadwiseError(
-                        f"pair {index} lacks a text: {pair!r}; leave it out on both sides, or give two files, "
-                        f"Corpus.pairs(sources, texts)."
+                    raise ArgumentError(
+                        f"corpus: pair {index} needs a source and a text, two strings that are not empty. Got {pair!r}. "
+                        f"Remove the pair. To read pairs from two files, use Corpus.pairs(sources, texts)."
                     )
                 yield TextPair(*pair)
 
@@ -174,11 +229,20 @@ class Corpus:
 
     @staticmethod
     def from_cli_arguments(texts: Sequence[str | Path] | None, source: Path | None = None) -> "Corpus":
-        """What is named on a command line: nothing, a text, or files; with a source, the pairs it makes with one file."""
+        """Return the corpus of command-line arguments.
+
+        Args:
+            texts: A text or files. None: the probe set.
+            source: File of sources, which makes pairs with the file in `texts`.
+
+        Returns:
+            The corpus.
+        """
         if source is not None:
             if not texts or len(texts) > 1:
-                raise HeadwiseError(
-                    f"a source belongs to one file, what an encoder-decoder shall write; got {len(texts or ())} files."
+                raise ArgumentError(
+                    f"source: a file of source texts needs exactly one file of target texts. Got {len(texts or ())} files of "
+                    f"target texts. Give one: TEXT with --source, --test with --test-source, or --valid with --valid-source."
                 )
             return Corpus.pairs(source, Path(texts[0]))
         return Corpus.of(texts[0] if texts and len(texts) == 1 else [Path(text) for text in texts] if texts else None)
@@ -197,33 +261,34 @@ class Corpus:
         if path.is_dir():
             files = sorted(f for f in path.rglob("*") if f.is_file() and is_included_in_folder_corpus(f))
             if not files:
-                raise HeadwiseError(
-                    f"there is no text in the folder {path}; known kinds of files: {describe_file_kinds()}."
+                raise FileFormatError(
+                    f"{path}: no text in the folder. Add files of a supported format: {describe_file_kinds()}."
                 )
         elif path.is_file():
             files = [path]
         else:
-            raise HeadwiseError(f"there is no file or folder {path}.")
+            raise FileFormatError(f"{path}: file or folder not found. Check the path.")
         for file in files:
             if file_kind(file) is None:
-                raise HeadwiseError(
-                    f"{file} is not a kind of file that is read here; known: {describe_file_kinds()}; as one of two files "
-                    f"of pairs, any."
+                raise FileFormatError(
+                    f"{file}: the file format is not supported. Use one of {describe_file_kinds()}. Files of pairs may have "
+                    "any suffix: Corpus.pairs(sources, texts)."
                 )
             if file.stat().st_size == 0:
-                raise HeadwiseError(f"{file} is empty; give a file with some text.")
+                raise FileFormatError(f"{file}: the file is empty. Give a file with text.")
         iterate_files = partial(map, read_corpus_file, files)
         return Corpus(str(path), _files_digest(files), lambda: chain.from_iterable(iterate_files()), files=tuple(files))
 
     @staticmethod
     def _from_dataset(dataset: Iterable[Any]) -> "Corpus":
-        """A dataset: rows with a text each, read again whenever asked."""
+        """Return the corpus of a Hugging Face dataset. Rows are read again in each iteration."""
 
         def read() -> Iterator[TextChunk]:
             for index, row in enumerate(dataset, 1):
                 if not isinstance(row, Mapping):
-                    raise HeadwiseError(
-                        f"a dataset has rows with a text each; got {row!r}. Of several splits choose one: dataset['train']."
+                    raise ArgumentError(
+                        f"corpus: rows of a dataset must be mappings. Got {row!r}. If the dataset has several splits, "
+                        "choose one: dataset['train']."
                     )
                 yield TextChunk(row_text(row, f"the dataset, row {index}"), True)
 
@@ -235,12 +300,15 @@ class Corpus:
 
 
 def _iter_lines(source: str | Path | Sequence[str]) -> Iterator[str]:
-    """The lines of a file, or those given."""
+    """Yield the lines of a file, or the given lines."""
     if not isinstance(source, str | Path):
         yield from source
         return
     if not Path(source).is_file():
-        raise HeadwiseError(f"there is no file {source}; pairs are two files, line by line, or two lists.")
+        raise FileFormatError(
+            f"{source}: file not found. Corpus.pairs(sources, texts) takes two files, in which equal line numbers form a "
+            f"pair, or two lists of texts. Check the path."
+        )
     pending = ""
     for chunk in read_text_chunks(Path(source)):
         *lines, pending = (pending + chunk.text).split("\n")
@@ -250,10 +318,10 @@ def _iter_lines(source: str | Path | Sequence[str]) -> Iterator[str]:
 
 
 def _is_path(text: str) -> bool:
-    """Whether a string means a path: there is such a file, or it looks like nothing else."""
+    """Return whether a string is a path: it exists, or it has a known suffix or a slash and no spaces."""
     if not text or "\n" in text or "\0" in text:
         return False
-    if os.path.exists(text):  # says no to a text too long for a name, where Path would complain
+    if os.path.exists(text):  # returns False for names that are too long, for which Path raises
         return True
     return not any(c.isspace() for c in text) and (bool(file_kind(Path(text))) or "/" in text)
 

@@ -1,7 +1,7 @@
-"""A corpus in shards: some neighbouring texts each, found by one quick reading, so that each can be worked on by itself.
+"""Split a corpus into shards of consecutive texts that can be processed separately.
 
-A shard is a range of what a corpus reads one after the other, so the units a model makes of all shards are those of the
-whole. It has a digest of its texts: whoever reads it elsewhere can tell whether it is the same.
+A shard is a range of items of a corpus, so the samples of all shards are those of the corpus. It has a digest of its texts,
+by which another machine can check that it reads the same texts.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError
 from headwise.text.annotated_document import Document
 from headwise.text.corpus import Corpus, TextPair
 from headwise.text.file_formats import TextChunk, read_corpus_file
@@ -22,17 +22,26 @@ ItemSource = Callable[[], Iterator[Item]]
 
 @dataclass(frozen=True)
 class TextShard:
-    """So many items from one on: where it begins is told by file, and by item in it."""
+    """A range of items of a corpus.
+
+    Attributes:
+        file_index: Index of the file in which the shard starts.
+        first_item: Index of its first item in that file.
+        num_items: Number of items.
+        characters: Number of characters.
+        has_relations: Whether some items are documents with relations.
+        digest: Digest of the texts.
+    """
 
     file_index: int
     first_item: int
     num_items: int
     characters: int
-    has_relations: bool  # whether documents with relations are among them
+    has_relations: bool
     digest: str
 
     def to_corpus(self, sources: Sequence[ItemSource], name: str) -> Corpus:
-        """Its texts as a corpus; what is read must be what it was."""
+        """Return the texts as a corpus. Iterating it raises if the texts have changed."""
 
         def items() -> Iterator[Item]:
             hasher, count = hashlib.sha256(), 0
@@ -41,29 +50,29 @@ class TextShard:
                 count += 1
                 yield item
             if count < self.num_items or hasher.hexdigest() != self.digest:
-                raise HeadwiseError(
-                    f"{name} is not the same here as where its shards were made, or was changed since; give every machine "
-                    f"the same files, or another folder for what is made of them."
+                raise FileFormatError(
+                    f"{name}: its texts are not the ones that the shards were made from. Give every machine the same files, "
+                    f"or use another output folder."
                 )
 
         return Corpus(name, self.digest, items)
 
 
 def file_sources(files: Sequence[str | Path]) -> list[ItemSource]:
-    """What is in files, each by itself, so that those before a shard need not be read."""
+    """Return one source of items per file, so that files before a shard need not be read."""
     return [partial(read_corpus_file, Path(file)) for file in files]
 
 
 def split_shards(corpus: Corpus, characters: int) -> list[TextShard]:
-    """Shards of about so many characters, an item at least; read once, and nothing of it is held.
+    """Split a corpus into shards of about `characters` characters, at least one item each. The corpus is read once.
 
-    Blanks, such as the end of a file's last line, go with what is before them: alone there would be nothing to look at.
+    Blank items, such as the end of a file, belong to the shard before them, because a blank shard has nothing to process.
 
     >>> [(shard.first_item, shard.num_items) for shard in split_shards(Corpus.of(["one", "two", "three"]), 6)]
     [(0, 2), (2, 1)]
     """
     if characters < 1:
-        raise HeadwiseError(f"a shard has at least one character, got {characters}.")
+        raise ArgumentError(f"characters: must be at least 1. Got {characters}. Use a larger number.")
     shards: list[TextShard] = []
     start: tuple[int, int] | None = None
     num_items, size, has_relations, hasher, has_text = 0, 0, False, hashlib.sha256(), False
@@ -84,7 +93,7 @@ def split_shards(corpus: Corpus, characters: int) -> list[TextShard]:
     if start is not None:
         shards.append(TextShard(*start, num_items, size, has_relations, hasher.hexdigest()))
     if not any(shard.characters for shard in shards):
-        raise HeadwiseError(f"{corpus.name} is empty; give some text.")
+        raise ArgumentError(f"corpus: {corpus.name} is empty. Give some text.")
     return shards
 
 

@@ -1,4 +1,4 @@
-"""Files of texts: plain, JSON Lines, parquet, compressed or not. Read in pieces; none is ever held whole."""
+"""Read text files: plain text, JSON Lines and parquet, compressed or not, in chunks."""
 
 import codecs
 import gzip
@@ -10,28 +10,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError, MissingDependencyError
 from headwise.text.annotated_document import Document
 from headwise.text.treebank import parse_json_document, read_documents
 
-PLAIN_TEXT_SUFFIXES = (".txt", ".text", ".md", "")  # files of plain text
-JSONL_SUFFIX, PARQUET_SUFFIX = ".jsonl", ".parquet"  # a text in each line, in each row
-TREEBANK_SUFFIXES = (".conllu", ".tsv")  # files of documents with relations
+PLAIN_TEXT_SUFFIXES = (".txt", ".text", ".md", "")
+JSONL_SUFFIX, PARQUET_SUFFIX = ".jsonl", ".parquet"  # one text per line, or per row
+TREEBANK_SUFFIXES = (".conllu", ".tsv")  # documents with relations
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-READ_BYTES = 1 << 20  # bytes read at once
-COMPRESSED_READ_BYTES = 1 << 12  # and of a zstd file: they may hold many times as many, and come all at once
-PARQUET_BATCH_ROWS = 256  # of a table
+READ_BYTES = 1 << 20  # bytes per read
+COMPRESSED_READ_BYTES = 1 << 12  # bytes per read of a zstd file, which are decompressed at once
+PARQUET_BATCH_ROWS = 256  # rows per read
 
 
 class TextChunk(NamedTuple):
-    """Some text, and whether a text ends with it: a long file comes in many pieces."""
+    """A part of a text.
+
+    Attributes:
+        text: The text.
+        ends_text: Whether this is the last chunk of a text. A long file has many chunks.
+    """
 
     text: str
     ends_text: bool
 
 
 def file_kind(path: Path) -> str | None:
-    """What is in a file by its name, `.txt` in `a.txt.gz`; None: nothing that is read here.
+    """Return the format of a file by its name, `.txt` for `a.txt.gz`. None if it is not supported.
 
     >>> file_kind(Path("web.jsonl.zst")), file_kind(Path("README")), file_kind(Path("photo.png"))
     ('.jsonl', '', None)
@@ -46,19 +51,19 @@ def file_kind(path: Path) -> str | None:
 
 
 def is_included_in_folder_corpus(path: Path) -> bool:
-    """Whether a file is read where it lies in a folder: texts are; treebanks and files without a suffix are named singly."""
+    """Return whether a file in a folder is part of its corpus. Treebanks and files without suffix must be named."""
     return file_kind(path) not in (None, "", *TREEBANK_SUFFIXES)
 
 
 def describe_file_kinds() -> str:
-    """The kinds of files, for a message."""
+    """Return the supported formats for an error message."""
     compressed = ", ".join(f"{JSONL_SUFFIX}{suffix}" for suffix in COMPRESSED_SUFFIXES)
     texts, others = (*PLAIN_TEXT_SUFFIXES[:-1], JSONL_SUFFIX), (PARQUET_SUFFIX, *TREEBANK_SUFFIXES)
-    return f"{', '.join(texts)} (also packed: {compressed}), {', '.join(others)}"
+    return f"{', '.join(texts)} (also compressed: {compressed}), {', '.join(others)}"
 
 
 def read_corpus_file(path: Path) -> Iterator[TextChunk | Document]:
-    """The texts of a file, one after the other; documents where it has relations."""
+    """Yield the texts of a file, or its documents if it has relations."""
     kind = file_kind(path)
     if kind == JSONL_SUFFIX:
         return _read_jsonl(path)
@@ -68,7 +73,7 @@ def read_corpus_file(path: Path) -> Iterator[TextChunk | Document]:
 
 
 def read_text_chunks(path: Path) -> Iterator[TextChunk]:
-    """A UTF-8 file, however long, in pieces cut where a line ends."""
+    """Yield a UTF-8 file of any length in chunks that end at line ends."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     lines, pending = 1, ""
     with open_decompressed(path) as file:
@@ -78,8 +83,8 @@ def read_text_chunks(path: Path) -> Iterator[TextChunk]:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 line = lines + pending.count("\n") + error.object[: error.start].count(b"\n")
-                raise HeadwiseError(
-                    f"{path}, line {line}: byte {error.object[error.start]:#04x} is not UTF-8; convert the file first."
+                raise FileFormatError(
+                    f"{path}, line {line}: byte {error.object[error.start]:#04x} is not UTF-8. Convert the file to UTF-8."
                 ) from None
             if not block:
                 yield TextChunk(pending + text, True)
@@ -94,7 +99,7 @@ def read_text_chunks(path: Path) -> Iterator[TextChunk]:
 
 @contextmanager
 def open_decompressed(path: Path) -> Iterator[BinaryIO]:
-    """A file's bytes, unpacked while they are read; a damaged one is told."""
+    """Open a file and decompress it while reading. Raise if it is damaged."""
     decode_errors: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, zlib.error)
     with open(path, "rb") as file:
         stream: Any = file
@@ -107,12 +112,13 @@ def open_decompressed(path: Path) -> Iterator[BinaryIO]:
         try:
             yield stream
         except decode_errors as error:
-            raise HeadwiseError(f"{path} is damaged or cut off ({error}); fetch or pack it again.") from None
+            raise FileFormatError(
+                f"{path}: the file is damaged or truncated ({error}). Download or compress it again."
+            ) from None
 
 
 class _ZstdStream(io.RawIOBase):
-    """The bytes in a zstd file, which may have several frames. One that ends in the middle is told: the library's own stream
-    would end there in silence."""
+    """Bytes of a zstd file with one or several frames. Unlike the stream of the library, it raises at a truncated frame."""
 
     def __init__(self, file: BinaryIO, make_decompressor: Callable[[], Any]) -> None:
         self.file, self.make_decompressor = file, make_decompressor
@@ -120,20 +126,20 @@ class _ZstdStream(io.RawIOBase):
         self.pending = b""
 
     def readable(self) -> bool:
-        """It is read, not written."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """The next bytes, as many as there is room for or fewer; 0 at the end."""
+        """Read the next bytes into a buffer. Return their number, 0 at the end."""
         while not self.pending:
             compressed = self.file.read(COMPRESSED_READ_BYTES)
             if not compressed:
                 if self.frame is not None:
-                    raise EOFError("it ends in the middle of a frame")
+                    raise EOFError("truncated frame")
                 return 0
             self.frame = self.frame or self.make_decompressor()
             self.pending = self.frame.decompress(compressed)
-            if self.frame.eof:  # what is left belongs to the next frame
+            if self.frame.eof:  # the remaining bytes belong to the next frame
                 self.file.seek(-len(self.frame.unused_data), io.SEEK_CUR)
                 self.frame = None
         count = min(len(buffer), len(self.pending))
@@ -145,11 +151,13 @@ def _import_zstandard(path: Path) -> Any:
     try:
         import zstandard
     except ImportError:
-        raise HeadwiseError(f"{path} needs the zstandard package: pip install 'headwise[corpora]'.") from None
+        raise MissingDependencyError(
+            f"{path}: reading it needs the zstandard package: pip install 'headwise[corpora]'."
+        ) from None
     return zstandard
 
 
-# A text in each line or row.
+# One text per line or row.
 
 
 def _read_jsonl(path: Path) -> Iterator[TextChunk | Document]:
@@ -162,17 +170,17 @@ def _read_jsonl(path: Path) -> Iterator[TextChunk | Document]:
             try:
                 row = json.loads(line.decode("utf-8-sig" if line_number == 1 else "utf-8"))
             except UnicodeDecodeError:
-                raise HeadwiseError(f"{location}: not UTF-8; convert the file first.") from None
+                raise FileFormatError(f"{location}: not UTF-8. Convert the file to UTF-8.") from None
             except json.JSONDecodeError as error:
-                raise HeadwiseError(f"{location}: not valid JSON: {error.msg}.") from None
+                raise FileFormatError(f"{location}: not valid JSON ({error.msg}). Correct the line.") from None
             has_relations = not isinstance(row, dict) or "words" in row
             yield parse_json_document(row, location) if has_relations else TextChunk(row_text(row, location), True)
     if line_number == 0:
-        raise HeadwiseError(f"{path} is empty; it needs at least one line.")
+        raise FileFormatError(f"{path}: the file is empty. It needs at least one line.")
 
 
 def row_text(row: Mapping[str, Any], location: str) -> str:
-    """The text of a row: what it calls `text`, or else its only string.
+    """Return the text of a row: its field `text`, or its only string.
 
     >>> row_text({"id": 3, "text": "One.", "url": "…"}, "a.jsonl, line 1"), row_text({"content": "One."}, "")
     ('One.', 'One.')
@@ -181,9 +189,10 @@ def row_text(row: Mapping[str, Any], location: str) -> str:
     name = "text" if "text" in row else strings[0] if len(strings) == 1 else None
     if name is None or not isinstance(row[name], str):
         columns = ", ".join(map(repr, row)) or "nothing"
-        raise HeadwiseError(
-            f"{location}: which is the text? A row has a string `text`, or one string alone; this has {columns}. "
-            f'Documents with relations have {{"words": […], "relations": [["name", from, to], …]}}.'
+        raise FileFormatError(
+            f"{location}: the text of the row was not found. It must be a string in the field `text`, or the only string of "
+            f"the row. Got the fields: {columns}. Name the text field `text`. "
+            'Documents with relations need {"words": […], "relations": [["name", from, to], …]}.'
         )
     return row[name]
 
@@ -193,7 +202,9 @@ def _read_parquet(path: Path) -> Iterator[TextChunk]:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise HeadwiseError(f"{path} needs the pyarrow package: pip install 'headwise[corpora]'.") from None
+        raise MissingDependencyError(
+            f"{path}: reading it needs the pyarrow package: pip install 'headwise[corpora]'."
+        ) from None
     row_number = 0
     try:
         with ParquetFile(path) as file:
@@ -203,23 +214,25 @@ def _read_parquet(path: Path) -> Iterator[TextChunk]:
             ]
             name = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
             if name is None:
-                raise HeadwiseError(
-                    f"{path}: which is the text? A table has a column `text` of strings, or one of strings alone; this has "
-                    f"{', '.join(map(repr, schema.names))}."
+                raise FileFormatError(
+                    f"{path}: the text column was not found. It must be a string column named `text`, or the only string "
+                    f"column. Got the columns: {', '.join(map(repr, schema.names))}. Name the text column `text`."
                 )
             for batch in file.iter_batches(PARQUET_BATCH_ROWS, columns=[name]):
                 for text in batch.column(0).to_pylist():
                     row_number += 1
                     yield TextChunk(row_text({name: text}, f"{path}, row {row_number}"), True)
     except (pyarrow.ArrowException, OSError) as error:
-        raise HeadwiseError(f"{path} is no parquet file, or is damaged ({error}).") from None
+        raise FileFormatError(
+            f"{path}: it is not a parquet file, or it is damaged ({error}). Download or write it again."
+        ) from None
     if row_number == 0:
-        raise HeadwiseError(f"{path} is empty; it needs at least one row.")
+        raise FileFormatError(f"{path}: the file is empty. It needs at least one row.")
 
 
 def _find_split(text: str) -> int:
-    """Where a line ends behind a letter or a digit; failing that, where a word does: there, before the white space, tokens
-    of the parts are those of the whole."""
+    """Return a position before white space at which splitting does not change tokens: a line end after a letter or digit,
+    otherwise the end of a word."""
     for separator in ("\n", " "):
         position = len(text)
         while (position := text.rfind(separator, 1, position)) > 0:

@@ -1,14 +1,14 @@
-r"""How byte-level tokenizers in GGUF files cut text before they merge, by the name in `tokenizer.ggml.pre`.
+r"""Pre-tokenization patterns of byte-level tokenizers in GGUF files, by the name in `tokenizer.ggml.pre`.
 
-The names and what each stands for are llama.cpp's (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp);
-where it writes a pattern otherwise than the model's own tokenizer.json, because its regular expressions know no (?i) and
-no \p{Lu}, the pattern is the tokenizer's own, which llama.cpp gives as well. A cut is a list of patterns, applied one after
-another: what a pattern finds, and what lies between, are pieces.
+Names and patterns are those of llama.cpp (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp). Its regular
+expressions do not support (?i) and \p{Lu}, so some of its patterns differ from the tokenizer.json of the model. In these
+cases the pattern of the tokenizer.json is used, which llama.cpp lists as well. A pre-tokenizer is a list of patterns, applied
+one after another: matches and the text between them become pieces.
 """
 
 from dataclasses import dataclass
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -18,12 +18,12 @@ _WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 def _tiktoken_pattern(
     word: str = r"\p{L}+", number: str = r"\p{N}", punctuation: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 ) -> str:
-    """The pattern of tiktoken's cl100k and of all that follow it: short forms, words, numbers, marks, spaces."""
+    """Return the pattern of tiktoken's cl100k and its successors: contractions, words, numbers, punctuation, spaces."""
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{word}|{number}|{punctuation}|{_WHITESPACE}"
 
 
 def _cased_pattern(suffix: str, number: str) -> str:
-    """Words that begin anew where a capital follows a small letter; `suffix` is what may follow them."""
+    """Return a pattern in which a capital after a lowercase letter starts a new word. `suffix` may follow a word."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     prefix = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{prefix}{upper}*{lower}+{suffix}|{prefix}{upper}+{lower}*{suffix}"
@@ -53,8 +53,13 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way to cut: its patterns, whether a piece that is in the vocabulary is taken as it is, whatever the merges say,
-    and whether a start token stands in front unless the file says otherwise."""
+    """One way to split text into pieces.
+
+    Attributes:
+        patterns: Regular expressions, applied in order.
+        ignore_merges: Use a piece that is in the vocabulary as one token, without merges.
+        add_bos: Add a BOS token if the file does not say otherwise.
+    """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
@@ -88,8 +93,8 @@ PRE_TOKENIZERS = {
     name: pre_tokenizer for names, pre_tokenizer in _PRE_TOKENIZER_FAMILIES.items() for name in names.split()
 }
 
-# What llama.cpp knows and is not read here: patterns it has code of its own for, text that is not turned into bytes,
-# encoders, which are not read from GGUF, and names whose meaning changed between its releases (glm4).
+# Names that llama.cpp knows and Headwise does not support: patterns implemented in code, text that is not byte-level,
+# encoders, and names whose meaning changed between releases (glm4).
 UNSUPPORTED = frozenset(
     [
         "glm4",
@@ -126,21 +131,21 @@ UNSUPPORTED = frozenset(
 
 
 def pretokenizer_for(name: str | None) -> PreTokenizer:
-    """The cut a GGUF file names. One that is not known is never guessed: the ids would be wrong in silence.
+    """Return the pre-tokenizer of a GGUF file. Raise for unknown names, because guessing would give wrong ids.
 
     >>> pretokenizer_for("llama-bpe").add_bos
     True
     """
-    hint = "use the model's folder with its tokenizer.json"
+    hint = "Use the model's folder with its tokenizer.json"
     if name is None:
-        raise HeadwiseError(
-            f"the GGUF file does not say how its tokenizer cuts text (tokenizer.ggml.pre); convert it again with a llama.cpp "
-            f"of today, or {hint}."
+        raise FileFormatError(
+            "tokenizer.ggml.pre: the GGUF file does not name its pre-tokenizer. "
+            f"{hint}, or convert the file again with a current llama.cpp."
         )
     if name in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name]
-    reason = "llama.cpp knows, but Headwise does not read" if name in UNSUPPORTED else "is not known"
-    raise HeadwiseError(
-        f"the GGUF tokenizer cuts text the {name!r} way (tokenizer.ggml.pre), which {reason}; {hint}. "
-        f"Read are {', '.join(PRE_TOKENIZERS)}."
+    reason = "llama.cpp supports it, but Headwise does not" if name in UNSUPPORTED else "it is unknown"
+    raise FileFormatError(
+        f"tokenizer.ggml.pre: the pre-tokenizer {name!r} is not supported; {reason}. {hint}. "
+        f"Supported are {', '.join(PRE_TOKENIZERS)}."
     )

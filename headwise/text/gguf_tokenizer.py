@@ -1,4 +1,4 @@
-"""A tokenizer out of a GGUF file's metadata: byte-level BPE (gpt2), SentencePiece BPE (llama) or WordPiece (bert)."""
+"""Tokenizers from the metadata of GGUF files: byte-level BPE (gpt2), SentencePiece BPE (llama) or WordPiece (bert)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,33 +6,40 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError, HeadwiseError
 from headwise.text.gguf_pretokenizers import pretokenizer_for
 from headwise.text.tokenizer import Tokenizer
 
-# Types of tokens that are found in a text before it is cut; the first two are no text.
+# Types of tokens that are matched before pre-tokenization. The first two are special tokens.
 UNKNOWN_TYPE, CONTROL_TYPE, USER_DEFINED_TYPE = 2, 3, 4
 
-# What GGUF calls our special tokens, its spelling included.
+# GGUF names of the special tokens, with its spelling.
 GGUF_SPECIAL_NAMES = {
     "bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown", "mask": "mask", "cls": "cls", "sep": "seperator",
 }  # fmt: skip
 
 
 def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
-    """Build it from `tokenizer.ggml.*` fields."""
+    """Build a tokenizer from the `tokenizer.ggml.*` fields of a GGUF file."""
     kind = fields.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece}
     if kind not in builders:
-        raise HeadwiseError(f"the GGUF file has a {kind!r} tokenizer; those supported are {', '.join(builders)}.")
+        raise FileFormatError(
+            f"tokenizer.ggml.model: this GGUF tokenizer is not supported. Got {kind!r}. Supported are {', '.join(builders)}; "
+            "use the model folder with its tokenizer.json."
+        )
     if "tokenizer.ggml.tokens" not in fields:
-        raise HeadwiseError("the GGUF file names a tokenizer but holds no tokens; convert it again with its tokenizer.")
+        raise FileFormatError(
+            "tokenizer.ggml.tokens: the GGUF file has a tokenizer without tokens. Convert the model again with its tokenizer."
+        )
     try:
         return builders[kind](fields)
     except HeadwiseError:
         raise
     except Exception as error:  # the library raises bare Exceptions
-        raise HeadwiseError(f"the GGUF tokenizer does not hold together: {error}") from None
+        raise FileFormatError(
+            f"tokenizer.ggml: the GGUF tokenizer is inconsistent ({error}). Convert the model again."
+        ) from None
 
 
 def _byte_level(fields: Mapping[str, Any]) -> Tokenizer:
@@ -52,8 +59,9 @@ def _vocabulary(fields: Mapping[str, Any]) -> dict[str, int]:
     vocab: dict[str, int] = {}
     for i, token in enumerate(fields["tokenizer.ggml.tokens"]):
         if vocab.setdefault(token or f"[EMPTY_{i}]", i) != i:
-            raise HeadwiseError(
-                f"the GGUF vocabulary holds {token!r} twice, at {vocab[token]} and {i}; fetch it again."
+            raise FileFormatError(
+                f"tokenizer.ggml.tokens: the GGUF vocabulary has {token!r} twice, at {vocab[token]} and {i}. "
+                "Download or convert the file again."
             )
     return vocab
 
@@ -61,11 +69,12 @@ def _vocabulary(fields: Mapping[str, Any]) -> dict[str, int]:
 def _sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
     tokens, scores = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.scores", [])
     if len(scores) != len(tokens):
-        raise HeadwiseError(
-            f"the GGUF tokenizer has {len(tokens)} tokens and {len(scores)} scores; convert the file again."
+        raise FileFormatError(
+            f"tokenizer.ggml.scores: the GGUF tokenizer has {len(tokens)} tokens and {len(scores)} scores. "
+            "Convert the model again."
         )
     vocab = _vocabulary(fields)
-    ranked = []  # every way to make a token of two others is a merge; the better the token's score, the earlier
+    ranked = []  # each split of a token into two tokens is a merge, ranked by the score of the token
     for token, score in zip(tokens, scores, strict=True):
         splits = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
         ranked += [(-score, vocab[left], vocab[right], left, right) for left, right in splits]
@@ -86,7 +95,7 @@ def _sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
 
 
 def _wordpiece(fields: Mapping[str, Any]) -> Tokenizer:
-    """GGUF marks word beginnings with ▁ where BERT marks continuations with ##."""
+    """Build a WordPiece tokenizer. GGUF marks the start of words with ▁, and BERT marks continuations with ##."""
     special_ids = set(_special_ids(fields).values())
     pieces = []
     for i, token in enumerate(fields["tokenizer.ggml.tokens"]):
@@ -96,7 +105,7 @@ def _wordpiece(fields: Mapping[str, Any]) -> Tokenizer:
 
 
 def _add_special_tokens(backend: Backend, fields: Mapping[str, Any], add_bos: bool) -> Tokenizer:
-    """Tokens found before the text is cut, and those put around it: as the file says, or `add_bos` where it does not."""
+    """Add special tokens and the BOS/EOS template of the file. `add_bos` is the default if the file does not set it."""
     tokens, types = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.token_type", [])
     for token, kind in zip(tokens, types, strict=False):
         if kind in (UNKNOWN_TYPE, CONTROL_TYPE):
@@ -110,8 +119,10 @@ def _add_special_tokens(backend: Backend, fields: Mapping[str, Any], add_bos: bo
         ("eos", fields.get("tokenizer.ggml.add_eos_token", False)),
     ):
         if enabled and special_ids[name] is None:
-            raise HeadwiseError(
-                f"the GGUF tokenizer asks for {'a start' if name == 'bos' else 'an end'} token but names none."
+            label = "a start" if name == "bos" else "an end"
+            raise FileFormatError(
+                f"tokenizer.ggml.{name}_token_id: the GGUF tokenizer adds {label} token but does not define it. "
+                "Convert the model again."
             )
         template.append([(tokens[special_ids[name]], special_ids[name])] if enabled else [])
     if any(template):

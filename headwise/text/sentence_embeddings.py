@@ -1,17 +1,30 @@
-"""Texts as vectors: an encoder's hidden states, averaged over real tokens (https://arxiv.org/abs/1908.10084)."""
+"""Sentence embeddings: hidden states of an encoder, averaged over real tokens (https://arxiv.org/abs/1908.10084)."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.model import ModelProtocol, eval_mode
 
 
 @torch.no_grad()
 def embed(model: ModelProtocol, texts: str | Sequence[str], *, normalize: bool = True, batch_size: int = 32) -> Tensor:
-    """One vector per text, (N, D), of length 1 if `normalize`. Texts longer than the model's context are cut.
+    """Embed texts as the mean hidden states of an encoder.
+
+    Args:
+        model: An encoder with a tokenizer.
+        texts: A text or a list of texts. Texts longer than the context of the model are truncated.
+        normalize: Scale the vectors to length 1.
+        batch_size: Texts per forward pass.
+
+    Returns:
+        One vector per text, (N, D), in float32.
+
+    Raises:
+        UnsupportedModelError: If the model is not an encoder or has no tokenizer.
+        ArgumentError: If a text is empty.
 
     >>> from headwise.weights import load
     >>> a, b, c = embed(load("minilm"), ["a cat sat down", "a kitten was sitting", "the stock market fell"])
@@ -19,19 +32,24 @@ def embed(model: ModelProtocol, texts: str | Sequence[str], *, normalize: bool =
     True
     """
     if model.spec.kind != "encoder":
-        raise HeadwiseError(f"embeddings come from an encoder; this model is of kind {model.spec.kind}.")
+        raise UnsupportedModelError(
+            f"model: embeddings need an encoder. Got a model of kind {model.spec.kind}. Use an encoder, such as minilm."
+        )
     if model.tokenizer is None:
-        raise HeadwiseError(
-            "this model has no tokenizer; take the mean of model(ids, attention_mask=…, hidden=True) instead."
+        raise UnsupportedModelError(
+            "model: it has no tokenizer, so it cannot embed texts. Load a model with a tokenizer, or compute token ids "
+            "yourself and average the hidden states over the tokens: model(ids, attention_mask=…, hidden=True)."
         )
     texts = [texts] if isinstance(texts, str) else list(texts)
     if not texts:
-        raise HeadwiseError("there are no texts to embed; give at least one.")
+        raise ArgumentError("texts: at least one text is needed. Got none. Give a list of texts.")
     for index, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
-            raise HeadwiseError(f"text {index} of {len(texts)} is empty or no text ({text!r}); leave it out.")
+            raise ArgumentError(
+                f"texts: text {index} of {len(texts)} is empty or not a string. Got {text!r}. Remove it from the list."
+            )
     rows = [_truncate(model.tokenizer.encode(text), model.spec.context) for text in texts]
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # texts of like length together: little padding
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # batches of similar lengths need little padding
     vectors = torch.empty(len(rows), model.spec.width, device=model.device)
     for start in range(0, len(order), batch_size):
         batch_indices = order[start : start + batch_size]
@@ -51,5 +69,5 @@ def _mean_hidden_state(model: ModelProtocol, rows: list[list[int]]) -> Tensor:
 
 
 def _truncate(ids: list[int], context: int) -> list[int]:
-    """The closing token stays where a text is cut."""
+    """Truncate ids to the context, and keep the last token."""
     return ids if len(ids) <= context else [*ids[: context - 1], ids[-1]]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 
 Span = tuple[int, int]
 
@@ -13,9 +13,18 @@ _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 
 @dataclass(frozen=True)
 class Alignment:
-    """A text cut into tokens and words. Special tokens belong to no word and have an empty span.
+    """Tokens and words of a text. Special tokens belong to no word and have an empty span.
 
-    A token belongs to every word it touches: `,"` to the comma and to the quote.
+    A token belongs to every word that it overlaps: `,"` to the comma and to the quote.
+
+    Attributes:
+        text: The text.
+        ids: Token ids.
+        tokens: Token strings.
+        spans: Character span of each token.
+        words: Words.
+        word_spans: Character span of each word.
+        words_of_token: Indices of the words of each token: usually one, none for special tokens.
 
     >>> a = Alignment.of("don't go", ids=[1, 2, 3], tokens=["don", "'t", "go"], spans=[(0, 3), (3, 5), (6, 8)])
     >>> a.words, a.words_of_token, a.tokens_of_word
@@ -27,14 +36,14 @@ class Alignment:
     text: str
     ids: tuple[int, ...]
     tokens: tuple[str, ...]
-    spans: tuple[Span, ...]  # of the tokens, in characters
+    spans: tuple[Span, ...]
     words: tuple[str, ...]
     word_spans: tuple[Span, ...]
-    words_of_token: tuple[tuple[int, ...], ...]  # those a token touches: mostly one; none for special tokens
+    words_of_token: tuple[tuple[int, ...], ...]
 
     @property
     def tokens_of_word(self) -> tuple[tuple[int, ...], ...]:
-        """For each word, the places of its tokens."""
+        """Indices of the tokens of each word."""
         token_indices: list[list[int]] = [[] for _ in self.words]
         for token, words in enumerate(self.words_of_token):
             for word in words:
@@ -49,7 +58,7 @@ class Alignment:
         spans: Sequence[Span],
         words: Sequence[str] | None = None,
     ) -> "Alignment":
-        """Align tokens, by their spans, with words: those given, in the order of the text, or those of `split_words`."""
+        """Align tokens with words by their spans. `words` are in the order of the text; None splits the text."""
         word_spans = split_word_spans(text) if words is None else find_word_spans(text, words)
         word_at_char = {char: index for index, (start, end) in enumerate(word_spans) for char in range(start, end)}
         words_of_token = [tuple(sorted({word_at_char[c] for c in range(*span) if c in word_at_char})) for span in spans]
@@ -65,7 +74,7 @@ class Alignment:
 
 
 def split_word_spans(text: str) -> list[Span]:
-    """Words and punctuation marks by their spans.
+    """Return the spans of words and punctuation marks.
 
     >>> [text[a:b] for text in ["It didn't, no."] for a, b in split_word_spans(text)]
     ['It', "didn't", ',', 'no', '.']
@@ -74,7 +83,7 @@ def split_word_spans(text: str) -> list[Span]:
 
 
 def find_word_spans(text: str, words: Sequence[str]) -> list[Span]:
-    """The spans of given words, each searched behind the one before.
+    """Return the spans of words, each searched after the previous one.
 
     >>> find_word_spans("a ba a", ["a", "a", "a"])
     [(0, 1), (3, 4), (5, 6)]
@@ -83,7 +92,9 @@ def find_word_spans(text: str, words: Sequence[str]) -> list[Span]:
     for word in words:
         position = text.find(word, start)
         if position < 0 or not word:
-            raise HeadwiseError(f"the word {word!r} is not in the text behind character {start}; give words in order.")
+            raise ArgumentError(
+                f"words: the word {word!r} is not in the text after character {start}. Give words in the order of the text."
+            )
         spans.append((position, position + len(word)))
         start = position + len(word)
     return spans

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Encoding, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError
 from headwise.text.token_alignment import Alignment
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -18,7 +18,12 @@ SPECIAL_TOKEN_NAMES = ("bos", "eos", "pad", "unk", "mask", "cls", "sep")
 
 
 class Tokenizer:
-    """Text to ids and back. `bos`, `eos`, `pad`, `unk`, `mask`, `cls`, `sep` are ids, or None where there is none.
+    """Converts text to token ids and back.
+
+    Attributes:
+        backend: The tokenizer of the `tokenizers` library.
+        special: Ids of the special tokens bos, eos, pad, unk, mask, cls and sep, or None. They are also attributes, such as
+            `tokenizer.eos`.
 
     >>> t = Tokenizer.from_wordpiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "head", "##s", "attend"])
     >>> t.encode("Heads attend")
@@ -37,16 +42,16 @@ class Tokenizer:
     def __getattr__(self, name: str) -> int | None:
         if name in SPECIAL_TOKEN_NAMES:
             return self.__dict__["special"][name]
-        raise AttributeError(f"a tokenizer has no {name!r}")
+        raise AttributeError(f"Tokenizer has no attribute {name!r}")
 
     @property
     def end_id(self) -> int | None:
-        """What stands behind a text: the end token, or what parts two texts."""
+        """Id of the token that ends a text: eos, else sep, else None."""
         return self.special["eos"] if self.special["eos"] is not None else self.special["sep"]
 
     @cached_property
     def template_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What is put before and behind a text: ([CLS],) and ([SEP],) for BERT."""
+        """Special tokens that `encode` adds before and after a text: ([CLS],) and ([SEP],) for BERT."""
         plain_ids, wrapped_ids = self.encode("a", add_special_tokens=False), self.encode("a")
         for start in range(len(wrapped_ids) - len(plain_ids) + 1):
             if wrapped_ids[start : start + len(plain_ids)] == plain_ids:
@@ -55,51 +60,87 @@ class Tokenizer:
 
     @property
     def suffix_ids_with_eos(self) -> tuple[int, ...]:
-        """What closes a text that is to be written: what is put behind it, and the end token last."""
+        """Special tokens after a text, with the end token as the last."""
         suffix = self.template_ids[1]
         return suffix if self.end_id is None or suffix[-1:] == (self.end_id,) else (*suffix, self.end_id)
 
     def wrap_pair(
         self, source_ids: Sequence[int], target_ids: Sequence[int], decoder_start_token: int
     ) -> tuple[list[int], list[int]]:
-        """A pair, its ids without what is put around them, as an encoder-decoder reads it: the source, and the text behind
-        the token a decoder starts from. Both end with the end token, whether the tokenizer puts it there or not."""
+        """Add the special tokens of an encoder-decoder to a source and a text.
+
+        Args:
+            source_ids: Ids of the source, without special tokens.
+            target_ids: Ids of the text, without special tokens.
+            decoder_start_token: Id of the token that starts the decoder.
+
+        Returns:
+            Ids of the source and of the text. Both end with the end token.
+        """
         prefix, suffix = self.template_ids[0], self.suffix_ids_with_eos
         return [*prefix, *source_ids, *suffix], [decoder_start_token, *prefix, *target_ids, *suffix]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; `add_special_tokens` adds what the model expects around it ([CLS] … [SEP], a start token)."""
+        """Return the token ids of a text.
+
+        Args:
+            text: The text.
+            add_special_tokens: Add the special tokens of the model ([CLS] … [SEP], or a BOS token).
+
+        Returns:
+            Token ids.
+
+        Raises:
+            ArgumentError: If the text has a lone surrogate.
+        """
         return self.encoding(text, add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], keep_special_tokens: bool = False) -> str:
-        """The text of ids; special tokens are left out unless asked for."""
+        """Return the text of token ids.
+
+        Args:
+            ids: Token ids.
+            keep_special_tokens: Keep special tokens in the text.
+
+        Returns:
+            The text.
+        """
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special_tokens)
 
     def token(self, id: int) -> str:
-        """How one id is written in the vocabulary."""
+        """Return the string of a token in the vocabulary."""
         token = self.backend.id_to_token(int(id))
         if token is None:
-            raise HeadwiseError(f"there is no token {id}; the vocabulary has {len(self)}.")
+            raise ArgumentError(f"id: no such token. Got {id}. Use an id from 0 to {len(self) - 1}.")
         return token
 
     def align(self, text: str, words: Sequence[str] | None = None, add_special_tokens: bool = True) -> Alignment:
-        """Tokens, words and characters of a text; `words` are those given, in order, or found by spaces and marks."""
+        """Align the tokens of a text with its words.
+
+        Args:
+            text: The text.
+            words: Words in the order of the text. None splits the text at spaces and punctuation.
+            add_special_tokens: Add the special tokens of the model.
+
+        Returns:
+            Tokens, words and their character spans.
+        """
         encoding = self.encoding(text, add_special_tokens)
         spans = [trim_leading_space(text, span) for span in encoding.offsets]
         return Alignment.of(text, encoding.ids, encoding.tokens, spans, words)
 
     def encode_without_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts, without special tokens."""
+        """Return the token ids of several texts, without special tokens."""
         check_lone_surrogates(texts)
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encoding(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """Ids, tokens and character offsets of a text, as the `tokenizers` library gives them."""
+        """Return ids, tokens and character offsets of a text as an `Encoding` of the `tokenizers` library."""
         check_lone_surrogates([text])
         return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
     def save(self, folder: Path | str) -> None:
-        """Write tokenizer.json, and tokenizer_config.json with the special tokens: what transformers reads, too."""
+        """Write tokenizer.json and tokenizer_config.json, which transformers can read, into a folder."""
         folder = Path(folder)
         (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         token_texts = {f"{name}_token": self.token(id) for name, id in self.special.items() if id is not None}
@@ -108,34 +149,54 @@ class Tokenizer:
 
     @staticmethod
     def load(path: Path | str) -> "Tokenizer":
-        """Read a folder with tokenizer.json or vocab.txt, or one of those files."""
+        """Load a tokenizer.
+
+        Args:
+            path: A folder with tokenizer.json or vocab.txt, or one of these files.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            FileFormatError: If the tokenizer is missing or damaged.
+        """
         return Tokenizer.deferred_load(path)()
 
     @staticmethod
     def deferred_load(path: Path | str) -> "Callable[[], Tokenizer]":
-        """Read the files now and make the tokenizer when called: reading is quick, making is not."""
+        """Read the files of a tokenizer now, and return a function that builds it, because building is slow."""
         path = Path(path)
         folder = path if path.is_dir() else path.parent
         if path.is_dir():
             candidates = [path / name for name in ("tokenizer.json", "vocab.txt") if (path / name).is_file()]
             if not candidates:
-                raise HeadwiseError(f"there is no tokenizer in {path}; it needs tokenizer.json or vocab.txt.")
+                raise FileFormatError(
+                    f"{path}: no tokenizer in this folder. It needs tokenizer.json or vocab.txt. Add one of them."
+                )
             path = candidates[0]
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         text = _read_text(path)
         if path.suffix == ".txt":
-            vocab = text.removesuffix("\n").split("\n")  # only there: a piece may be any other line end of Unicode's
+            vocab = text.removesuffix("\n").split("\n")  # only at \n: other Unicode line ends may be tokens
             return partial(Tokenizer.from_wordpiece, vocab, bool(config.get("do_lower_case", True)))
         return partial(_from_json, text, config, path)
 
     @staticmethod
     def from_wordpiece(vocab: Sequence[str], lowercase: bool = True) -> "Tokenizer":
-        """BERT's: a list of pieces, those inside a word marked with ##."""
+        """Return a BERT tokenizer.
+
+        Args:
+            vocab: Pieces in the order of their ids. Pieces inside a word start with ##.
+            lowercase: Lowercase the text first.
+
+        Returns:
+            The tokenizer.
+        """
         piece_ids = {piece: i for i, piece in enumerate(vocab)}
         missing = [name for name in ("[UNK]", "[CLS]", "[SEP]") if name not in piece_ids]
         if missing:
-            raise HeadwiseError(
-                f"the WordPiece vocabulary lacks {', '.join(missing)}; is it a vocab.txt of BERT's kind?"
+            raise FileFormatError(
+                f"vocab: the WordPiece vocabulary lacks {', '.join(missing)}. Use the vocab.txt of a BERT model."
             )
         backend = Backend(models.WordPiece(piece_ids, unk_token="[UNK]"))  # pyright: ignore[reportCallIssue]
         backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)  # pyright: ignore
@@ -153,22 +214,22 @@ class Tokenizer:
 
 
 def check_lone_surrogates(texts: Iterable[str]) -> None:
-    """Raise if a text has a lone surrogate, half of a character, which no tokenizer reads.
+    """Raise if a text has a lone surrogate, half of a character, which no tokenizer supports.
 
     >>> check_lone_surrogates([f"caf{chr(0xD800)}"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    headwise.errors.HeadwiseError: a text has the lone surrogate U+D800 at character 3, which is not valid ...
+    headwise.errors.ArgumentError: text: it has the lone surrogate U+D800 at character 3, which is not valid ...
     """
     for text in texts:
         if not text.isascii() and (match := SURROGATE.search(text)):
-            raise HeadwiseError(
-                f"a text has the lone surrogate U+{ord(match[0]):04X} at character {match.start()}, which is not valid "
+            raise ArgumentError(
+                f"text: it has the lone surrogate U+{ord(match[0]):04X} at character {match.start()}, which is not valid "
                 f"Unicode. Replace it first: text.encode('utf-8', 'replace').decode()."
             )
 
 
 def trim_leading_space(text: str, span: tuple[int, int]) -> tuple[int, int]:
-    """A byte-level token's span takes in the space before it; the word it belongs to begins behind."""
+    """Remove the leading space from the span of a byte-level token, so that it starts with its word."""
     start, end = span
     while start < end and text[start].isspace():
         start += 1
@@ -176,11 +237,13 @@ def trim_leading_space(text: str, span: tuple[int, int]) -> tuple[int, int]:
 
 
 def _from_json(text: str, config: Mapping[str, Any], path: Path) -> Tokenizer:
-    """A tokenizer.json, with the special tokens that Hugging Face's configuration files name."""
+    """Return the tokenizer of a tokenizer.json, with the special tokens of the Hugging Face config files."""
     try:
         backend = Backend.from_str(text)
     except Exception as error:  # the library raises bare Exceptions
-        raise HeadwiseError(f"{path} is not a tokenizer the tokenizers library reads: {error}") from None
+        raise FileFormatError(
+            f"{path}: it is not a tokenizer of the tokenizers library ({error}). Check or replace the file."
+        ) from None
     backend.no_padding()
     backend.no_truncation()
     ids = {}
@@ -195,17 +258,19 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise HeadwiseError(f"{path} is not UTF-8: {error}.") from None
+        raise FileFormatError(f"{path}: it is not UTF-8 ({error}). Convert the file to UTF-8.") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """What a configuration file says, as far as it says anything; nothing where there is none."""
+    """Return the contents of a config file without null values. Empty if the file does not exist."""
     if not path.is_file():
         return {}
     try:
         data = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
-        raise HeadwiseError(f"{path} is not valid JSON: {error}.") from None
+        raise FileFormatError(f"{path}: it is not valid JSON ({error}). Correct or remove the file.") from None
     if not isinstance(data, dict):
-        raise HeadwiseError(f"{path} must hold a JSON object, got {type(data).__name__}.")
+        raise FileFormatError(
+            f"{path}: it must contain a JSON object. Got {type(data).__name__}. Correct or remove the file."
+        )
     return {key: value for key, value in data.items() if value is not None}

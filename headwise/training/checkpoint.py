@@ -1,8 +1,8 @@
-"""Checkpoints: written whole or not at all, with checksums; a damaged one is noticed and the one before it used.
+"""Checkpoints, written atomically and with checksums. If one is damaged, the previous one is used.
 
-A checkpoint is a model folder, so `headwise.load` reads it, with three files more: optimizer.safetensors, training.json (the
-step, and what the loop knows) and checksums.json; and loss.safetensors where the loss has
-parameters of its own. Random numbers need no file: they follow from the seed and the step.
+A checkpoint is a model folder that `headwise.load` reads, with more files: optimizer.safetensors, training.json (the step and
+the state of the loop), checksums.json, and loss.safetensors if the loss has parameters. RNG state needs no file, because it
+follows from the seed and the step.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from headwise.distributed.parallel_strategy import local_tensor
+from headwise.distributed.parallelize_model import local_tensor
 from headwise.distributed.process_group import ProcessGroup
 from headwise.distributed.sharded_checkpoint import (
     LOSS_PREFIX,
@@ -29,7 +29,7 @@ from headwise.distributed.sharded_checkpoint import (
     weight_shards,
 )
 from headwise.distributed.sharded_reader import MODEL_PREFIX, tensor_names
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError
 from headwise.io.aligned_safetensors import read_tensors, write_tensors
 from headwise.io.atomic_write import atomic_folder
 from headwise.model.transformer import Transformer
@@ -44,23 +44,23 @@ SHARDS_FOLDER = "shards"
 class CheckpointFolder:
     """The checkpoints of a run, one folder per step."""
 
-    is_collective = False  # whether all processes write them, or one for all
+    is_collective = False  # whether all processes write the checkpoint, or only rank zero
 
     def __init__(self, folder: Path, keep_newest: int, log: Callable[[str], None]) -> None:
         self.folder, self.keep_newest, self.log = folder, keep_newest, log
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
+        """Return the folder of the checkpoint of a step."""
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, oldest first."""
+        """Return the steps with a checkpoint, oldest first."""
         return sorted(int(path.name[5:]) for path in self.folder.glob("step-" + "[0-9]" * 8))
 
     def save(
         self, loss: TrainLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int, best_step: int
     ) -> None:
-        """Write one, then drop those that are neither among the newest nor the best."""
+        """Write a checkpoint atomically, then drop those that are neither among the newest nor the best."""
         with atomic_folder(self.path(step), ("training.json", CHECKSUMS_FILE)) as new_folder:
             loss.model.save(new_folder)  # pyright: ignore[reportAttributeAccessIssue]
             parameters = loss.trainable_parameters()
@@ -71,14 +71,14 @@ class CheckpointFolder:
         self.drop_old(best_step)
 
     def drop_old(self, best_step: int) -> None:
-        """Keep the newest, and the best."""
+        """Drop all checkpoints except the newest and the best."""
         for old_step in self.steps()[: -self.keep_newest]:
             if old_step != best_step:
                 _remove(self.path(old_step))
 
     def newest_valid_step(self) -> int | None:
-        """The newest step whose checkpoint is whole; damaged ones are put aside, aloud. None: there is none yet."""
-        for stray in self.folder.glob(".*"):  # what a killed run was writing or removing
+        """Return the newest step with a valid checkpoint, or None. Damaged checkpoints are renamed and logged."""
+        for stray in self.folder.glob(".*"):  # temporary folders of a killed run
             shutil.rmtree(stray, ignore_errors=True)
         steps = self.steps()
         for step in reversed(steps):
@@ -89,22 +89,26 @@ class CheckpointFolder:
             shutil.rmtree(damaged_folder, ignore_errors=True)
             self.path(step).rename(damaged_folder)
             self.log(
-                f"the checkpoint of step {step} is damaged ({problem}); it is now {damaged_folder.name}, and the one before "
-                f"is used."
+                f"the checkpoint of step {step} is damaged ({problem}). It was renamed to {damaged_folder.name}, and the "
+                f"previous checkpoint is used."
             )
         if steps:
-            raise HeadwiseError(f"every checkpoint in {self.folder} is damaged; begin anew in another folder.")
+            raise FileFormatError(f"{self.folder}: every checkpoint is damaged. Start the run again in another folder.")
         return None
 
     def restore(self, step: int, loss: TrainLoss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Put a model, its loss and its optimizer back to where they were; returns what the loop knew."""
+        """Restore a model, its loss and its optimizer. Return the state of the loop."""
         folder, model, parameters = self.path(step), loss.model, loss.trainable_parameters()
         if not (folder / "model.safetensors").is_file():
-            raise HeadwiseError(f"the checkpoint {folder} is of another layout; go on with the recipe it was made by.")
+            raise FileFormatError(
+                f"{folder}: the checkpoint was written with a sharded `parallel` setting, and the current setting differs. "
+                "Resume with the `parallel` setting of the original run."
+            )
         unknown = model.load_weights(load_file(folder / "model.safetensors"))
         if unknown:
-            raise HeadwiseError(
-                f"the checkpoint {folder} is of another model: {', '.join(unknown[:3])} is not in this one."
+            raise FileFormatError(
+                f"{folder}: the checkpoint is of another model. Got the weight {', '.join(unknown[:3])}, which this model "
+                "does not have. Resume with the model of the run."
             )
         if optimizer is not None:
             restore_optimizer(parameters, optimizer, read_tensors(folder / "optimizer.safetensors"))
@@ -113,7 +117,9 @@ class CheckpointFolder:
         if {name: value.shape for name, value in loss_parameters.items()} != {
             name: value.shape for name, value in saved.items()
         }:
-            raise HeadwiseError(f"the checkpoint {folder} is of another loss; give the one this run began with.")
+            raise ArgumentError(
+                f"loss: its parameters differ from those of the checkpoint {folder}. Use the loss that the run started with."
+            )
         for name, value in saved.items():
             loss_parameters[name].copy_(value)
         return json.loads((folder / "training.json").read_text(encoding="utf-8"))
@@ -146,17 +152,18 @@ class ShardedCheckpointFolder(CheckpointFolder):
             self.drop_old(best_step)
 
     def restore(self, step: int, loss: TrainLoss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Restore a model and its optimizer, whatever the number of processes was; return the state of the loop."""
+        """Restore a model and its optimizer for any number of processes. Return the state of the loop."""
         folder, model, parameters = self.path(step), _native_model(loss), loss.trainable_parameters()
         if not (folder / SHARDS_FOLDER).is_dir():
-            raise HeadwiseError(
-                f"the checkpoint {folder} is of another layout: it was written with parallel='ddp'. Go on with that."
+            raise FileFormatError(
+                f"{folder}: the checkpoint has another layout, written with parallel='ddp'. Resume with parallel='ddp'."
             )
         shards = weight_shards(model, parameters)
         saved_names = tensor_names((folder / SHARDS_FOLDER).glob("*.safetensors"))
         if missing := sorted(set(shards) - saved_names):
-            raise HeadwiseError(
-                f"the checkpoint {folder} is of another model: {missing[0].removeprefix(MODEL_PREFIX)} is not in it."
+            raise FileFormatError(
+                f"{folder}: the checkpoint is of another model; it has no weight {missing[0].removeprefix(MODEL_PREFIX)}. "
+                "Resume with the model of the run."
             )
         training_state = json.loads((folder / "training.json").read_text(encoding="utf-8"))
         if optimizer is not None:
@@ -180,12 +187,12 @@ def _write_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _loss_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """What learns and belongs to the loss, not to the model."""
+    """Return the trainable parameters of the loss that do not belong to the model."""
     return {name: value.detach() for name, value in parameters.items() if name.startswith(LOSS_PREFIX)}
 
 
 def checkpoint_problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """Return a description of the damage of a checkpoint, or None if it is valid."""
     try:
         checksums = json.loads((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
         for name, digest in checksums.items():
@@ -193,11 +200,11 @@ def checkpoint_problem(folder: Path) -> str | None:
                 return f"{name} does not match its checksum"
     except (OSError, ValueError, AttributeError) as error:
         return str(error)
-    return None if "training.json" in checksums else f"{CHECKSUMS_FILE} is not complete"
+    return None if "training.json" in checksums else f"{CHECKSUMS_FILE} is incomplete"
 
 
 def folder_checksums(folder: Path) -> dict[str, str]:
-    """The checksum of every file of a folder."""
+    """Return the checksum of every file of a folder."""
     return {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -207,7 +214,7 @@ def _digest(path: Path) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Take a folder out of sight in one step, then delete it: a kill half-way leaves no half checkpoint."""
+    """Rename a folder to a hidden name, then delete it, so that a kill leaves no partial checkpoint."""
     hidden_folder = folder.with_name(f".{folder.name}")
     folder.rename(hidden_folder)
     shutil.rmtree(hidden_folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The loss on text that was held out, each token asked for once, the same windows every time."""
+"""Held-out loss. Each token is a target once, in the same windows every time."""
 
 from collections.abc import Sequence
 
@@ -21,10 +21,20 @@ def evaluate(
     process_group: ProcessGroup,
     equal_batch_counts: bool = False,
 ) -> float:
-    """Mean loss per token in nats, over texts with one token more than is read; shared out over the team.
+    """Return the mean loss per token in nats, computed by all processes together.
 
-    `sources` are what an encoder-decoder reads, one for each text, or none. `equal_batch_counts`: processes hold parts of the
-    model, so all of them must run as many batches; one that has none left reads the first once more, for nothing.
+    Args:
+        model: The model.
+        texts: Token ids of each text, with one token more than the inputs.
+        sources: Source of each text for an encoder-decoder, otherwise empty.
+        batch_size: Texts per batch.
+        mask_tokens: Function that masks tokens for the masked objective. None: next-token targets.
+        process_group: Processes that share the batches.
+        equal_batch_counts: Run as many batches in every process, as sharded models require. A process without a batch runs
+            the first one again and ignores its loss.
+
+    Returns:
+        Mean loss per token in nats.
     """
     loss, total, num_targets = LanguageLoss(model), 0.0, 0
     with eval_mode(model):

@@ -1,4 +1,4 @@
-"""The loop: read, predict, correct; look up now and then, and write down where we are."""
+"""The training loop: optimizer steps, evaluation, checkpoints and exact resumption."""
 
 import math
 import tempfile
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headwise.distributed.parallel_strategy import ParallelStrategy, clip_gradients, reshard, unique_row_mask
+from headwise.distributed.parallelize_model import ParallelStrategy, clip_gradients, reshard, unique_row_mask
 from headwise.distributed.process_group import explain_peer_errors, open_process_group
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError, HeadwiseError
 from headwise.heads.head_dropout import set_training_progress
 from headwise.kernels.enable_grad import gradients_enabled
 from headwise.model import Transformer, eval_mode
@@ -45,7 +45,7 @@ TrainCallback = Callable[[Transformer, int], object]
 
 
 class DivergenceError(HeadwiseError):
-    """Training ran away: a gradient is no longer a number."""
+    """Training diverged: a gradient is NaN or infinite."""
 
 
 def train(
@@ -62,15 +62,32 @@ def train(
     callback_every: int | None = 100,
     progress: Progress | bool = True,
 ) -> TrainResult:
-    """Train a new model from a spec, or go on with one that is there, on a text.
+    """Train a new model from a spec, or train an existing model further.
 
-    `corpus` is a text, a list of texts, a path or a Corpus; none is the synthetic language. `out` is a folder for
-    checkpoints, metrics and the model: run the same again and a stopped run goes on, to the same bits. `tokenizer` is one
-    that was loaded or made, or "byte", "character", "word" (the synthetic language), "bpe:4096"; a new model's vocabulary
-    is set to it.
-    `callback(model, step)` is called before the first step, after every `callback_every` steps (None: at each evaluation) and
-    after the last. `loss` makes of the model what it learns from (a `TrainLoss`); what is held out is always
-    judged by its text alone. `progress(what, done, of)` is called with how far the run is; True shows it on standard error.
+    Args:
+        model: A spec for a new model, or a model, which is trained in place.
+        corpus: A text, a list of texts, a path or a Corpus. None: the synthetic language.
+        recipe: Numbers of the training run. None: the default recipe.
+        out: Run folder for checkpoints, metrics and the model. Calling `train` again with the same arguments resumes an
+            interrupted run and gives bitwise equal weights. None writes nothing.
+        valid: Held-out texts. None: the part of the corpus that the recipe holds out.
+        tokenizer: A tokenizer, or "byte", "character", "word" (the synthetic language) or "bpe:4096". None: the tokenizer
+            of the model, "word" for the synthetic language, otherwise "byte". A new model gets its vocabulary size.
+        loss: Function from the model to a `TrainLoss`. Held-out texts are always evaluated with the language modeling loss.
+        device: Device for training. None selects one automatically.
+        callback: Called as `callback(model, step)` before the first step, every `callback_every` steps and after the last
+            step.
+        callback_every: Steps between callbacks. None: at each evaluation.
+        progress: True shows a progress display on standard error. A function is called as `progress(label, done, total)`.
+
+    Returns:
+        The trained model, the last losses, and the logged metrics.
+
+    Raises:
+        ArgumentError: If model, corpus and recipe do not fit together.
+        FileFormatError: If `out` contains another run or other files.
+        DivergenceError: If a gradient is NaN or infinite.
+
 
     >>> from headwise.spec import AttentionSpec
     >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
@@ -91,7 +108,17 @@ def run_request(
     callback_every: int | None = 100,
     progress: Progress | bool = True,
 ) -> TrainResult:
-    """Start a run, or go on with it where its folder holds a part of it already; `train` in one object.
+    """Start or resume the run of a `TrainRequest`. `train` does this for separate arguments.
+
+    Args:
+        request: Model, corpus, recipe, folder and loss of the run.
+        device: Device for training. None selects one automatically.
+        callback: Called as `callback(model, step)`, as in `train`.
+        callback_every: Steps between callbacks. None: at each evaluation.
+        progress: True shows a progress display on standard error. A function is called as `progress(label, done, total)`.
+
+    Returns:
+        The trained model, the last losses, and the logged metrics.
 
     >>> from headwise.spec import preset
     >>> small = preset("synthetic").resized(layers=1, width=16, heads=2)
@@ -101,7 +128,9 @@ def run_request(
     (2, True)
     """
     if callback_every is not None and callback_every < 1:
-        raise HeadwiseError(f"callback_every must be at least 1, got {callback_every}.")
+        raise ArgumentError(
+            f"callback_every: must be at least 1. Got {callback_every}. Use None for a callback at each evaluation."
+        )
     out = request.out
     trained = None if isinstance(request.model, ModelSpec) else request.model
     with (
@@ -112,7 +141,10 @@ def run_request(
     ):
         folder, recipe = Path(scratch) if out is None else Path(out), request.resolved_recipe
         if out is None and process_group.size > 1:
-            raise HeadwiseError("several processes need a folder they share; give out=…")
+            raise ArgumentError(
+                f"out: {process_group.size} processes need a shared run folder. Got None. Give out=…, a folder that all "
+                "processes can write."
+            )
         layout = ParallelStrategy.of(recipe.parallel, process_group, recipe.head_processes)
         return _run(
             prepare_run(request, folder, layout), recipe, folder, out is not None, callback, callback_every, progress
@@ -128,7 +160,21 @@ def resume(
     callback_every: int | None = 100,
     progress: Progress | bool = True,
 ) -> TrainResult:
-    """Go on with a run from its folder alone, to the bits it would have had; a finished one is given as it ended.
+    """Resume a run from its folder. A finished run returns its result without training.
+
+    Args:
+        folder: Run folder of `train(…, out=folder)`.
+        loss: Function from the model to its loss. It must be the loss of the run.
+        device: Device for training. None selects one automatically.
+        callback: Called as `callback(model, step)`, as in `train`.
+        callback_every: Steps between callbacks. None: at each evaluation.
+        progress: True shows a progress display on standard error. A function is called as `progress(label, done, total)`.
+
+    Returns:
+        The result of the run. Weights are bitwise equal to those of an uninterrupted run.
+
+    Raises:
+        FileFormatError: If the folder has no run, or its files are damaged.
 
     >>> from headwise.spec import AttentionSpec
     >>> spec = ModelSpec(vocab=257, context=16, layers=1, attention=AttentionSpec(width=16, heads=2))
@@ -155,11 +201,11 @@ def _run(
     threads = torch.get_num_threads()
     loop = TrainLoop(setup, recipe, folder if keep_folder else None, progress)
     if loop.process_group.is_rank_zero:
-        write_run_json_if_missing(folder, setup.run_record)  # from here on the folder is this run's
+        write_run_json_if_missing(folder, setup.run_record)  # from now on the folder belongs to this run
         if recipe.warmup >= recipe.steps:
             loop.display.log(
-                f"the warm-up of {recipe.warmup} steps is not shorter than the run of {recipe.steps}: the rate never reaches "
-                f"{recipe.learning_rate:g}. A tenth of the steps is usual."
+                f"warmup={recipe.warmup}: it is not shorter than the run of {recipe.steps} steps, so the learning rate never "
+                f"reaches {recipe.learning_rate:g}. Use about a tenth of the steps."
             )
     try:
         with explain_peer_errors():
@@ -169,7 +215,7 @@ def _run(
 
 
 class TrainLoop:
-    """One run: `run` goes from wherever the last checkpoint is to the end."""
+    """One training run. `run` continues from the last checkpoint to the end."""
 
     def __init__(self, setup: RunSetup, recipe: Recipe, folder: Path | None, progress: Progress | bool) -> None:
         self.layout, self.recipe, self.folder = setup.layout, recipe, folder
@@ -179,13 +225,16 @@ class TrainLoop:
         self.make_sampler = sampler_factory(setup, recipe)
         self.sampler = self.make_sampler(self.tokens.train)
         if recipe.holdout > 0 and len(self.tokens.valid) < 2:
-            raise HeadwiseError("too little text is held out to evaluate on; give more text, or holdout=0.")
+            raise ArgumentError(
+                f"holdout={recipe.holdout}: at least 2 tokens must be held out for evaluation. "
+                f"Got {len(self.tokens.valid)} tokens. Give more text, or set holdout=0 for no evaluation."
+            )
         self.layout.apply_fsdp(self.model)
         self.loss_module, parameters = setup.loss, setup.loss.trainable_parameters()
         self.optimizer, self.parameters = make_optimizer(parameters, recipe), list(parameters.values())
         self.counted = unique_row_mask(self.model, self.parameters)
         self.step, self.tokens_seen, self.loss, self.valid_loss = 0, 0, float("nan"), None
-        self.loss_terms: dict[str, float] = {}  # of the loss, where it has several
+        self.loss_terms: dict[str, float] = {}  # by name, if the loss has several terms
         self.best_loss, self.best_step, self.evaluations_without_improvement = float("inf"), 0, 0
         self.stop_reason = "finished"
         self.autocast_dtype = resolve_precision(recipe, process_group.device)
@@ -193,7 +242,7 @@ class TrainLoop:
         self.display = ProgressDisplay(recipe.steps, 0, progress if process_group.is_rank_zero else False)
         log = self.display.log if process_group.is_rank_zero else (lambda text: None)
         checkpoint_args = None if folder is None else (folder / "checkpoints", recipe.keep_checkpoints, log)
-        is_sharded = recipe.parallel != "ddp"  # whatever the number of processes, so that another can go on
+        is_sharded = recipe.parallel != "ddp"  # even with one process, so that any number of processes can resume
         self.checkpoints = (
             None
             if checkpoint_args is None
@@ -201,12 +250,12 @@ class TrainLoop:
             if is_sharded
             else CheckpointFolder(*checkpoint_args)
         )
-        self.best_weights: dict[str, Tensor] | None = None  # kept in memory where there is no folder
+        self.best_weights: dict[str, Tensor] | None = None  # used without a run folder
         self._resume(log)
         self.metrics = MetricsLog(folder if process_group.is_rank_zero else None, self.step)
 
     def run(self, callback: TrainCallback | None, callback_every: int) -> TrainResult:
-        """All steps that are left."""
+        """Run all remaining steps."""
         recipe, clock = self.recipe, ThroughputTimer()
         self.model.train()
         self.model.checkpointing, previous_checkpointing = recipe.checkpointing, self.model.checkpointing
@@ -244,10 +293,10 @@ class TrainLoop:
         )  # fmt: skip
 
     def _train_step(self, module: nn.Module) -> float:
-        """One step: gradients of all parts, clipped, applied. Returns the length of the gradient."""
+        """Run one optimizer step over all micro-batches. Return the gradient norm before clipping."""
         recipe, process_group, step = self.recipe, self.process_group, self.step
-        self.optimizer.zero_grad(set_to_none=True)  # whoever looked may have left gradients
-        # so that a resumed run draws what an unbroken one would
+        self.optimizer.zero_grad(set_to_none=True)  # a callback may have left gradients
+        # The RNG depends only on seed, step and rank, so that a resumed run equals an uninterrupted one.
         torch.manual_seed(_mix_seed(recipe.seed, step, process_group.rank))
         set_training_progress(self.model, step / recipe.steps)
         for group in self.optimizer.param_groups:
@@ -277,10 +326,10 @@ class TrainLoop:
         grad_norm = float(norm)
         if (
             not grad_norm < float("inf") and self.autocast_dtype != torch.float16
-        ):  # there the scaler leaves such a step out
+        ):  # with float16 the scaler skips such a step
             raise DivergenceError(
-                f"the gradient is {grad_norm} at step {step + 1}; lower the learning rate ({recipe.learning_rate}) or "
-                f"lengthen the warm-up. The last checkpoint is as it was."
+                f"gradient: its norm is {grad_norm} at step {step + 1}. Lower the learning rate (now {recipe.learning_rate}) "
+                f"or use a longer warmup (now {recipe.warmup} steps). The last checkpoint is not affected."
             )
         if recipe.max_grad_norm and not grad_norm <= recipe.max_grad_norm:
             clip_gradients(self.parameters, recipe.max_grad_norm, norm)
@@ -292,17 +341,15 @@ class TrainLoop:
         return grad_norm
 
     def _load_batch(self, step: int) -> TrainBatch:
-        """All rows of a step."""
+        """Return all rows of a step."""
         first = step * self.recipe.batch_size
-        windows = self.sampler.training_rows(
-            first, self.recipe.batch_size
-        )  # (batch, ≤ context + 1), −1 where there is none
+        windows = self.sampler.training_rows(first, self.recipe.batch_size)  # (batch, ≤ context + 1), −1 at padding
         texts, sources = windows if isinstance(windows, tuple) else (windows, None)
         self.tokens_seen += int((texts[:, :-1] >= 0).sum()) + (0 if sources is None else int((sources >= 0).sum()))
         return make_train_batch(texts, sources, self._masking([self.recipe.seed]), first)
 
     def _masking(self, seed: list[int]) -> MaskTokens | None:
-        """How tokens are hidden from an encoder that is asked for them."""
+        """Return the function that masks tokens for the masked objective."""
         if self.mask_id is None:
             return None
         return partial(
@@ -326,7 +373,7 @@ class TrainLoop:
             self.display.log_step(self.step, self.loss, speed)
 
     def _evaluate(self, clock: ThroughputTimer) -> bool:
-        """Look up from the book: the loss on what was held out. True if it is the best so far."""
+        """Compute the held-out loss. Return whether it is the best so far."""
         valid, max_tokens = self.tokens.valid, self.recipe.evaluate_tokens
         if len(valid) < 2:
             return False
@@ -334,7 +381,7 @@ class TrainLoop:
             self.process_group.device.type, self.autocast_dtype, enabled=self.autocast_dtype != torch.float32
         ):
             loss = self.valid_loss = self._evaluate_tokens(valid, max_tokens)
-            if self.step == self.recipe.steps and len(valid) > max_tokens:  # the last word is on all of it
+            if self.step == self.recipe.steps and len(valid) > max_tokens:  # the last evaluation uses all tokens
                 self.valid_loss = self._evaluate_tokens(valid, None)
         reshard(self.model)
         if self.process_group.is_rank_zero:
@@ -349,7 +396,7 @@ class TrainLoop:
         return improved
 
     def _evaluate_tokens(self, tokens: np.ndarray, max_tokens: int | None) -> float:
-        """The loss on held-out tokens, on all of them or at most so many."""
+        """Return the loss on all held-out tokens, or on at most `max_tokens` of them."""
         if self.recipe.rows != "texts" and self.model.spec.kind != "encoder-decoder":
             texts, sources = list(sequential_windows(tokens, self.context, max_tokens)), []
         else:
@@ -359,7 +406,7 @@ class TrainLoop:
         return evaluate(self.model, texts, sources, self.recipe.batch_size, mask_tokens, self.process_group, is_sharded)
 
     def _run_callback(self, callback: TrainCallback) -> None:
-        """Let the caller look at the model as it is; what is drawn or switched there changes nothing here."""
+        """Call the callback in eval mode, without side effects on RNG state and training mode."""
         with eval_mode(self.model), torch.random.fork_rng():
             callback(self.model, self.step)
         reshard(self.model)
@@ -368,7 +415,7 @@ class TrainLoop:
         world = self.process_group.all_processes
         if world.size == 1:
             return bool(interrupted)
-        if self.step % self.recipe.log_every:  # all must agree, and agreeing takes time
+        if self.step % self.recipe.log_every:  # all processes must agree, and the all-reduce takes time
             return False
         return world.all_reduce_values(float(bool(interrupted)))[0] > 0
 
@@ -405,8 +452,8 @@ class TrainLoop:
             self.scaler.load_state_dict(state["scaler"])
         if self.recipe.patience and self.evaluations_without_improvement >= self.recipe.patience:
             self.stop_reason = "early"
-        if state["threads"] != torch.get_num_threads():  # sums are shared out over threads: other threads, other bits
-            log(f"using {state['threads']} threads, as before")
+        if state["threads"] != torch.get_num_threads():  # the number of threads changes the order of summation
+            log(f"using {state['threads']} threads, as in the interrupted run")
             torch.set_num_threads(state["threads"])
         num_processes, previous_processes = self.process_group.all_processes.size, state.get("processes")
         processes_note = (
@@ -414,17 +461,17 @@ class TrainLoop:
             if previous_processes not in (None, num_processes)
             else ""
         )
-        log(f"going on from step {self.step} of {self.recipe.steps}{processes_note}")
+        log(f"resuming from step {self.step} of {self.recipe.steps}{processes_note}")
 
     def _finish(self) -> None:
-        """The end: the best weights if it stopped early, and the model in its folder."""
+        """Restore the best weights after early stopping, and save the final model."""
         if self.stop_reason == "early" and self.best_step:
             if self.checkpoints is not None:
                 problem = checkpoint_problem(self.checkpoints.path(self.best_step))
                 if problem is not None:
-                    raise HeadwiseError(
-                        f"the best checkpoint, of step {self.best_step}, is damaged ({problem}); the newest is "
-                        f"{self.checkpoints.path(self.step)}."
+                    raise FileFormatError(
+                        f"{self.checkpoints.path(self.best_step)}: the best checkpoint is damaged ({problem}). Use the "
+                        f"newest one: {self.checkpoints.path(self.step)}."
                     )
                 self.checkpoints.restore(self.best_step, self.loss_module, None)
             elif self.best_weights is not None:
@@ -439,7 +486,7 @@ class TrainLoop:
 
 
 def resolve_precision(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """The numbers products are computed in."""
+    """Return the dtype of matrix products."""
     if recipe.precision != "auto":
         return getattr(torch, recipe.precision)
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
@@ -447,5 +494,5 @@ def resolve_precision(recipe: Recipe, device: torch.device) -> torch.dtype:
 
 
 def _mix_seed(seed: int, step: int, rank: int) -> int:
-    """One number from three, far apart for neighbours."""
+    """Combine three numbers into one seed. Neighboring numbers give distant seeds."""
     return ((seed * 1_000_003 + step) * 1_000_003 + rank) % (1 << 63)

@@ -1,19 +1,19 @@
-"""AdamW (https://arxiv.org/abs/1711.05101), and how its state goes to a file and back without pickle."""
+"""AdamW (https://arxiv.org/abs/1711.05101), and its state as named tensors without pickle."""
 
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.training.recipe import Recipe
 
 
 def make_optimizer(parameters: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.AdamW:
-    """Matrices and tables decay, biases, norms and gates do not."""
-    nonempty = [value for value in parameters.values() if value.numel()]  # a layer without heads has weights of no size
+    """Return AdamW with weight decay on matrices and embeddings, but not on biases, norms and gates."""
+    nonempty = [value for value in parameters.values() if value.numel()]  # layers without heads have empty weights
     if not nonempty:
-        raise HeadwiseError("no parameter of this model is to be trained; set requires_grad on some.")
+        raise UnsupportedModelError("model: it has no trainable parameter. Set requires_grad=True on some parameters.")
     groups = [
         {"params": [value for value in nonempty if value.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [value for value in nonempty if value.ndim < 2], "weight_decay": 0.0},
@@ -23,12 +23,12 @@ def make_optimizer(parameters: Mapping[str, nn.Parameter], recipe: Recipe) -> to
 
 
 def trainable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that change, by name, tied ones once."""
+    """Yield the trainable parameters by name, tied ones once."""
     return ((name, value) for name, value in model.named_parameters() if value.requires_grad)
 
 
 def optimizer_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What the optimizer remembers, by the name of what and of which parameter."""
+    """Return the state of the optimizer by "state name/parameter name"."""
     return {
         f"{state_name}/{name}": value.contiguous()
         for name, parameter in parameters.items()
@@ -39,8 +39,8 @@ def optimizer_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.opt
 def restore_optimizer(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: dict[str, Tensor]
 ) -> None:
-    """Give the optimizer back what it remembered."""
+    """Load the state of the optimizer."""
     for key, value in state.items():
         state_name, name = key.split("/", 1)
-        # the count of steps stays where fused AdamW wants it: beside its parameter
+        # Fused AdamW requires all state, including the step count, on the device of the parameter.
         optimizer.state[parameters[name]][state_name] = value.to(parameters[name].device)

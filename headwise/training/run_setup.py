@@ -1,4 +1,4 @@
-"""Before the first step: the tokenizer, the model, the tokens, and the folder they belong to."""
+"""Prepare a run: tokenizer, model, tokens, loss and run folder."""
 
 import hashlib
 import json
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.distributed.parallel_strategy import ParallelStrategy
+from headwise.distributed.parallelize_model import ParallelStrategy
 from headwise.distributed.process_group import ProcessGroup
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError, UnsupportedModelError
 from headwise.io.aligned_safetensors import align
 from headwise.model import Transformer
 from headwise.model.weights_digest import weights_digest
@@ -30,24 +30,34 @@ from headwise.training.train_request import TrainRequest
 
 @dataclass
 class RunSetup:
-    """All that a run starts from."""
+    """Everything that a run needs before its first step.
 
-    loss: TrainLoss  # with its model
+    Attributes:
+        loss: The loss with its model.
+        tokenizer: Tokenizer of the run.
+        tokens: Token ids for training and evaluation.
+        context: Tokens per row.
+        objective: "causal" or "masked".
+        run_record: Arguments of the run, as stored in run.json.
+        layout: Distribution of data, weights and heads over processes.
+    """
+
+    loss: TrainLoss
     tokenizer: Tokenizer
     tokens: TokenFiles
     context: int
     objective: str
-    run_record: dict[str, Any]  # what was asked for, as it is noted in the folder
-    layout: ParallelStrategy  # who shares what
+    run_record: dict[str, Any]
+    layout: ParallelStrategy
 
     @property
     def model(self) -> Transformer:
-        """What is trained."""
+        """The model to train."""
         return self.loss.model  # pyright: ignore[reportReturnType]
 
 
 def prepare_run(request: TrainRequest, folder: Path, layout: ParallelStrategy) -> RunSetup:
-    """Check what was asked, claim the folder, and make or find everything in it."""
+    """Check the request, claim the run folder, and create or load its contents."""
     model_or_spec, recipe, tokenizer, process_group = (
         request.model,
         request.resolved_recipe,
@@ -57,12 +67,14 @@ def prepare_run(request: TrainRequest, folder: Path, layout: ParallelStrategy) -
     corpus, valid = request.train_corpus, request.valid_corpus
     spec = model_or_spec if isinstance(model_or_spec, ModelSpec) else getattr(model_or_spec, "spec", model_or_spec)
     if not isinstance(spec, ModelSpec):
-        raise HeadwiseError(f'train takes a ModelSpec or a Transformer, e.g. hw.preset("nano"); got {model_or_spec!r}.')
+        raise ArgumentError(
+            f'model: train needs a ModelSpec or a Transformer. Got {model_or_spec!r}. Use hw.preset("nano"), for example.'
+        )
     objective, context = _check_request(request, spec, process_group.size)
     own_tokenizer = _own_tokenizer(model_or_spec)
     if tokenizer is None:
         tokenizer = own_tokenizer or ("word" if corpus.name.startswith("the synthetic language") else "byte")
-    # What stands before a text in training stands there for ever. A model that is trained further keeps what it had.
+    # A new tokenizer gets a BOS/EOS template. A model that is trained further keeps its template.
     add_template = recipe.rows == "texts" and spec.kind != "encoder-decoder" and tokenizer is not own_tokenizer
     run_record = {
         "format": RUN_FORMAT,
@@ -77,7 +89,8 @@ def prepare_run(request: TrainRequest, folder: Path, layout: ParallelStrategy) -
 
     for field in ("spec", "recipe", "corpus", "valid", "tokenizer"):
         process_group.check_equal(
-            json.dumps(run_record[field]), f"the processes were given a different {field}; give every one the same."
+            json.dumps(run_record[field]),
+            f"{field}: it differs between the processes. Pass the same {field} to every process.",
         )
 
     def claim_folder() -> None:
@@ -99,33 +112,35 @@ def prepare_run(request: TrainRequest, folder: Path, layout: ParallelStrategy) -
 
 
 def _check_request(request: TrainRequest, spec: ModelSpec, num_processes: int) -> tuple[str, int]:
-    """Return the objective and the context length, or raise where the model, the corpus and the recipe do not fit."""
+    """Return the objective and the context length. Raise if model, corpus and recipe do not fit together."""
     recipe = request.resolved_recipe
     for text_corpus in (request.train_corpus, request.valid_corpus):
         if text_corpus is not None:
             text_corpus.check_model_kind(spec.kind)
     if spec.weight_rules:
-        raise HeadwiseError(
-            "weights at few bits are no parameters and cannot be trained; train hw.dequantize(model), then quantize it."
+        raise UnsupportedModelError(
+            "model: quantized weights cannot be trained. Train hw.dequantize(model), then quantize it again."
         )
     objective = _resolve_objective(spec, recipe)
     if (objective == "masked") != (spec.kind == "encoder"):
-        raise HeadwiseError(
-            f"the {objective} objective does not suit a model of kind {spec.kind}; leave objective out."
+        raise ArgumentError(
+            f"objective: {objective!r} does not suit a model of kind {spec.kind}. Use objective='auto'."
         )
     context = recipe.context or spec.context
     if context > spec.context and spec.positions == "learned":
-        raise HeadwiseError(f"a context of {context} is more than the {spec.context} positions of the model.")
+        raise ArgumentError(
+            f"context: the model has {spec.context} learned positions. Got {context}. Use at most {spec.context}."
+        )
     if recipe.batch_size % (recipe.accumulation_steps * num_processes):
-        raise HeadwiseError(
-            f"a batch of {recipe.batch_size} rows cannot be shared by {num_processes} processes in "
-            f"{recipe.accumulation_steps} parts each; make it a multiple of {recipe.accumulation_steps * num_processes}."
+        raise ArgumentError(
+            f"batch_size: it is not divisible by accumulation_steps × processes = {recipe.accumulation_steps} × "
+            f"{num_processes}. Got {recipe.batch_size}. Use a multiple of {recipe.accumulation_steps * num_processes}."
         )
     return objective, context
 
 
 def load_setup(folder: Path, make_loss: MakeLoss, world: ProcessGroup) -> tuple[RunSetup, Recipe]:
-    """A run as its folder has it: its spec, recipe and tokens, without the texts they came from."""
+    """Load spec, recipe and tokens of a run from its folder. The texts are not needed."""
     run_record = read_run_json(folder)
     spec, recipe = (
         ModelSpec.from_dict(run_record["spec"]),
@@ -136,9 +151,12 @@ def load_setup(folder: Path, make_loss: MakeLoss, world: ProcessGroup) -> tuple[
     if run_record["weights"] is None:
         model = _build_model(spec, tokenizer, recipe.seed)
     elif any((folder / "checkpoints").glob("step-*")):
-        model = _build_model(Transformer(spec), tokenizer, recipe.seed)  # its weights are in the checkpoint
+        model = _build_model(Transformer(spec), tokenizer, recipe.seed)  # the checkpoint has the weights
     else:
-        raise HeadwiseError(f"{folder} went on from a model that was given and has no checkpoint yet; start it again.")
+        raise FileFormatError(
+            f"{folder}: the run started from a given model and has no checkpoint yet, so it cannot be resumed. Start it "
+            "again with the same model."
+        )
     context, objective = recipe.context or spec.context, _resolve_objective(spec, recipe)
     tokens, loss = read_tokens(folder / "tokens"), _build_loss(make_loss, model, recipe, layout)
     check_run_folder(folder, {**run_record, "loss": loss.name or None})
@@ -146,14 +164,14 @@ def load_setup(folder: Path, make_loss: MakeLoss, world: ProcessGroup) -> tuple[
 
 
 def sampler_factory(setup: RunSetup, recipe: Recipe) -> Callable[[np.ndarray], Any]:
-    """How tokens become the rows of a step: pairs for an encoder-decoder, else as the recipe says."""
+    """Return a function from tokens to a sampler: pairs for an encoder-decoder, otherwise as in the recipe."""
     tokenizer, is_paired = setup.tokenizer, setup.model.spec.kind == "encoder-decoder"
     common_kwargs = {"context": setup.context, "seed": recipe.seed}
     if not is_paired and recipe.rows != "texts":
         return partial(RandomWindowSampler if recipe.rows == "random" else ShuffledWindowSampler, **common_kwargs)
     if tokenizer.end_id is None:
         hint = "use another tokenizer" if is_paired else "use rows='windows'"
-        raise HeadwiseError(f"the tokenizer has no end token to tell texts apart; {hint}.")
+        raise ArgumentError(f"tokenizer: it has no end token, which separates texts. To continue, {hint}.")
     if is_paired:
         return partial(
             PairSampler,
@@ -162,7 +180,7 @@ def sampler_factory(setup: RunSetup, recipe: Recipe) -> Callable[[np.ndarray], A
             wrap_pair=partial(tokenizer.wrap_pair, decoder_start_token=setup.model.decoder_start_token),
         )
     prefix, suffix = tokenizer.template_ids
-    # A decoder learns to end a text; an encoder, which is not asked for what comes next, reads it as everybody does.
+    # A decoder learns to predict the end of a text. An encoder sees only the template of its tokenizer.
     suffix = (*suffix, -1) if setup.objective == "masked" else tokenizer.suffix_ids_with_eos
     return partial(DocumentSampler, **common_kwargs, end_id=tokenizer.end_id, prefix=prefix, suffix=suffix)
 
@@ -179,7 +197,7 @@ def _own_tokenizer(model_or_spec: ModelSpec | Transformer) -> Tokenizer | None:
 
 
 def _build_model(model_or_spec: ModelSpec | Transformer, tokenizer: Tokenizer, seed: int) -> Transformer:
-    """A new model, its vocabulary that of the tokenizer; or the one that was given, if the tokenizer suits it."""
+    """Return a new model with the vocabulary of the tokenizer, or the given model if the tokenizer fits."""
     if isinstance(model_or_spec, ModelSpec):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -187,25 +205,30 @@ def _build_model(model_or_spec: ModelSpec | Transformer, tokenizer: Tokenizer, s
         model.tokenizer = tokenizer
         return model
     if len(tokenizer) > model_or_spec.spec.vocab:
-        raise HeadwiseError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {model_or_spec.spec.vocab}; use the model's own tokenizer."
+        raise ArgumentError(
+            f"tokenizer: it has {len(tokenizer)} tokens, the model {model_or_spec.spec.vocab}. Use the model's own tokenizer."
         )
-    for parameter in model_or_spec.parameters():  # training writes into them, so mapped ones would be copied anyway
+    for parameter in model_or_spec.parameters():  # training writes to them, so memory-mapped ones are copied
         parameter.data = align(parameter.data)
     model_or_spec.tokenizer = tokenizer
     return model_or_spec
 
 
 def _build_loss(make_loss: MakeLoss, model: Transformer, recipe: Recipe, layout: ParallelStrategy) -> TrainLoss:
-    """The model with what it learns from; what the loss draws for itself follows from the seed."""
+    """Build the loss of a model. Its random initialization depends only on the seed."""
     model = layout.place_model(model)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         loss = make_loss(model)
     if not isinstance(loss, TrainLoss) or loss.model is not model:
-        raise HeadwiseError(f"loss takes a model and gives a Loss of it, as LanguageLoss does; got {loss!r}.")
+        raise ArgumentError(
+            "loss: must be a function that takes the model and returns a TrainLoss of this model, such as LanguageLoss. "
+            f"Got {loss!r}."
+        )
     if "fsdp" in layout.kind and any(name.startswith("loss.") for name in loss.trainable_parameters()):
-        raise HeadwiseError("this loss has parameters of its own; they are trained with parallel='ddp' or 'heads'.")
+        raise ArgumentError(
+            f"parallel: losses with parameters do not support FSDP. Got {layout.kind!r}. Use parallel='ddp' or 'heads'."
+        )
     return loss.to(layout.process_group.device)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, or a polite kill, while training."""
+"""Handling of SIGINT (Ctrl-C) and SIGTERM during training."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Ctrl-C or a polite kill is noted, so that the step can end and be saved; a second one is obeyed at once."""
+    """Record the first SIGINT or SIGTERM, so that the current step is finished and saved. A second one interrupts at once."""
     signals: list[int] = []
 
     def on_signal(signum: int, frame: object) -> None:

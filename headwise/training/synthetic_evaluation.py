@@ -1,4 +1,4 @@
-"""What a model of the synthetic language knows: at places where one word is right, is it the model's first choice?"""
+"""Accuracy of a model of the synthetic language on cloze probes: positions at which one word is correct."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.model import Transformer, eval_mode
 from headwise.text import Tokenizer
 from headwise.text.annotated_document import Document
@@ -16,17 +16,25 @@ from headwise.text.synthetic.cloze_probes import PROBE_KINDS
 
 
 class ClozeScore(NamedTuple):
-    """One kind of quiz: how many, the share answered rightly, and what guessing and a bigram model would get."""
+    """Accuracy on one kind of cloze probe.
+
+    Attributes:
+        probe: Kind of probe.
+        num_probes: Number of probes.
+        accuracy: Accuracy of the top prediction of the model among all words.
+        chance_accuracy: Accuracy of guessing among the candidate words.
+        bigram_accuracy: Accuracy of the candidate word that follows the previous word most often.
+    """
 
     probe: str
     num_probes: int
-    accuracy: float  # by the model's first choice among all words
-    chance_accuracy: float  # by guessing among the words that compete
-    bigram_accuracy: float  # by the one of those that follows the word before most often
+    accuracy: float
+    chance_accuracy: float
+    bigram_accuracy: float
 
 
 def supports_synthetic_eval(model: Transformer) -> bool:
-    """Whether the exam is for this model: a decoder that reads the words of the synthetic language."""
+    """Return whether the model is a decoder with the vocabulary of the synthetic language."""
     tokenizer = model.tokenizer
     return (
         model.spec.kind == "decoder"
@@ -38,13 +46,26 @@ def supports_synthetic_eval(model: Transformer) -> bool:
 def synthetic_eval(
     model: Transformer, *, documents: int = 1000, split: str = "held-out", seed: int = 1
 ) -> tuple[ClozeScore, ...]:
-    """Put a model to the test on documents of the synthetic language; by default on word pairs that training never has."""
+    """Evaluate a model on cloze probes of the synthetic language.
+
+    Args:
+        model: A decoder trained on the synthetic language.
+        documents: Number of documents.
+        split: "held-out" uses word pairs that never occur in training, "train" those of training.
+        seed: Seed of the documents.
+
+    Returns:
+        Accuracy for each kind of probe.
+    """
     tokenizer = model.tokenizer
     if (
         not isinstance(tokenizer, Tokenizer)
         or tokenizer.encode("the dog .", add_special_tokens=False) == [tokenizer.unk] * 3
     ):
-        raise HeadwiseError("the exam is for models of the synthetic language, trained with its words.")
+        raise UnsupportedModelError(
+            "model: its tokenizer does not have the words of the synthetic language. "
+            "Use a model trained on it: hw.train(hw.preset('synthetic'))."
+        )
     bigrams = bigram_counts(islice(SyntheticLanguage(seed + 1), 4 * documents))
     correct, chance_correct, bigram_correct, counts = (defaultdict(float) for _ in range(4))
     for document, probe, prediction in _predictions(
@@ -67,7 +88,7 @@ def synthetic_eval(
 
 
 def bigram_counts(documents: Iterable[Document]) -> Counter[tuple[str, str]]:
-    """How often each word follows each."""
+    """Count how often each word follows each other word."""
     return Counter(pair for document in documents for pair in pairwise(document.words))
 
 
@@ -75,7 +96,7 @@ def bigram_counts(documents: Iterable[Document]) -> Counter[tuple[str, str]]:
 def _predictions(
     model: Transformer, tokenizer: Tokenizer, documents: Iterable[Document]
 ) -> Iterator[tuple[Document, ClozeProbe, str]]:
-    """The model's first choice at each quiz; documents of like length are read together."""
+    """Yield the top prediction of the model at each probe. Documents of similar length are batched."""
     prefix_length = len(tokenizer.template_ids[0])
     items = sorted(((d, cloze_probes(d)) for d in documents), key=lambda pair: len(pair[0].words))
     for first in range(0, len(items), 32):
@@ -84,8 +105,8 @@ def _predictions(
         max_length = max(map(len, rows))
         ids = torch.tensor([row + [0] * (max_length - len(row)) for row in rows], device=model.device)
         with eval_mode(model):
-            predicted = model(ids).argmax(-1).tolist()  # (B, T); what is behind a document's end is not asked for
+            predicted = model(ids).argmax(-1).tolist()  # (B, T); predictions after the end of a document are not used
         for (document, probes), row in zip(batch, predicted, strict=True):
             for probe in probes:
-                # the word before it asks
+                # The position before the word predicts it.
                 yield (document, probe, tokenizer.token(row[prefix_length + probe.position - 1]))

@@ -1,4 +1,4 @@
-"""A corpus as one long row of token ids in a file, mapped into memory: any size, none of it held."""
+"""A tokenized corpus as one memory-mapped file of token ids, of any size."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError, HeadwiseError
 from headwise.io.atomic_write import atomic_folder
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
@@ -18,7 +18,13 @@ INDEX_FILE = "tokens.json"
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """What is trained on and what is held out: two rows of ids."""
+    """Token ids for training and evaluation.
+
+    Attributes:
+        train: Token ids for training.
+        valid: Held-out token ids.
+        fingerprint: Digest of the index file.
+    """
 
     train: np.ndarray
     valid: np.ndarray
@@ -26,7 +32,7 @@ class TokenFiles:
 
 
 def write_tokens(folder: Path, train: Corpus, valid: Corpus | None, tokenizer: Tokenizer, holdout: float) -> TokenFiles:
-    """Tokenize into a folder, whole or not at all; without `valid`, the end of the text is held out."""
+    """Tokenize a corpus into a folder, atomically. Without `valid`, the end of the corpus is held out."""
     dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
     with atomic_folder(folder, (INDEX_FILE,)) as new_folder:
         index: dict[str, object] = {"dtype": dtype.str, "holdout": holdout if valid is None else 0.0}
@@ -42,7 +48,7 @@ def write_tokens(folder: Path, train: Corpus, valid: Corpus | None, tokenizer: T
 
 
 def read_tokens(folder: Path) -> TokenFiles:
-    """Map a folder written before; a file that changed since is refused."""
+    """Memory-map a folder of tokens. Raise if a file has changed."""
     try:
         index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
         dtype = np.dtype(index["dtype"])
@@ -56,35 +62,35 @@ def read_tokens(folder: Path) -> TokenFiles:
     except (OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, HeadwiseError):
             raise
-        raise HeadwiseError(
-            f"the tokens in {folder} cannot be read ({error}); delete that folder to make them anew."
+        raise FileFormatError(
+            f"{folder}: the tokens cannot be read ({error}). Delete this folder; the next run writes it again."
         ) from None
     if "valid" in arrays:
         return TokenFiles(arrays["train"], arrays["valid"], fingerprint)
     split_at = len(arrays["train"]) - num_held_out
-    if index.get("pair_end_id") is not None:  # no pair is torn apart
+    if index.get("pair_end_id") is not None:  # do not split a pair
         ends = np.flatnonzero(arrays["train"] == index["pair_end_id"])[1::2] + 1
-        last = len(ends) - (2 if num_held_out and len(ends) > 1 else 1)  # where any are held out, one pair is
+        last = len(ends) - (2 if num_held_out and len(ends) > 1 else 1)  # hold out at least one pair
         split_at = int(ends[min(int(np.searchsorted(ends, split_at)), last)])
     return TokenFiles(arrays["train"][:split_at], arrays["train"][split_at:], fingerprint)
 
 
 def iter_encoded_chunks(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The ids of a corpus, piece by piece, an end token behind each text where the tokenizer has one."""
+    """Yield the ids of a corpus in chunks, with an end token after each text if the tokenizer has one."""
     end = [] if tokenizer.end_id is None else [tokenizer.end_id]
     for batch in _batch_chunks(corpus.chunks(), 256):
         encoded = tokenizer.encode_without_special_tokens([chunk.text for chunk in batch])
         for chunk, ids in zip(batch, encoded, strict=True):
             if corpus.paired and tokenizer.end_id in ids:
-                raise HeadwiseError(
-                    f"a text of a pair holds the end token itself, so pairs cannot be told apart: {chunk.text[:60]!r}…; "
-                    f"take it out."
+                raise ArgumentError(
+                    f"corpus: a text of a pair contains the end token, which separates pairs. Got {chunk.text[:60]!r}…. "
+                    "Remove the end token from the text."
                 )
             yield [*ids, *end] if chunk.ends_text else ids
 
 
 def _batch_chunks(chunks: Iterable, max_chunks: int) -> Iterator[list]:
-    """Short texts many at a time, which is quicker; long ones soon."""
+    """Batch up to `max_chunks` chunks or about one million characters: tokenizing many short texts at once is faster."""
     batch, size = [], 0
     for chunk in chunks:
         batch.append(chunk)
@@ -110,8 +116,9 @@ def _write_ids(path: Path, corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype
 def _memory_map(path: Path, dtype: np.dtype, entry: dict) -> np.ndarray:
     with open(path, "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-            raise HeadwiseError(
-                f"{path} is damaged: its checksum is not the one noted; delete its folder to make it anew."
+            raise FileFormatError(
+                f"{path}: the file is damaged, because its checksum differs from the recorded one. "
+                f"Delete the folder {path.parent}; the next run writes it again."
             )
     if entry["tokens"] == 0:
         return np.empty(0, dtype)

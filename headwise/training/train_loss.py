@@ -1,4 +1,4 @@
-"""What is made small: by default the surprise at the tokens asked for."""
+"""Training losses. The default is the cross-entropy of the target tokens."""
 
 from collections.abc import Callable
 
@@ -6,21 +6,25 @@ import torch
 from torch import Tensor, nn
 
 from headwise.distributed.process_group import ProcessGroup
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.model import ModelProtocol, Transformer
 from headwise.training.batch_samplers import TrainBatch
 from headwise.training.optimizer import trainable_parameters
 
 
 class TrainLoss(nn.Module):
-    """A model with what it learns from. `compute_loss` gives one number, or several by name: their sum is made small, each of
-    them is in the metrics.
+    """Base class of losses. It wraps a model and computes one loss, or several losses by name, which are summed.
 
-    Parameters of its own learn with the model's and are saved in checkpoints, as `loss.…`; what is to stay as it is, a
-    teacher, has `requires_grad` off. Only the model goes into training mode.
+    Each named loss is logged. Parameters of the loss are trained with the model and saved in checkpoints as `loss.…`. Set
+    `requires_grad=False` on parameters that must not be trained, such as those of a teacher. Only the model is put into
+    training mode.
+
+    Attributes:
+        name: Short description of the loss. A resumed run must have a loss of the same name.
+        model: The model to train.
     """
 
-    name = ""  # what decides this loss, in a line: a run that is taken up again must have the same
+    name = ""
 
     def __init__(self, model: ModelProtocol) -> None:
         super().__init__()
@@ -36,16 +40,15 @@ class TrainLoss(nn.Module):
         *,
         total: int | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """The loss of some rows: those of `TrainBatch`, one by one."""
+        """Return the loss of the rows of a `TrainBatch`, given as separate tensors."""
         return self.compute_loss(TrainBatch(ids, targets, attention_mask, source, source_attention_mask), total)
 
     def compute_loss(self, batch: TrainBatch, total: int | None) -> Tensor | dict[str, Tensor]:
-        """The mean over the targets that are asked for; with `total` the sum divided by that: parts of a step then add up to
-        its mean."""
+        """Return the mean loss over the targets, or the sum divided by `total`, so that micro-batches add up to the mean."""
         raise NotImplementedError
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """All that learns, by name, tied ones once: the model's parameters, then the loss's own."""
+        """Return all trainable parameters by name, tied ones once: those of the model, then those of the loss."""
         assert isinstance(self.model, nn.Module)
         model_parameters = set(self.model.parameters())
         loss_parameters = {
@@ -58,13 +61,13 @@ MakeLoss = Callable[[Transformer], TrainLoss]
 
 
 class LanguageLoss(TrainLoss):
-    """ids and targets (B, T) → the mean cross-entropy, in nats, of the targets that are asked for."""
+    """Mean cross-entropy of the targets in nats, from ids and targets (B, T)."""
 
     def __init__(self, model: ModelProtocol) -> None:
         super().__init__(model)
         if model.output is None:
-            raise HeadwiseError(
-                'this model has no output over the vocabulary to train; give its spec output="lm" or "mlm".'
+            raise UnsupportedModelError(
+                'model: it has no output layer over the vocabulary. Set output="lm" or output="mlm" in its spec.'
             )
 
     def compute_loss(self, batch: TrainBatch, total: int | None) -> Tensor:
@@ -75,15 +78,15 @@ class LanguageLoss(TrainLoss):
 
 
 class LossAccumulator:
-    """The loss of one step, added up over its parts; by name too, where there are several."""
+    """Accumulates the loss of one step over its micro-batches, in total and by name."""
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self.process_group = process_group
         self.total, self.terms = torch.zeros((), device=process_group.device), dict[str, Tensor]()
 
     def add_and_scale(self, loss: Tensor | dict[str, Tensor]) -> Tensor:
-        """What one part of the step gave; the one number its gradients are taken of."""
-        size = self.process_group.size  # the team takes the mean
+        """Add the loss of a micro-batch. Return the scalar for the backward pass."""
+        size = self.process_group.size  # gradients are averaged over processes
         if isinstance(loss, dict):
             for name, value in loss.items():
                 self.terms[name] = self.terms.get(name, 0) + value.detach() * size
@@ -92,7 +95,7 @@ class LossAccumulator:
         return loss * size
 
     def all_reduce_mean(self) -> tuple[float, dict[str, float]]:
-        """Of the whole team."""
+        """Return the loss and its terms, averaged over all processes."""
         total, *terms = self.process_group.all_reduce_values(float(self.total), *map(float, self.terms.values()))
         size = self.process_group.size
         return total / size, {name: value / size for name, value in zip(self.terms, terms, strict=True)}

@@ -1,4 +1,4 @@
-"""What a person sees of a run under way: on a terminal a live line, elsewhere a line per evaluation. On standard error."""
+"""Progress of a run on standard error: a live line on a terminal, otherwise one line per evaluation."""
 
 import sys
 import time
@@ -13,14 +13,14 @@ SPARKLINE_CHARS = "▁▂▃▄▅▆▇█"
 
 
 class BackoffTimer:
-    """Now and then: after a few seconds, then ever more seldom, so that a log shows that work goes on and stays short."""
+    """Timer with growing intervals, so that a log shows progress and stays short."""
 
     def __init__(self, first_interval: float = 5.0, max_interval: float = 60.0) -> None:
         self.start = time.monotonic()
         self.next_time, self.interval, self.max_interval = first_interval, first_interval, max_interval
 
     def is_due(self) -> bool:
-        """Whether it is time to say something again."""
+        """Return whether the next message is due."""
         elapsed = time.monotonic() - self.start
         if elapsed < self.next_time:
             return False
@@ -30,8 +30,8 @@ class BackoffTimer:
 
 
 class ProgressDisplay:
-    """Shows the loss, the speed, the time left and a small curve; where nobody watches, a line now and then. A function
-    is called instead, where one is given."""
+    """Shows loss, speed, remaining time and a loss curve. Outside a terminal it prints a line from time to time. If
+    `progress` is a function, it is called instead."""
 
     def __init__(self, steps: int, start: int, progress: Progress | bool) -> None:
         self.console = Console(stderr=True)
@@ -51,7 +51,7 @@ class ProgressDisplay:
             self.progress_bar.start()
 
     def log_step(self, done: int, loss: float, tokens_per_second: float) -> None:
-        """A logged step."""
+        """Show a logged step."""
         self.losses.append(loss)
         if self.callback is not None:
             self.callback("training", done, self.steps)
@@ -62,7 +62,7 @@ class ProgressDisplay:
             self.log(f"step {done} of {self.steps}: loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s")
 
     def log_evaluation(self, done: int, loss: float, valid_loss: float | None, seconds: float) -> None:
-        """An evaluation."""
+        """Show an evaluation."""
         if valid_loss is None:
             return
         self.valid_text = f", held out {valid_loss:.3f}"
@@ -72,20 +72,20 @@ class ProgressDisplay:
             )
 
     def log(self, text: str) -> None:
-        """Something a person should know, shown or not."""
+        """Print a message, even if progress is not shown."""
         if self.progress_bar is not None:
             self.progress_bar.console.print(text, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self.progress_bar is not None:
             self.progress_bar.stop()
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """A curve of so many characters.
+    """Return a loss curve of `width` characters.
 
     >>> sparkline([3.0, 2.0, 1.0], 3)
     '█▅▁'
@@ -101,7 +101,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 class ThroughputTimer:
-    """Time spent and tokens a second, since the last look."""
+    """Measures elapsed time and tokens per second."""
 
     def __init__(self) -> None:
         self.start = self.last_time = time.perf_counter()
@@ -109,11 +109,11 @@ class ThroughputTimer:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Seconds since the start."""
         return time.perf_counter() - self.start
 
     def pop_tokens_per_second(self) -> float:
-        """Tokens a second since this was asked last."""
+        """Return the tokens per second since the last call."""
         now = time.perf_counter()
         rate, self.last_time, self.tokens = self.tokens / max(1e-9, now - self.last_time), now, 0
         return rate

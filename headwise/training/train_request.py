@@ -1,4 +1,4 @@
-"""What is asked of a run, in one object: the model, the texts, the recipe, and the folder it is kept in."""
+"""The arguments of a training run in one object: model, texts, recipe and folder."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +16,18 @@ from headwise.training.train_loss import LanguageLoss, MakeLoss
 
 @dataclass(frozen=True, eq=False)
 class TrainRequest:
-    """A run that can be started, and started again: `headwise train` builds one, and `train` takes its fields.
+    """Arguments of a run that can be started and resumed. `headwise train` builds one, and `train` has the same arguments.
 
-    Left empty it is the default run: a small decoder learns the synthetic language, a document for every row.
+    Without arguments it is the default run: a small decoder learns the synthetic language, one document per row.
+
+    Attributes:
+        model: A spec for a new model, or a model to train further.
+        corpus: A text, a list of texts, a path or a Corpus. None: the synthetic language.
+        recipe: Numbers of the run. None: the default recipe.
+        out: Run folder for checkpoints, metrics and the model. None writes nothing.
+        valid: Held-out texts. None: the part of the corpus that the recipe holds out.
+        tokenizer: A tokenizer, or "byte", "character", "word" or "bpe:4096". None: as in `train`.
+        loss: Function from the model to its loss.
 
     >>> TrainRequest().resolved_recipe.steps, TrainRequest().train_corpus.name
     (3500, 'the synthetic language (train, 56000 documents, seed 0)')
@@ -26,27 +35,27 @@ class TrainRequest:
     2000
     """
 
-    model: ModelSpec | Transformer = preset("synthetic")  # noqa: RUF009 (frozen); a model that is there is trained further
-    corpus: Any = None  # a text, a list of texts, a path, a Corpus; none: the synthetic language
+    model: ModelSpec | Transformer = preset("synthetic")  # noqa: RUF009 (frozen)
+    corpus: Any = None
     recipe: Recipe | None = None
-    out: str | Path | None = None  # a folder for checkpoints, metrics and the model
-    valid: Any = None  # to evaluate on; none: what the recipe holds out of the corpus
+    out: str | Path | None = None
+    valid: Any = None
     tokenizer: Tokenizer | str | None = None
-    loss: MakeLoss = LanguageLoss  # what the model learns from
+    loss: MakeLoss = LanguageLoss
 
     @cached_property
     def resolved_recipe(self) -> Recipe:
-        """The recipe; where none is given, the usual one, or that of the synthetic language."""
+        """The given recipe, or the default one for the corpus."""
         return self.recipe or (DEFAULT_RECIPE if self.corpus is None else Recipe())
 
     @cached_property
     def train_corpus(self) -> Corpus:
-        """What is read."""
+        """Texts for training."""
         return default_corpora(self.resolved_recipe)[0] if self.corpus is None else Corpus.of(self.corpus)
 
     @cached_property
     def valid_corpus(self) -> Corpus | None:
-        """What is evaluated on, where it is not a part of what is read."""
+        """Texts for evaluation. None if a part of the training corpus is held out."""
         if self.valid is not None:
             return Corpus.of(self.valid)
         return default_corpora(self.resolved_recipe)[1] if self.corpus is None else None

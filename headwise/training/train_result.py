@@ -1,4 +1,4 @@
-"""What a run gave."""
+"""Result of a training run."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,22 +11,46 @@ from headwise.training.recipe import Recipe
 
 @dataclass
 class TrainResult:
-    """What a run gave: the model, how far it came, every logged row, and how it ended."""
+    """Result of a training run.
+
+    Attributes:
+        model: The trained model.
+        recipe: Recipe of the run.
+        step: Number of steps done.
+        tokens: Number of training tokens.
+        loss: Training loss of the last logged step.
+        valid_loss: Held-out loss of the last evaluation. None without held-out text.
+        best_step: Step of the best evaluation.
+        stop_reason: "finished", "early" or "interrupted".
+        seconds: Duration of this call.
+        history: Logged metrics.
+        folder: Run folder. None if nothing was written.
+    """
 
     model: Transformer
     recipe: Recipe
     step: int
-    tokens: int  # read so far
-    loss: float  # of the last step
-    valid_loss: float | None  # of the last evaluation, on text that was held out
-    best_step: int  # of the best evaluation
-    stop_reason: str  # finished | early | interrupted
-    seconds: float  # of this call
+    tokens: int
+    loss: float
+    valid_loss: float | None
+    best_step: int
+    stop_reason: str
+    seconds: float
     history: list[dict[str, float]] = field(repr=False)
     folder: Path | None = None
 
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import train_result_table
+
+        return train_result_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import train_result_table
+
+        return train_result_table(self).as_html()
+
     def to_dict(self) -> dict[str, Any]:
-        """How it ended, as plain data; the model by its folder, the recipe and all logged rows left out."""
+        """Return the result as plain data, with the path of the model, without recipe and history."""
         return {
             "steps": self.step, "tokens": self.tokens, "loss": nonfinite_to_none(self.loss), "valid_loss": self.valid_loss,
             "stop_reason": self.stop_reason, "best_step": self.best_step, "seconds": self.seconds,
@@ -36,5 +60,5 @@ class TrainResult:
 
 
 def nonfinite_to_none(value: float) -> float | None:
-    """A number as JSON can hold it."""
+    """Return None for NaN and infinity, which JSON does not support."""
     return value if math.isfinite(value) else None

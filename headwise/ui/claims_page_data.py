@@ -1,4 +1,4 @@
-"""Claims that were put to the test, as the page shows them: what was found, what is drawn of it, how to do it again."""
+"""Page data of tested claims: result, plot and the command that reproduces it."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headwise.experiments.run_claims import ClaimResult
 
-REPORT_VERSION = 2  # of the report data
+REPORT_VERSION = 2  # format version of the report data
 
 
 def claim_dicts(results: Iterable["ClaimResult"]) -> list[dict[str, Any]]:
-    """Each result as plain data, ready for JSON, with its plot."""
+    """Convert results to plain data for JSON, each with its plot."""
     return [{**result.to_dict(), "plot": _plot_data(result)} for result in results]
 
 
 def claims_report_data(results: Iterable["ClaimResult"]) -> dict[str, Any]:
-    """Report data without heads, for a page of claims alone.
+    """Build report data without heads, for a page that only shows claims.
 
     >>> report_data = claims_report_data([])
     >>> report_data["heads"], report_data["claims"]
@@ -42,7 +42,7 @@ def claims_report_data(results: Iterable["ClaimResult"]) -> dict[str, Any]:
 
 
 def _plot_data(result: "ClaimResult") -> dict[str, Any]:
-    """Lines where every figure that is drawn was measured at a number, else bars; what was not measured is left out."""
+    """Return lines if every condition is a number, otherwise bars. Missing statistics are left out."""
     plot_spec = result.claim.plot
     rows = [row for row in result.statistics.to_rows() if row["name"] in plot_spec.statistics]
     names = [name for name in plot_spec.statistics if any(row["name"] == name for row in rows)]
@@ -56,7 +56,7 @@ def _plot_data(result: "ClaimResult") -> dict[str, Any]:
     }
     axes = {"x": plot_spec.x, "y": plot_spec.y}
     if rows and all(isinstance(row["condition"], int | float) for row in rows):
-        log = plot_spec.log_x and all(row["condition"] > 0 for row in rows)  # nothing has a place at 0 on such an axis
+        log = plot_spec.log_x and all(row["condition"] > 0 for row in rows)  # 0 has no position on a log axis
         series = [
             {"name": name, "points": sorted(points, key=lambda point: point[0])}
             for name, points in points_by_name.items()
@@ -70,5 +70,5 @@ def _plot_data(result: "ClaimResult") -> dict[str, Any]:
 
 
 def _number_or_none(value: float | str | None) -> float | None:
-    """What has no place in a picture, as inf, is not there."""
+    """Return None for values that cannot be plotted, such as "inf"."""
     return None if isinstance(value, str) else value

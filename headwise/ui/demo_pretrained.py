@@ -1,7 +1,6 @@
-"""The demo on pretrained models: one generates text and is inspected, the heads of the other are profiled, heads are pruned,
-single heads are quantized, and the pruned model runs in llama.cpp.
+"""The demo on pretrained models: generation, attention, roles, pruning, quantization, and export to llama.cpp.
 
-Each stage is a function or method that returns what is to be shown, so that a person reads one while the next is at work.
+Each stage is a function or method that returns its results, so that the command can print them while the next one runs.
 """
 
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headwise.analysis.ablation.head_outputs import eval_corpus, mean_activations
-from headwise.analysis.ablation.sensitivity import Sensitivity, sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import Sensitivity, sensitivity
 from headwise.analysis.head_facts import kv_siblings
 from headwise.analysis.recording.attention_maps import AttentionView, attention_maps
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
@@ -20,7 +19,7 @@ from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.compression import PruneRequest
-from headwise.compression.head_cost import cache_bytes_and_kv_head
+from headwise.compression.head_compression_cost import cache_bytes_and_kv_head
 from headwise.compression.plan import apply, plan_pruning
 from headwise.compression.plan_report import PlanReport, report
 from headwise.compression.recovery_finetune import recover
@@ -38,25 +37,35 @@ from headwise.weights import load
 
 DEFAULT_FOLDER = Path("headwise-demo")
 PROMPT = "Once upon a time, a teacher and her students"
-SENTENCE = "The teacher gave the students their homework because they had asked for it."
+SENTENCE = "The teacher gave the students their homework because they wanted more practice."
 WORD = "their"
-DECODER, ENCODER = "smollm2", "minilm"  # a decoder that writes, and an encoder whose heads are told
-DEMO_HEADS = ("16.0", "18.6")  # one that looks a token back, and one that finds what came after a token before
+DECODER, ENCODER = "smollm2", "minilm"  # the decoder generates text, the encoder is profiled
+DEMO_HEADS = ("16.0", "18.6")  # a previous-token head and an induction head
 BITS, PARTS = (4,), ("qk", "vo", "keys", "values")
-MISSING_MESSAGE = "pip install 'headwise[deploy]' brings llama.cpp; then headwise export writes a cut model for it."
+MISSING_MESSAGE = "llama.cpp is not installed. Run pip install 'headwise[deploy]' to see this stage."
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """How much is done."""
+    """Sizes of the demo.
 
-    max_new_tokens: int  # tokens that are written
-    documents: int | None  # of the probe set that are profiled; None: all
-    texts: int  # to choose heads on and to judge the choice by, together
-    keep: float  # the share of heads that stays
-    recover_steps: int  # of healing, of `rows` rows of 64 tokens each
+    Attributes:
+        max_new_tokens: Number of generated tokens.
+        documents: Documents of the probe set that are profiled. None: all.
+        texts: Number of texts for pruning; heads are ranked on one half and evaluated on the other.
+        keep: Fraction of the heads that remain.
+        recover_steps: Steps of recovery fine-tuning.
+        recover_batch: Sequences of 64 tokens per step of recovery fine-tuning.
+        seeds: Number of random prunings to compare with.
+    """
+
+    max_new_tokens: int
+    documents: int | None
+    texts: int
+    keep: float
+    recover_steps: int
     recover_batch: int
-    seeds: int  # random cuts to compare with
+    seeds: int
 
 
 FULL = DemoOptions(24, None, 32, 0.8, 6, 4, 2)
@@ -64,7 +73,7 @@ QUICK = DemoOptions(4, 60, 12, 0.9, 1, 1, 1)
 
 
 class DemoPruneResult(NamedTuple):
-    """What was cut and what came of it."""
+    """A pruning plan, its report and the path of the saved plan."""
 
     plan: Plan
     report: PlanReport
@@ -72,7 +81,7 @@ class DemoPruneResult(NamedTuple):
 
 
 class Demo:
-    """Real models, stage by stage; what is written lies in `folder`."""
+    """Stages of the demo on pretrained models. Files are written to `folder`."""
 
     def __init__(self, folder: str | Path = DEFAULT_FOLDER, quick: bool = False) -> None:
         self.folder, self.options = Path(folder), QUICK if quick else FULL
@@ -86,7 +95,7 @@ class Demo:
         return self._decoder
 
     def generate(self, on_text: Callable[[str], object]) -> str:
-        """Let the decoder continue a sentence; each piece is told as it comes."""
+        """Continue the prompt with the decoder. `on_text` receives each new piece of text."""
         tokenizer = self.decoder.tokenizer
         assert tokenizer is not None
         ids = tokenizer.encode(PROMPT)
@@ -101,11 +110,11 @@ class Demo:
         return text
 
     def attention_view(self) -> AttentionView:
-        """One sentence, as every head of the decoder sees it."""
+        """Return the attention maps of all heads of the decoder on the example sentence."""
         return attention_maps(self.decoder, SENTENCE)
 
     def profile_encoder(self, progress: Progress | None = None) -> tuple[Profile, HeadProfile]:
-        """Every head of the encoder, and one of those that do most; the report and pictures are written."""
+        """Profile the encoder and write its report and figures. Return the profile and the head with most roles."""
         model = load(ENCODER)
         documents = [item for item in Corpus.probe_set().items() if isinstance(item, Document)]
         corpus = (
@@ -125,7 +134,7 @@ class Demo:
         return encoder_profile, best_head
 
     def prune(self, progress: Progress | None = None) -> DemoPruneResult:
-        """Heads of the decoder cut by what they are worth, healed, and set beside random cuts and the whole model alike."""
+        """Prune and fine-tune the decoder, and compare it with random pruning and with the fine-tuned full model."""
         options, model = self.options, self.decoder
         selection_corpus, test_corpus = eval_corpus(model, Corpus.probe_set()).first(options.texts).halves()
         means = mean_activations(model, selection_corpus)
@@ -139,28 +148,34 @@ class Demo:
             _recover_model,
             corpus=selection_corpus,
             options=options,
-            on_done=_step_counter(progress, "healing", 2 + options.seeds),
+            on_done=_step_counter(progress, "recovery fine-tuning", 2 + options.seeds),
         )
         cost_report = report(
             model, apply(plan, model), test_corpus, means=means, seeds=options.seeds, recover=recover_model, repeats=3,
             progress=progress
         )  # fmt: skip
-        with atomic_folder(self.folder / "cut", ("plan.json",)) as new_folder:
+        with atomic_folder(self.folder / "pruned", ("plan.json",)) as new_folder:
             plan.save(new_folder / "plan.json")
-        return DemoPruneResult(plan, cost_report, self.folder / "cut" / "plan.json")
+        return DemoPruneResult(plan, cost_report, self.folder / "pruned" / "plan.json")
 
 
 def _recover_model(
     model: ModelProtocol, corpus: TokenizedCorpus, options: DemoOptions, on_done: Callable[[], object]
 ) -> None:
     recover(
-        model, corpus, steps=options.recover_steps, batch=options.recover_batch, context=64, holdout=0.0, progress=False
+        model,
+        corpus,
+        steps=options.recover_steps,
+        batch_size=options.recover_batch,
+        context=64,
+        holdout=0.0,
+        progress=False,
     )
     on_done()
 
 
 def _step_counter(progress: Progress | None, task: str, total: int) -> Callable[[], object]:
-    """Called once for each piece of work that is done."""
+    """Return a function that reports one more finished step."""
     done = 0
 
     def count_step() -> None:
@@ -175,13 +190,13 @@ def _step_counter(progress: Progress | None, task: str, total: int) -> Callable[
 def measure_demo_head_sensitivity(
     model: ModelProtocol, max_texts: int, progress: Progress | None = None
 ) -> Sensitivity:
-    """What two heads lose at four bits, part by part, each alone."""
+    """Measure the loss increase of two heads if one part at a time has 4 bits."""
     tokenized = eval_corpus(model, Corpus.probe_set()).first(max_texts)
     return sensitivity(model, tokenized, heads=",".join(DEMO_HEADS), bits=BITS, parts=PARTS, progress=progress)
 
 
 def demo_head_cache_rows(model: ModelProtocol) -> list[tuple[str, str, str, float]]:
-    """For each of the heads its key head, who shares it, and the megabytes it keeps of 4,096 tokens."""
+    """Return the head, its KV head, the heads that share it, and the megabytes of 4,096 cached tokens."""
     rows = []
     for head in map(Address.parse, DEMO_HEADS):
         nbytes, kv_head = cache_bytes_and_kv_head(model.spec, head)
@@ -191,18 +206,25 @@ def demo_head_cache_rows(model: ModelProtocol) -> list[tuple[str, str, str, floa
 
 @dataclass(frozen=True)
 class EngineTextComparison:
-    """The cut model in another engine: its file, what the engine wrote behind a prompt, and what we write there."""
+    """Text of the pruned model from another engine and from Headwise.
+
+    Attributes:
+        file: Exported model.
+        engine_text: Prompt and continuation by the other engine.
+        native_text: Prompt and continuation by Headwise.
+        num_equal_tokens: Number of equal new tokens before the first difference.
+    """
 
     file: Path
     engine_text: str
     native_text: str
-    num_equal_tokens: int  # tokens from the beginning that are the same
+    num_equal_tokens: int
 
 
 def compare_with_llama_cpp(
     model: ModelProtocol, plan: Plan, folder: Path, prompt: str, max_new_tokens: int
 ) -> EngineTextComparison | None:
-    """Write the cut model for llama.cpp and let that write on; None where it is not installed."""
+    """Export the pruned model and continue the prompt with llama.cpp. Return None if it is not installed."""
     if not llama_cpp.is_available() or find_spec("gguf") is None:
         return None
     small, tokenizer = apply(plan, model), model.tokenizer

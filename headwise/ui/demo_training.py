@@ -1,4 +1,4 @@
-"""The demo's second half: a small decoder is trained, its heads are watched being born, and those that do nothing are cut."""
+"""The training part of the demo: train a small decoder, track its heads, and prune the unimportant ones."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from headwise.analysis.roles.profile_result import Profile
 from headwise.compression import PruneRequest
 from headwise.compression.plan import apply, plan_pruning
 from headwise.compression.plan_report import PlanReport, report
-from headwise.compression.pruning_curve import PruningCurve, pruning_curve
+from headwise.compression.pruning_curve import PruningCurves, pruning_curve
 from headwise.compression.select_heads import Scores
 from headwise.io.atomic_write import atomic_folder
 from headwise.model import ModelProtocol
@@ -26,27 +26,36 @@ from headwise.text.corpus import Corpus
 from headwise.training import Recipe, TrainResult, train
 from headwise.training.default_synthetic_run import DEFAULT_RECIPE, default_corpora
 from headwise.training.synthetic_evaluation import ClozeScore, synthetic_eval
+from headwise.ui.figures.head_history_plots import draw_history
 from headwise.ui.figures.sentence_maps import MAX_HEADS, draw_arcs
 from headwise.ui.figures.tradeoff_curves import draw_pruning
-from headwise.ui.figures.training_history import draw_history
 from headwise.ui.report import write_report
 from headwise.ui.report_data import make_report_data
 
 KEPT_FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-EMERGENCE_THRESHOLD = 0.5  # the share of cases from which a head is said to do a thing
-MAX_LOSS_INCREASE = 0.01  # of the full model's loss, that a cut may cost where heads are chosen
+EMERGENCE_THRESHOLD = 0.5  # accuracy at which a head is said to have learned a relation
+MAX_LOSS_INCREASE = 0.01  # relative to the loss of the full model on the selection texts
 
 
 @dataclass(frozen=True)
 class DemoTrainOptions:
-    """How much is done: what is trained, and how many texts are read."""
+    """Sizes of the training part.
+
+    Attributes:
+        spec: Configuration of the model.
+        recipe: Training recipe.
+        num_snapshots: Number of times that all heads are measured during training.
+        documents: Documents of the synthetic language that are profiled. None: the default of `profile`.
+        texts: Number of texts for pruning; heads are ranked on one half and evaluated on the other.
+        probe_documents: Documents of the synthetic evaluation.
+    """
 
     spec: ModelSpec
     recipe: Recipe
-    num_snapshots: int  # at the heads while training
-    documents: int | None  # of the synthetic language that are profiled; None: as `profile` would
-    texts: int  # to choose heads on and to judge the choice by, together
-    probe_documents: int  # documents of the exam
+    num_snapshots: int
+    documents: int | None
+    texts: int
+    probe_documents: int
 
 
 FULL = DemoTrainOptions(preset("synthetic"), replace(DEFAULT_RECIPE, steps=1500), 15, None, 128, 300)
@@ -62,23 +71,34 @@ QUICK = DemoTrainOptions(
 
 @dataclass(frozen=True, eq=False)
 class DemoTrainResult:
-    """What was made, measured and written."""
+    """Results of the training part.
+
+    Attributes:
+        trained: Result of the training.
+        history: Metrics of all heads during training.
+        probe_scores: Scores of the trained model on cloze probes.
+        profile: Profile of the trained model.
+        plan: Pruning plan.
+        report: Sizes and losses before and after pruning, on texts that were not used for the ranking.
+        folder: Output folder.
+        files: Paths of all files in `folder`, relative to it.
+    """
 
     trained: TrainResult
-    history: HeadHistory  # its heads, look by look
-    probe_scores: tuple[ClozeScore, ...]  # what the trained model knows
+    history: HeadHistory
+    probe_scores: tuple[ClozeScore, ...]
     profile: Profile
     plan: Plan
-    report: PlanReport  # what cutting brought and cost, on texts that heads were not chosen on
+    report: PlanReport
     folder: Path
     files: tuple[str, ...]
 
     def emergence(self) -> list[tuple[int, str, str, float]]:
-        """For each thing heads learned, the first that did it in half of the cases: when, which, what, and its share now."""
+        """Return (step, head, relation, final accuracy) of the first head to reach an accuracy of 0.5 in each relation."""
         rows = []
         for metric in _learnable_metrics(self.history):
             step_of_head = self.history.first_step_reached(metric, EMERGENCE_THRESHOLD)
-            if step_of_head and (step := min(step_of_head.values())) > 0:  # what a random model does is no birth
+            if step_of_head and (step := min(step_of_head.values())) > 0:  # not learned if the initial model reaches it
                 head = next(head for head, emergence_step in step_of_head.items() if emergence_step == step)
                 rows.append((step, head, metric.removesuffix(" hits"), self.history.curve(head, metric)[-1]))
         return sorted(rows)
@@ -98,21 +118,16 @@ class DemoTrainResult:
 def run_train_prune_demo(
     folder: Path, *, quick: bool = False, seed: int = 0, progress: Progress | None = None
 ) -> DemoTrainResult:
-    """Train, look, cut, and write it all into a folder, which takes its place only when all is there.
-
-    Ctrl-C leaves nothing behind.
-    """
+    """Train, profile and prune a model, and write the results to a folder atomically. Ctrl-C leaves no files."""
     options = QUICK if quick else FULL
-    with atomic_folder(
-        folder, ("report.html",)
-    ) as new_folder:  # a folder that cannot be written is told before the work
+    with atomic_folder(folder, ("report.html",)) as new_folder:  # raises before the work if the folder is not writable
         history = HeadHistory()
         trained = _train(options, seed, history, progress)
         model = trained.model
         documents = Corpus.synthetic("held-out", documents=options.documents, seed=1) if options.documents else None
         profile_result = profile(model, documents, causal=not quick, progress=progress)
         tokenized = eval_corpus(model, Corpus.synthetic("held-out", documents=options.texts, seed=2))
-        selection_corpus, test_corpus = tokenized.halves()  # none of those that were profiled
+        selection_corpus, test_corpus = tokenized.halves()  # disjoint from the profiled texts
         means = mean_activations(model, selection_corpus)
         head_importance = _ablation_importance(model, selection_corpus, means, progress)
         scores = dict(zip(head_importance.addresses, head_importance.mean.tolist(), strict=True))
@@ -138,7 +153,7 @@ def run_train_prune_demo(
         plan.save(new_folder / "plan.json")
         profile_result.save(new_folder / "profile.npz")
         report_data = make_report_data(
-            profile_result, model, name="the demo's decoder", sentences=[sentence, *test_texts[:2]],
+            profile_result, model, name="demo decoder", sentences=[sentence, *test_texts[:2]],
             importance=head_importance,
             history=history, curve=curve,
         )  # fmt: skip
@@ -169,7 +184,7 @@ def _train(options: DemoTrainOptions, seed: int, history: HeadHistory, progress:
         callback_every=snapshot_interval,
         progress=progress or False,
     )
-    if result.stop_reason == "interrupted":  # training ends its step in peace; here that is the end
+    if result.stop_reason == "interrupted":  # `train` returns after Ctrl-C; stop the demo too
         raise KeyboardInterrupt
     return result
 
@@ -177,16 +192,16 @@ def _train(options: DemoTrainOptions, seed: int, history: HeadHistory, progress:
 def _ablation_importance(
     model: ModelProtocol, corpus: TokenizedCorpus, means: MeanActivations, progress: Progress | None
 ) -> Importance:
-    """What each head is worth, by really taking it away."""
+    """Return the importance of each head by ablation."""
     return importance(model, corpus, ranking="ablation", means=means, progress=progress)
 
 
 def _choose_kept_fraction(
     model: ModelProtocol, scores: Scores, corpus: TokenizedCorpus, means: MeanActivations, progress: Progress | None
 ) -> float:
-    """The least share of heads that stays before the loss on these texts rises by a hundredth; at least one head goes.
+    """Return the smallest fraction of heads with a loss increase of at most 1%. At least one head is pruned.
 
-    Each of some heads may be spared and all together not, so every cut is tried as a whole.
+    Heads that are unimportant alone can be important together, so each fraction is evaluated with all its heads pruned.
     """
     curve = pruning_curve(
         model,
@@ -209,7 +224,7 @@ def _save_figures(
     folder: Path,
     model: ModelProtocol,
     profile_result: Profile,
-    curve: PruningCurve,
+    curve: PruningCurves,
     sentence: str,
     history: HeadHistory,
 ) -> None:
@@ -224,12 +239,12 @@ def _save_figures(
 
 
 def _learnable_metrics(history: HeadHistory) -> list[str]:
-    """What heads may learn: shares of arcs hit, and induction."""
+    """Return the metrics that heads can learn: accuracies of relations, and induction."""
     return [name for name in history.metric_names if name.endswith("hits") or name == "induction"]
 
 
 def _most_learned_metric(history: HeadHistory) -> str:
-    """The metric in which some head rose most from the first look to the last."""
+    """Return the metric with the largest increase of any head during training."""
     names = _learnable_metrics(history)
     increase = history.values[-1] - history.values[0]  # (heads, metrics)
     max_increase = np.nan_to_num(increase, nan=-1.0).max(0)

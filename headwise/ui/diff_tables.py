@@ -1,4 +1,4 @@
-"""Two profiles of one model in the terminal: what changed."""
+"""Terminal table of the differences between two profiles of a model."""
 
 from typing import Any
 
@@ -10,43 +10,43 @@ from headwise.ui.terminal_table import make_table
 
 
 def show_diff(before: Profile, after: Profile, rows: list[dict[str, Any]], max_rows: int) -> None:
-    """Print how many roles were won, lost and changed, and the heads that changed most."""
+    """Print the numbers of gained, lost and changed roles, and the heads with the largest changes."""
     console = Console()
     for name in ("texts", "tokens"):
         if before.metadata[name] != after.metadata[name]:
-            description = f"measured on {before.metadata[name]:,} {name} before and {after.metadata[name]:,} after"
+            description = f"Measured on {before.metadata[name]:,} {name} before and {after.metadata[name]:,} after"
             console.print(description, highlight=False)
-    counts = {"won a role": 0, "lost its role": 0, "has another role": 0, "is gone": 0, "is new": 0}
+    counts = {"gained a role": 0, "lost the role": 0, "changed the role": 0, "removed": 0, "added": 0}
     for row in rows:
         if (change := _role_change(row)) is not None:
             counts[change] += 1
     num_unchanged = len(rows) - sum(counts.values())
     description = [f"{count} {change}" for change, count in counts.items() if count]
     console.print(
-        f"of {len(rows)} heads {num_unchanged} have the role they had" + "; ".join(["", *description]), highlight=False
+        f"{num_unchanged} of {len(rows)} heads have the same role" + "; ".join(["", *description]), highlight=False
     )
     changed = sorted(rows, key=lambda row: (_role_change(row) is None, -abs(_largest_change(row)[1])))[:max_rows]
-    columns = ["head", "before", "after", "what moved most", "by"]
+    columns = ["head", "role before", "role after", "metric with the largest change", "change"]
     table_rows = [
         [row["head"], _format_role(row, "before"), _format_role(row, "after"), *_largest_change(row)] for row in changed
     ]
-    console.print(make_table(f"The {len(table_rows)} heads that changed most", columns, table_rows))
+    console.print(make_table(f"The {len(table_rows)} heads with the largest changes", columns, table_rows))
 
 
 def _role_change(row: dict[str, Any]) -> str | None:
-    """What happened to a head's role; None: nothing."""
+    """Return the change of the role of a head, or None if it is unchanged."""
     before, after = row["before"], row["after"]
     if before == after:
         return None
     if after == "absent":
-        return "is gone"
+        return "removed"
     if before == "absent":
-        return "is new"
-    return "won a role" if before == "unclear" else "lost its role" if after == "unclear" else "has another role"
+        return "added"
+    return "gained a role" if before == "unclear" else "lost the role" if after == "unclear" else "changed the role"
 
 
 def _largest_change(row: dict[str, Any]) -> tuple[str, float]:
-    """The metric that moved most, as a share of what it may be: of those shown, only shares of weight are alike."""
+    """Return the metric with the largest change. Only fractions of attention are compared, as they share a scale."""
     changes = [
         (name, row[name])
         for name in DEFAULT_COLUMNS

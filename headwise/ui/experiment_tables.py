@@ -1,4 +1,4 @@
-"""The lab in the terminal and on paper: sweeps, verdicts, and a folder with the page and the pictures of claims."""
+"""Terminal tables of sweeps and claims, and the report folder of claims."""
 
 import json
 import math
@@ -25,9 +25,9 @@ VERDICT_COLORS = {
 
 
 def show_sweep(sweep: HeadSweep, console: Console | None = None) -> None:
-    """Print a line for each model: what it is, how well it does, what it takes; and one for what its heads do."""
+    """Print sizes, loss, speed and memory of each model, then its probe accuracies and the diversity of its heads."""
     probes, first = list(sweep.rows[0].probe_accuracy), sweep.rows[0]
-    has_names = not all(row.name == str(row.heads) for row in sweep.rows)  # else the name says nothing new
+    has_names = not all(row.name == str(row.heads) for row in sweep.rows)  # otherwise the name is the head count
     sizes = ("heads", "head_dim", "layers", "parameters")
     sizes = [size for size in sizes if size == "heads" or len({getattr(row, size) for row in sweep.rows}) > 1]
     rows = [
@@ -37,9 +37,9 @@ def show_sweep(sweep: HeadSweep, console: Console | None = None) -> None:
         )
         for row in sweep.rows
     ]  # fmt: skip
-    columns = [*([""] * has_names), *sizes, "loss", "95 %", "tokens/s", "MB"]
+    columns = [*([""] * has_names), *sizes, "loss", "95% CI", "tokens/s", "MB"]
     console = console or Console()
-    title = f"Held-out loss, nats a token; {sweep.seeds} seeds, {sweep.steps} steps, width {sweep.width}, "
+    title = f"Held-out loss (nats per token); {sweep.seeds} seeds, {sweep.steps} steps, width {sweep.width}, "
     parameter_counts = {f"{row.parameters:,} parameters" for row in sweep.rows}
     title += f"constant {sweep.constant}" + (f", {parameter_counts.pop()}" if len(parameter_counts) == 1 else "")
     console.print(make_table(title, columns, rows))
@@ -52,29 +52,31 @@ def show_sweep(sweep: HeadSweep, console: Console | None = None) -> None:
             for row in sweep.rows
         ]  # fmt: skip
         kind = "" if has_names else "heads"
-        console.print(make_table("Right answers; maps of heads apart", [kind, *probes, "maps apart"], probe_rows))
+        console.print(
+            make_table(
+                "Probe accuracy, and mean JS divergence between heads", [kind, *probes, "JS divergence"], probe_rows
+            )
+        )
     best = sweep.best
     console.print(
-        f"best: {best.heads} heads of {best.head_dim} in {best.layers} layers; {first.name} to {sweep.rows[-1].name} "
-        f"differ by {max(r.loss.mean for r in sweep.rows) - best.loss.mean:.3f} nats at most",
+        f"Best: {best.heads} heads with head_dim {best.head_dim} in {best.layers} layers. Largest loss difference from "
+        f"{first.name} to {sweep.rows[-1].name}: {max(r.loss.mean for r in sweep.rows) - best.loss.mean:.3f} nats",
         highlight=False,
     )
 
 
 def show_claim_list(claims: Sequence[Claim], console: Console | None = None) -> None:
-    """Print the claims, one a line."""
+    """Print the claims, one per line."""
     rows = [(claim.number, claim.name, claim.statement) for claim in claims]
-    (console or Console()).print(make_table("Claims", ["", "name", "what is said"], rows))
+    (console or Console()).print(make_table("Claims", ["", "name", "statement"], rows))
 
 
 def show_claims(results: Sequence[ClaimResult], console: Console | None = None) -> None:
-    """Print verdicts, and for a few claims their figures."""
+    """Print the verdicts, and for up to three claims their statistics."""
     console = console or Console()
     rows = [(r.claim.number, r.claim.name, _colored_verdict(r), _verdict_note(r), r.claim.statement) for r in results]
     seeds_note = f", {_describe_seeds(results[0])}" if results else ""
-    console.print(
-        make_table(f"Verdicts{seeds_note}", ["", "claim", "verdict", "on what, or how far", "what is said"], rows)
-    )
+    console.print(make_table(f"Verdicts{seeds_note}", ["", "claim", "verdict", "details", "statement"], rows))
     if len(results) <= 3:
         for result in results:
             statistic_rows = [
@@ -83,7 +85,7 @@ def show_claims(results: Sequence[ClaimResult], console: Console | None = None) 
             console.print(
                 make_table(
                     f"{result.claim.name}: {result.claim.rule}",
-                    ["figure", "at", "mean", result.interval_note],
+                    ["statistic", "at", "mean", result.interval_note],
                     statistic_rows,
                 )
             )
@@ -91,15 +93,14 @@ def show_claims(results: Sequence[ClaimResult], console: Console | None = None) 
     console.print(", ".join(f"{count} {word}" for word, count in counts.items() if count), highlight=False)
     if any(result.is_exploratory for result in results):
         console.print(
-            f"Seeds {EXPLORED_SEEDS[0]} to {EXPLORED_SEEDS[-1]} were looked at while rules were made: take "
-            f"others (--first-seed) for a run that "
-            "is to count.",
+            f"Seeds {EXPLORED_SEEDS[0]} to {EXPLORED_SEEDS[-1]} were used while the rules were written. "
+            f"Use other seeds (--first-seed) for a confirmatory run.",
             highlight=False,
         )  # fmt: skip
 
 
 def write_claims(results: Sequence[ClaimResult], folder: str | Path) -> Path:
-    """A folder with the page (claims.html), the same to read as text (claims.md), all figures, and each claim's picture."""
+    """Write a folder with the report page (claims.html), claims.md, claims.json and one figure per claim."""
     with atomic_folder(folder, ("claims.html",)) as new_folder:
         write_atomic(
             new_folder / "claims.json", json.dumps([result.to_dict() for result in results], indent=1).encode()
@@ -112,17 +113,17 @@ def write_claims(results: Sequence[ClaimResult], folder: str | Path) -> Path:
 
 
 def claims_markdown(results: Sequence[ClaimResult], image_folder: str = "") -> str:
-    """Every claim with its verdict, its figures and its picture, which lies in the folder `pictures`."""
+    """Return all claims as Markdown, with verdicts, statistics and links to the figures in `image_folder`."""
     heading = f"Verdicts, {_describe_seeds(results[0])}." if results else ""
     lines = [heading, "", "| | claim | verdict |", "|---|---|---|"]
     lines += [f"| {r.claim.number} | [{r.claim.statement}](#{r.claim.name}) | {_format_verdict(r)} |" for r in results]
     for r in results:
         claim = r.claim
         lines += ["", f"## {claim.name}", "", f"*{claim.statement}* **{_format_verdict(r)}**", ""]
-        lines += [f"Against it would count: {claim.counterevidence} {claim.setup}", "", f"The rule: {claim.rule}", ""]
-        lines += [f"True by construction, and no finding: {claim.identity}.", ""] if claim.identity else []
+        lines += [f"Counterevidence: {claim.counterevidence} {claim.setup}", "", f"Rule: {claim.rule}", ""]
+        lines += [f"True by construction, not a finding: {claim.identity}.", ""] if claim.identity else []
         lines += [f"![{claim.name}]({image_folder}{_image_name(r)})", ""] if has_plottable_statistics(r) else []
-        lines += [f"| figure | at: mean ({r.interval_note}) |", "|---|---|"]
+        lines += [f"| statistic | at: mean ({r.interval_note}) |", "|---|---|"]
         lines += [f"| {name} | {_format_statistics(r.statistics.by_condition(name))} |" for name in r.statistics.names]
         lines += ["", f"    {r.rerun_command}"]
     return "\n".join(lines) + "\n"
@@ -133,13 +134,13 @@ def _format_statistics(statistics: Mapping[Condition, Statistic]) -> str:
 
 
 def _verdict_note(result: ClaimResult) -> str:
-    """What a verdict is on, and what of the claim is no finding."""
+    """Return the details of a verdict and the part of the claim that is true by construction."""
     identity = f"true by construction: {result.claim.identity}" if result.claim.identity else ""
     return "; ".join(part for part in (result.verdict.detail, identity) if part)
 
 
 def _describe_seeds(result: ClaimResult) -> str:
-    """Which seeds, in words; or which model."""
+    """Describe the seeds or the model."""
     if result.model_name:
         return f"on {result.model_name}"
     first, last = result.seeds[0], result.seeds[-1]

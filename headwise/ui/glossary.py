@@ -1,11 +1,13 @@
-"""Words that are shown of heads, each with what it means and where it is told how its number is made: one table for the
-page, the terminal and notebooks."""
+"""Glossary of the words shown about heads: meaning, and the docs section that explains how the number is computed.
+
+One table serves the page, the terminal and notebooks. docs/glossary.md has a copy, kept equal by a test.
+"""
 
 from typing import NamedTuple
 
 
 class GlossaryEntry(NamedTuple):
-    """What a word means, and the page and heading of docs/ that say how it is measured."""
+    """Meaning of a word, and the page and heading of docs/ that explain its measurement."""
 
     meaning: str
     docs: str
@@ -21,177 +23,180 @@ PROMPT_ROLE_DOCS = "analysis.md#roles-on-prompts-of-their-own"
 QUANTIZATION_DOCS, CACHE_DOCS = "compression.md#what-few-bits-cost-head-by-head", "compression.md#caches-by-head"
 
 GLOSSARY = {
-    "head": GlossaryEntry(
-        "one of the parallel parts of a layer; 5.1 is head 1 of layer 5, both counted from 0", "spec.md"
-    ),
+    "head": GlossaryEntry("one attention head; 5.1 is head 1 of layer 5, both counted from 0", "spec.md"),
     "layer": GlossaryEntry(
-        "one step of the model; its heads work side by side and add up, the next reads the sum", "guide.md"
+        "one attention layer; its heads run in parallel and the sum of their outputs is added to the residual stream",
+        "guide.md",
     ),
-    "role": GlossaryEntry(
-        "what a head may be said to do, because its score stands above its baseline on texts it was not chosen on",
-        EVIDENCE_DOCS,
-    ),
+    "role": GlossaryEntry("a behavior of a head whose score exceeds its baseline on held-out texts", EVIDENCE_DOCS),
     "unclear": GlossaryEntry(
-        "no role stood above its baseline on held-out texts; in models with random weights throughout, all heads are so",
+        "no role exceeded its baseline on held-out texts; every head of a model with random weights gets this result",
         EVIDENCE_DOCS,
     ),
     "score": GlossaryEntry(
-        "the share of its weight, or of its cases, that goes where the role says, on held-out texts", EVIDENCE_DOCS
-    ),
-    "baseline": GlossaryEntry(
-        "what the same score would be without the role: of the best fixed offset, of unrelated pairs, or of what is visible; "
-        "whichever is highest",
+        "share of the attention weight, or of the cases, that matches the role, on held-out texts",
         EVIDENCE_DOCS,
     ),
-    "95 % CI": GlossaryEntry(
-        "the confidence interval: drawn by bootstrap over texts, 95 % of the draws lie in it", EVIDENCE_DOCS
+    "baseline": GlossaryEntry(
+        "the score expected without the role: the highest of the best fixed offset, unrelated pairs, and "
+        "uniform attention to the visible tokens",
+        EVIDENCE_DOCS,
     ),
+    "95% CI": GlossaryEntry("95% confidence interval, bootstrapped over texts", EVIDENCE_DOCS),
     "p": GlossaryEntry(
-        "how often chance alone would give so large a score anywhere among all heads and roles (max-T)", EVIDENCE_DOCS
+        "family-wise p-value: probability that chance alone gives such a score to any head and role (max-T test)",
+        EVIDENCE_DOCS,
     ),
     "held-out": GlossaryEntry(
-        "texts nothing was chosen on: choices are made on one half, figures told of the other", EVIDENCE_DOCS
+        "texts that were not used for selection: roles, offsets and baselines are selected on one half of the "
+        "texts, numbers are reported on the other half",
+        EVIDENCE_DOCS,
     ),
     "evidence": GlossaryEntry(
-        "how strong the evidence is, in levels: attention, value-weighted, causal; each asks for more than the one before. "
-        "Roles of one level passed the same tests, and are ordered by how far they are above their baselines",
+        "evidence level of a role: none, attention, value-weighted or causal; each level requires the one "
+        "before it. Roles of the same level passed the same tests and are sorted by their distance to the "
+        "baseline",
         EVIDENCE_DOCS,
     ),
     "attention": GlossaryEntry(
-        "the role stands above its baseline on held-out texts, corrected for all tests made", EVIDENCE_DOCS
-    ),
-    "value-weighted": GlossaryEntry(
-        "it also stands when each look counts by the length of what it fetches", EVIDENCE_DOCS
-    ),
-    "causal": GlossaryEntry(
-        "and the role's answers hang on it: without the head they lose more than the same answers reached another way, and "
-        "more than without others of its layer, on every token set tried, corrected for all heads and sets",
+        "evidence level: the score exceeds its baseline on held-out texts, corrected for all tests",
         EVIDENCE_DOCS,
     ),
-    "causal on": GlossaryEntry("the token sets or prompts on which the causal test of a role holds", EVIDENCE_DOCS),
-    "coverage": GlossaryEntry("the share of rows in which the role could be seen at all", EVIDENCE_DOCS),
+    "value-weighted": GlossaryEntry(
+        "evidence level: the score also exceeds its baseline if each attention weight is multiplied by the "
+        "norm of the value it moves (after W_O)",
+        EVIDENCE_DOCS,
+    ),
+    "causal": GlossaryEntry(
+        "evidence level: ablating the head costs more on the role's answers than on the same answers in "
+        "control cases, and more than ablating other heads of its layer; on every token set tested, corrected "
+        "for all heads and sets",
+        EVIDENCE_DOCS,
+    ),
+    "causal on": GlossaryEntry("token sets or prompts on which the causal test passed", EVIDENCE_DOCS),
+    "coverage": GlossaryEntry("share of rows on which the role can be evaluated", EVIDENCE_DOCS),
     "effect": GlossaryEntry(
-        "what taking the head away costs its role's own test, beyond others of its layer, in nats an answer",
+        "cost of ablating the head on the role's answers, minus the mean cost of the other heads of its "
+        "layer, in nats per answer",
         EVIDENCE_DOCS,
     ),
     "cost": GlossaryEntry(
-        "what taking the head away costs its role's own test by itself, in nats an answer; of copy suppression what it gains",
+        "loss increase on the role's answers if the head is ablated, in nats per answer; for suppression "
+        "roles, the increase in log-probability of the suppressed tokens",
         EVIDENCE_DOCS,
     ),
     "control": GlossaryEntry(
-        "what taking the head away costs the same answers where they are reached another way, in nats an answer",
+        "cost of ablating the head on the same answers in control cases, in which they can be predicted "
+        "without the role; in nats per answer",
         EVIDENCE_DOCS,
     ),
     "hit": GlossaryEntry(
-        "a case in which the target of the role gets the largest weight of all words; the others are misses",
+        "a case in which the target of the role gets the largest weight; all other cases are misses",
         EVIDENCE_DOCS,
     ),
     "idle pattern": GlossaryEntry(
-        "its idle pattern: where its weight lies, averaged over all tokens, if that is no role: a softmax cannot attend "
-        "to nothing",
+        "attention that does not count as a role, averaged over all tokens: attention sink, special-token "
+        "sink, diffuse or inactive",
         EVIDENCE_DOCS,
     ),
     "sink": GlossaryEntry(
-        "attention sink: more than 30 % of its weight lies on the first token, averaged over all tokens", EVIDENCE_DOCS
-    ),
-    "special token": GlossaryEntry(
-        "special-token sink: more than 30 % of its weight lies on tokens such as [CLS] and [SEP], and no more than that "
-        "on the first",
+        "attention sink: more than 30% of the attention is on the first token, averaged over all tokens",
         EVIDENCE_DOCS,
     ),
-    "broad": GlossaryEntry(
-        "diffuse: its entropy is above 90 % of the largest possible, averaged over all tokens", EVIDENCE_DOCS
+    "special token": GlossaryEntry(
+        "special-token sink: more than 30% of the attention is on special tokens such as [CLS] and [SEP], and "
+        "at most 30% on the first token",
+        EVIDENCE_DOCS,
     ),
-    "idle": GlossaryEntry(
-        "inactive: it writes less than a fifth of an equal share of what its layer writes", EVIDENCE_DOCS
+    "broad": GlossaryEntry("diffuse: the entropy is above 90% of its maximum, averaged over all tokens", EVIDENCE_DOCS),
+    "idle": GlossaryEntry("inactive: the output norm is below one fifth of an equal share of its layer", EVIDENCE_DOCS),
+    "abstention": GlossaryEntry("weight on a learned sink in the softmax, which moves no value", METRIC_DOCS),
+    "entropy": GlossaryEntry("entropy of an attention row in nats; 0 if all weight is on one token", METRIC_DOCS),
+    "confidence": GlossaryEntry(
+        "largest weight of an attention row, excluding special tokens, averaged over rows",
+        METRIC_DOCS,
     ),
-    "abstention": GlossaryEntry(
-        "the weight a learned sink in the softmax takes: so much of it looks nowhere", METRIC_DOCS
-    ),
-    "entropy": GlossaryEntry("how spread out a row of weights is, in nats: 0 looks at one token only", METRIC_DOCS),
-    "confidence": GlossaryEntry("the largest weight of a row, special tokens left out, on average", METRIC_DOCS),
-    "distance": GlossaryEntry("how many tokens away it looks, on average", METRIC_DOCS),
-    "first": GlossaryEntry("the weight on the first token, on average", METRIC_DOCS),
-    "output share": GlossaryEntry("the head's share in what its layer writes, by length", METRIC_DOCS),
+    "distance": GlossaryEntry("mean distance between query and key, in tokens", METRIC_DOCS),
+    "first": GlossaryEntry("mean attention weight on the first token", METRIC_DOCS),
+    "output share": GlossaryEntry("share of the head in the output of its layer, by norm", METRIC_DOCS),
     "name mover": GlossaryEntry(
-        "where one of two names is due it attends to that one, and writes more for it than for the other",
+        "in sentences with two names, attends to the correct next name and promotes it over the other name",
         PROMPT_ROLE_DOCS,
     ),
     "name suppression": GlossaryEntry(
-        "where one of two names is due it attends to the other one, and writes less for that name than for names that are "
-        "not in the sentence",
+        "in sentences with two names, attends to the incorrect name and suppresses it relative to names that "
+        "are not in the sentence",
         PROMPT_ROLE_DOCS,
     ),
     "copy suppression": GlossaryEntry(
-        "it attends to the token the model is about to repeat, and writes less for it than for the other tokens of the "
-        "text on average",
+        "attends to the token that the model is about to repeat and suppresses it relative to the other "
+        "tokens of the text",
         PROMPT_ROLE_DOCS,
     ),
     "successor": GlossaryEntry(
-        "for a day, month, number or letter it writes more for the next than for any other of its class",
+        "given a day, month, number or letter, promotes the next one over all others of its class",
         PROMPT_ROLE_DOCS,
     ),
     "query focus": GlossaryEntry(
-        "the tokens of a question attend to the document it is about, more than the tokens of another question do",
+        "the tokens of a question attend to the document that the question is about, more than the tokens of "
+        "another question do",
         PROMPT_ROLE_DOCS,
     ),
-    "far offset": GlossaryEntry("it attends to the token at a fixed offset of 32 or more", PROMPT_ROLE_DOCS),
+    "far offset": GlossaryEntry("attends to the token at a fixed offset of 32 or more", PROMPT_ROLE_DOCS),
     "fixed position": GlossaryEntry(
-        "it attends to the same position of every text, from 32 tokens away or more", PROMPT_ROLE_DOCS
+        "attends to the same position in every text, from 32 or more tokens away",
+        PROMPT_ROLE_DOCS,
     ),
     "outside window": GlossaryEntry(
-        "the attention outside 4 sink tokens and a window of 32, on running text; a small share alone does not mean that a "
-        "head can stream",
+        "share of the attention outside 4 sink tokens and a window of 32 tokens, on running text; a small "
+        "share alone does not mean that the head can stream",
         PROMPT_ROLE_DOCS,
     ),
-    "weighted by what is fetched": GlossaryEntry(
-        "each weight counts by the length of what it brings in: a hard look at a word that brings nothing is worth nothing",
-        OUTPUT_DOCS,
-    ),
     "direct effect": GlossaryEntry(
-        "how much the head's output raises the logit of the token it attends to most, relative to the mean over the "
-        "vocabulary, with the final norm's scale frozen; effects through later layers are not included",
+        "change of the logit of the most attended token by the head's output, relative to the mean over the "
+        "vocabulary, with the scale of the final norm frozen; effects through later layers are not included",
         OUTPUT_DOCS,
     ),
     "OV eigenvalue score": GlossaryEntry(
-        "real part of the sum of the eigenvalues of W_V W_O, over the sum of their sizes: from −1 to 1, in the residual "
-        "stream's own basis; it does not say what is written for the attended token",
+        "real part of the sum of the eigenvalues of W_V W_O, divided by the sum of their absolute values: "
+        "from −1 to 1, in the basis of the residual stream; it does not describe the effect on the attended "
+        "token's logit",
         OUTPUT_DOCS,
     ),
     "output": GlossaryEntry(
-        "what the head adds to the stream, z W_O; words it makes likelier are read off bare embeddings, which says less the "
-        "later the layer",
+        "the head's addition to the residual stream, z W_O; promoted and suppressed tokens are computed from "
+        "token embeddings alone, which is less reliable in later layers",
         OUTPUT_DOCS,
     ),
     "importance": GlossaryEntry(
-        "what the model loses when the head is replaced by its mean; later heads may take over a part of its work, "
-        "which this does not count",
+        "loss increase if the head is replaced by its mean output; compensation by later heads is not included",
         IMPORTANCE_DOCS,
     ),
-    "bits": GlossaryEntry(
-        "what the loss gains when this head alone is stored at so few bits, everything else untouched",
-        QUANTIZATION_DOCS,
-    ),
+    "bits": GlossaryEntry("loss increase if only this head is quantized", QUANTIZATION_DOCS),
     "KL divergence": GlossaryEntry(
-        "how far the model's predictions move from the untouched model's: KL divergence, nats a token",
+        "KL divergence between the predictions of the original and the changed model, in nats per token",
         QUANTIZATION_DOCS,
     ),
-    "cache": GlossaryEntry("keys and values kept for tokens read before; heads that share keys share them", CACHE_DOCS),
+    "cache": GlossaryEntry(
+        "keys and values stored for earlier tokens; heads with the same KV head share them",
+        CACHE_DOCS,
+    ),
     "streaming": GlossaryEntry(
-        "a KV head that keeps a few sink tokens and a window; recommended only if the loss on running text, repeated lists "
-        "and facts asked for later rises by less than 0.05 nats per token (upper end of the 95% CI)",
+        "a KV head that caches a few sink tokens and a window; recommended only if the loss on running text, "
+        "repeated lists and facts to recall rises by less than 0.05 nats per token (upper end of the 95% CI)",
         CACHE_DOCS,
     ),
     "partners": GlossaryEntry(
-        "heads it shares keys with; heads whose writes it reads or that read its own, by weights (V-composition, told "
-        "from twice the 1/√width of random weights on); and the head that looks most like it (Jensen–Shannon divergence)",
+        "heads with the same KV head; the earlier and the later head with the strongest V-composition, if it "
+        "is above twice the 1/√width of random weights; and the head with the most similar attention "
+        "(Jensen–Shannon divergence)",
         COMPARISON_DOCS,
     ),
 }
 
 
 def docs_anchor(term: str) -> str:
-    """Where it is told how a number is made.
+    """Return the docs section that explains how the number is computed.
 
     >>> docs_anchor("direct effect")
     'docs/analysis.md#what-it-writes'

@@ -1,7 +1,5 @@
-"""One head's summary in plain sentences: what it does, how sure that is and against what, where it rests, what it writes,
-what the model loses without it, what it could cost less,
-and which heads it works with. Each sentence says which entry of `GLOSSARY`
-tells how its numbers are made."""
+"""Summary of one head in sentences: roles with their evidence, idle pattern, output, importance, compression cost and
+related heads. Each sentence names the entry of `GLOSSARY` that explains its numbers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,47 +8,49 @@ from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from headwise.analysis.ablation.sensitivity import QuantizationCost
+from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect
 from headwise.analysis.head_facts import AblationSummary, ComposedHead, HeadFacts, OVSummary, measure_head_facts
 from headwise.analysis.metrics.batch_context import SPECIAL
 from headwise.analysis.metrics.long_offsets import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.row_shape import FIRST_TOKEN, OUTPUT_SHARE, RELATIVE_ENTROPY
-from headwise.analysis.roles.causal_effects import CausalEffect
+from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.roles.prompt_roles import STREAMING_THRESHOLD, streaming_candidate_mask
+from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD, streaming_candidate_mask
 from headwise.analysis.roles.roles import LEAD, SUPPRESSION_PROBE, RoleEvidence
-from headwise.compression.head_cost import CACHE_TOKENS, CompressionCostSummary, measure_compression_cost
+from headwise.compression.head_compression_cost import CACHE_TOKENS, HeadCompressionCosts, measure_head_compression_cost
 from headwise.compression.streaming_cost import BOUND
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.ui.glossary import GLOSSARY, docs_anchor
 from headwise.ui.role_descriptions import describe_role
 
-# idle pattern: its name, the metric it is read off, and a sentence about the value of the metric
+# idle pattern: its name, the metric that defines it, and a phrase with the value of the metric
 IDLE_PATTERNS = {
-    "sink": ("attention sink", FIRST_TOKEN.name, "on average {} of its weight lies on the first token"),
-    "special token": ("special-token sink", SPECIAL, "on average {} of its weight lies on special tokens"),
-    "broad": ("diffuse", RELATIVE_ENTROPY.name, "its entropy is {} of the largest possible"),
-    "idle": ("inactive", OUTPUT_SHARE.name, "it writes {} of what its layer writes"),
+    "sink": ("attention sink", FIRST_TOKEN.name, "on average {} of its attention is on the first token"),
+    "special token": ("special-token sink", SPECIAL, "on average {} of its attention is on special tokens"),
+    "broad": ("diffuse", RELATIVE_ENTROPY.name, "its entropy is {} of the maximum"),
+    "idle": ("inactive", OUTPUT_SHARE.name, "its share of its layer's output is {}"),
 }
-LEVEL_SENTENCES = {
-    "attention": "Whether it changes what the head writes was not shown (attention).",
-    "value-weighted": "It stands as well when each look counts by the length of what it fetches; whether answers hang on it "
-    "was not shown (value-weighted).",
-    "causal": "And the role's answers hang on it, more than the same answers do where they are reached another way (causal).",
+VALUE_WEIGHTED = "Still above the baseline when attention is weighted by value norms."
+NOT_VALUE_WEIGHTED = "Not confirmed when attention is weighted by value norms."
+CAUSAL = "Causal effect confirmed: ablation costs more on the role's answers than on the same answers in control cases."
+CAUSAL_LEAD = "Causal effect confirmed: ablation reduces the lead of the correct name over the other name."
+# probe: the quantity that an ablation costs
+COST_LABELS = {
+    SUPPRESSION_PROBE: "rise in log-probability of the suppressed tokens",
+    LEAD: "drop in the lead of the correct name",
 }
-ONE_SET = "It stands as well when each look counts by the length of what it fetches."
-LED = "And the lead of the name due over the other name hangs on it (causal)."
+COST_LABEL = "rise in the loss of the role's answers"
 PART_LABELS = {"qk": "W_Q and W_K", "vo": "W_V and W_O", "keys": "its cached keys", "values": "its cached values"}
-COSINE = "1 − cosine"  # of a model without output
-MAX_FURTHER_ROLES = 2  # roles told in full beside the first
+COSINE = "1 − cosine"  # unit of importance in a model without an output layer
+MAX_FURTHER_ROLES = 2  # roles described in full after the first one
 
 
 class SummaryLine(NamedTuple):
-    """One sentence, and the word that says how its numbers are made."""
+    """One sentence, and the glossary entry that explains its numbers."""
 
     term: str
     text: str
@@ -58,9 +58,18 @@ class SummaryLine(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadSummary:
-    """All that is told of one head: as text, or in a notebook with a pointer behind each sentence."""
+    """Summary of one head. `print(summary)` shows one sentence per line; a notebook adds a link to the docs to each.
+
+    Attributes:
+        lines: Sentences in order, each with its glossary entry.
+    """
 
     lines: tuple[SummaryLine, ...]
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import head_summary_text
+
+        return head_summary_text(self)
 
     def __str__(self) -> str:
         return "\n".join(line.text for line in self.lines)
@@ -87,32 +96,38 @@ def describe(
     Args:
         model: The model.
         head: Address of the head, such as `"5.1"`.
-        corpus: A text, a list of texts, a path or a `Corpus`. None is the embedded probe set.
-        prompts: Test the roles that need prompts of their own as well.
-        progress: Called with stage, done and total.
+        corpus: A text, a list of texts, a path or a `Corpus`. None uses the embedded probe set.
+        prompts: Whether to test the roles that are defined on prompts of their own as well.
+        progress: Function called with stage, done and total.
+
+    Returns:
+        The summary. Measurements that the model does not support are left out.
+
+    Raises:
+        HeadwiseError: If the model has no such head.
     """
     model.heads[head]  # an unknown address raises before the work begins
     full_profile = profile(model, corpus, prompts=prompts, progress=progress)
     head_profile = full_profile[head]
     facts = measure_head_facts(model, head_profile, corpus, progress)
-    cost = measure_compression_cost(model, head_profile, corpus, progress)
+    cost = measure_head_compression_cost(model, head_profile, corpus, progress)
     return HeadSummary(tuple(summary_lines(full_profile, head_profile, facts, cost)))
 
 
 def summarize_head(profile: Profile, head: HeadProfile, model: ModelProtocol | None = None) -> HeadSummary:
-    """The summary of a head; with its model all that can be asked of it in a minute or so."""
+    """Summarize a head of a profile. With the model, also measure its output, importance and costs (about a minute)."""
     if model is None:
         return HeadSummary(tuple(summary_lines(profile, head)))
     return HeadSummary(
-        tuple(summary_lines(profile, head, measure_head_facts(model, head), measure_compression_cost(model, head)))
+        tuple(summary_lines(profile, head, measure_head_facts(model, head), measure_head_compression_cost(model, head)))
     )
 
 
 def summary_lines(
-    profile: Profile, head: HeadProfile, facts: HeadFacts | None = None, cost: CompressionCostSummary | None = None
+    profile: Profile, head: HeadProfile, facts: HeadFacts | None = None, cost: HeadCompressionCosts | None = None
 ) -> list[SummaryLine]:
-    """The sentences, in the order of the questions people ask."""
-    facts, cost = facts or HeadFacts(), cost or CompressionCostSummary()
+    """Return the sentences about a head: roles, idle pattern, output, importance, costs, related heads."""
+    facts, cost = facts or HeadFacts(), cost or HeadCompressionCosts()
     return [
         *_role_lines(profile, head),
         _idle_line(head),
@@ -130,12 +145,10 @@ def _role_lines(profile: Profile, head: HeadProfile) -> Iterator[SummaryLine]:
     if not head.roles:
         yield SummaryLine(
             "unclear",
-            f"Head {head.address}: nothing found. On {profile.metadata['texts']:,} {'pictures' if on_images else 'texts'} no "
-            "role of it stood above its baseline by the margin of the role, with p < 0.05; "
-            f"{profile.family_size:,} tests were made over all heads and roles. Models with random weights "
-            f"throughout give this "
-            "answer for all heads; a trained model with random attention need not, because tests are over texts and not over "
-            "draws of weights.",
+            f"Head {head.address}: no role found. On {profile.metadata['texts']:,} {'images' if on_images else 'texts'}, no "
+            f"role exceeded its baseline by the required margin with p < 0.05 ({profile.family_size:,} tests over all heads "
+            "and roles). If all weights of a model are random, every head gets this result. If only the attention weights of "
+            "a trained model are random, a head can still get a role, because the tests resample texts, not weights.",
         )
         return
     yield SummaryLine("role", f"Head {head.address} {describe_role(head.roles[0], pictures=on_images)}.")
@@ -155,22 +168,21 @@ def _role_lines(profile: Profile, head: HeadProfile) -> Iterator[SummaryLine]:
         example = next((item for item in head.examples if item.hit), head.examples[0])
         yield SummaryLine(
             "hit",
-            f"For example ([x] looks, *y* is looked at hardest): {example.text} ({example.weight:.2f}). Of "
-            f"{len(head.examples)} "
-            f"held-out cases kept as examples {hits} {'is a hit' if hits == 1 else 'are hits'}.",
+            f"Example ([x] is the query, *y* the key with the largest weight): {example.text} (weight on the target: "
+            f"{example.weight:.2f}). {hits} of {len(head.examples)} stored held-out examples "
+            f"{'is a hit' if hits == 1 else 'are hits'}.",
         )
 
 
 def _further_roles(described: Sequence[RoleEvidence], further: Sequence[RoleEvidence]) -> Iterator[SummaryLine]:
-    """One sentence per evidence level. Roles of one level passed the same tests and differ in how far they are above their
-    baselines."""
+    """List the remaining roles, one sentence per evidence level, with their distance to the baseline."""
     for level, group in groupby(further, key=lambda evidence: evidence.evidence_level):
         roles = list(group)
         same_level = [evidence.gain for evidence in described if evidence.evidence_level == level]
         p = f"p up to {max(evidence.p for evidence in roles):.2g}"
-        where = f"at the same evidence level ({level}, {p})" if same_level else f"at the evidence level {level} ({p})"
+        where = f"at the same evidence level ({level}, {p})" if same_level else f"at evidence level {level} ({p})"
         if same_level and max(evidence.gain for evidence in roles) < min(same_level):
-            where += ", less far above their baselines"
+            where += ", closer to their baselines"
         labels = [f"{evidence.role} {evidence.detail}".rstrip() for evidence in roles]
         scores = [f"{_percent(evidence.score)} (baseline {_percent(evidence.baseline)})" for evidence in roles]
         listed = ", ".join(f"{label} {score}" for label, score in zip(labels, scores, strict=True))
@@ -180,47 +192,53 @@ def _further_roles(described: Sequence[RoleEvidence], further: Sequence[RoleEvid
 def _describe_test(evidence: RoleEvidence, family: int) -> str:
     corpus_note = f" ({evidence.corpus_label})" if evidence.corpus_label else ""
     return (
-        f"Measured on {evidence.rows:,} held-out cases{corpus_note}: {_format_interval(evidence)}; its baseline "
-        f"has {_percent(evidence.baseline)}; p = {evidence.p:.2g} "
+        f"Evaluated on {evidence.rows:,} held-out cases{corpus_note}: {_percent(evidence.score)} "
+        f"({_format_interval(evidence)}), baseline {_percent(evidence.baseline)}, p = {evidence.p:.2g} "
         f"after correction for {evidence.family_size or family:,} tests."
     )
 
 
 def _format_interval(evidence: RoleEvidence) -> str:
-    return f"95 % CI {_percent(evidence.interval[0])} to {_percent(evidence.interval[1])}"
+    low, high = (f"{100 * end:.0f}" for end in evidence.interval)
+    return f"95% CI {low}–{high}%"
 
 
 def _level(evidence: RoleEvidence) -> str:
-    """Evidence level in a sentence; a causal level names the token sets or prompts of its test."""
-    if not evidence.causal_on:
-        return LEVEL_SENTENCES[evidence.evidence_level]
+    """Sentences for the evidence level. A causal effect is stated with the token sets or prompts of its test."""
+    if evidence.evidence_level == "attention":
+        return f"{NOT_VALUE_WEIGHTED} {_causal_sentence(evidence)}"
+    return f"{VALUE_WEIGHTED} {_causal_sentence(evidence)}"
+
+
+def _causal_sentence(evidence: RoleEvidence) -> str:
     sets = " and ".join(evidence.causal_on)
-    if evidence.evidence_level != "causal":
-        return f"{ONE_SET} Answers hang on it on {sets} alone ({evidence.evidence_label})."
-    return f"{LED if evidence.probe == LEAD else LEVEL_SENTENCES[evidence.evidence_level]} It was tested on {sets}."
+    if evidence.evidence_level == "causal":
+        sentence = CAUSAL_LEAD if evidence.probe == LEAD else CAUSAL
+        return f"{sentence} Tested on {sets}." if sets else sentence
+    if sets:
+        return f"Causal effect confirmed on {sets} only (evidence level: {evidence.evidence_label})."
+    return "Causal effect not tested." if evidence.cost is None else "Causal effect not confirmed."
 
 
 def _effects(evidence: RoleEvidence) -> str:
-    """Costs of ablating the head on each token set, so far as they were asked for."""
+    """Costs of ablating the head, one sentence per token set of the causal test."""
     return "".join(_describe_effect(evidence, effect) for effect in evidence.effects)
 
 
 def _describe_effect(evidence: RoleEvidence, effect: CausalEffect) -> str:
-    change = {SUPPRESSION_PROBE: "what it holds back gains", LEAD: "the lead of the name due loses"}
     text = (
-        f" On {effect.corpus_label}, without what it says of a case "
-        f"{change.get(evidence.probe or '', 'the test of its role loses')} "
+        f" Cost of ablating the head on {effect.corpus_label}: {effect.cost:+.3f} nats per answer "
+        f"({COST_LABELS.get(evidence.probe or '', COST_LABEL)})"
     )
-    text += f"{effect.cost:+.3f} nats an answer"
     if effect.control_cost is None:
-        return f"{text}; nowhere were the same answers found reached another way."
-    text += f", and {effect.control_cost:+.3f} where the same answers are reached another way"
+        return f"{text}; no control cases with the same answers were found."
+    text += f", {effect.control_cost:+.3f} on the same answers in control cases"
     if effect.single_name_cost is not None:
-        text += f" and {effect.single_name_cost:+.3f} in sentences that name one person"
+        text += f", {effect.single_name_cost:+.3f} in sentences with one name"
     if effect.effect is None or effect.effect_interval is None:
         return f"{text}."
     low, high = effect.effect_interval
-    return f"{text}; {effect.effect:+.3f} more than without others of its layer (95 % CI {low:+.3f} to {high:+.3f})."
+    return f"{text}; {effect.effect:+.3f} relative to the other heads of its layer (95% CI {low:+.3f} to {high:+.3f})."
 
 
 def _streaming_lines(head: HeadProfile) -> Iterator[SummaryLine]:
@@ -228,7 +246,7 @@ def _streaming_lines(head: HeadProfile) -> Iterator[SummaryLine]:
     if math.isfinite(value):
         yield SummaryLine(
             "outside window",
-            f"{_small_share(value)} of its attention falls outside {STREAMING_POLICY.sink_tokens} sink tokens "
+            f"{_small_share(value)} of its attention is outside {STREAMING_POLICY.sink_tokens} sink tokens "
             f"and a window of {STREAMING_POLICY.window} "
             f"tokens (on {OUTSIDE_WINDOW.corpus_label}).",
         )
@@ -260,13 +278,13 @@ def _output_lines(ov_summary: OVSummary | None) -> Iterator[SummaryLine]:
         effect = ov_summary.token_effects[0]
         yield SummaryLine(
             "output",
-            f"Looking at {effect.token!r} it makes {_format_tokens(effect.promotes)} likelier, "
-            f"{_format_tokens(effect.suppresses)} less likely.",
+            f"Attending to {effect.token!r} promotes {_format_tokens(effect.promotes)} and suppresses "
+            f"{_format_tokens(effect.suppresses)} (computed from the token's embedding alone).",
         )
 
 
 def _attended_logit(effect: AttendedLogitEffect) -> str:
-    """How a head changes the logit of the token it attends to most."""
+    """Describe the direct effect of a head on the logit of the token it attends to most."""
     size = f"95% CI {effect.low:+.2f} to {effect.high:+.2f}"
     claim = (
         f"Its output does not measurably change the logit of the token it attends to most ({effect.mean:+.2f}; {size})"
@@ -288,43 +306,50 @@ def _format_tokens(scored_tokens: list[tuple[str, float]]) -> str:
 def _ablation_lines(ablation: AblationSummary | None) -> Iterator[SummaryLine]:
     if ablation is None:
         return
-    importance, method = (
-        ablation.importance,
-        f"{ablation.ablation} ablation" if ablation.ranking == "ablation" else ablation.ranking,
-    )
-    significance_note = ", not told apart from nothing" if importance.low <= 0 <= importance.high else ""
-    loss_text = f"the model loses {importance.importance:.2g} {ablation.unit}"
-    if ablation.unit == COSINE:
-        loss_text = f"what the model gives of a text turns by {importance.importance:.2g}, in {COSINE}"
-    text = f"Without it {loss_text} (95 % CI {importance.low:.2g} to {importance.high:.2g}{significance_note})"
+    importance = ablation.importance
+    significance_note = ", not significantly different from 0" if importance.low <= 0 <= importance.high else ""
+    interval = f"(95% CI {importance.low:+.2g} to {importance.high:+.2g}{significance_note})"
+    if ablation.ranking != "ablation":
+        text, method = f"Importance: {importance.importance:+.2g} {interval}", ablation.ranking
+    else:
+        output = "output vector of a text" if ablation.unit == COSINE else "loss"
+        unit = f"in {COSINE}" if ablation.unit == COSINE else _format_unit(ablation.unit)
+        text = f"Ablating it changes the {output} by {importance.importance:+.2g} {unit} {interval}"
+        method = f"{ablation.ablation} ablation"
     if math.isfinite(importance.above_layer):
-        text += f", {importance.above_layer:+.2g} beside an average other head of its layer"
+        text += f", {importance.above_layer:+.2g} relative to the other heads of its layer"
     yield SummaryLine(
-        "importance", f"{text}; {method} on {ablation.texts:,} texts. Later heads may take over a part of its work."
+        "importance", f"{text}; {method} on {ablation.texts:,} texts. Later heads may compensate in part."
     )
 
 
-def _cost_lines(facts: HeadFacts, cost: CompressionCostSummary) -> Iterator[SummaryLine]:
-    sharing_note = f", with {_join_heads(facts.kv_siblings)}, which share its keys" if facts.kv_siblings else ""
+def _format_unit(unit: str) -> str:
+    """Unit of a loss, for example `nats per token`."""
+    return unit.replace(" a ", " per ")
+
+
+def _cost_lines(facts: HeadFacts, cost: HeadCompressionCosts) -> Iterator[SummaryLine]:
+    siblings = _join_heads(facts.kv_siblings) if facts.kv_siblings else ""
     if cost.costs:
         changes = ", ".join(
             f"{PART_LABELS[item.part]} {_format_cost(item)}" for item in cost.costs if item.bits == cost.costs[0].bits
         )
+        sharing_note = f", together with {siblings} (same KV head)" if siblings else ""
         yield SummaryLine(
             "bits",
-            f"Stored at {cost.costs[0].bits} bits{sharing_note}, the loss changes by: {changes} ({cost.unit}, "
-            f"{cost.texts:,} texts).",
+            f"Loss increase if one part is quantized to {cost.costs[0].bits} bits{sharing_note}: {changes}; "
+            f"{_format_unit(cost.unit)}, {cost.texts:,} texts.",
         )
     if cost.cache_bytes:
+        sharing_note = f", shared with {siblings}" if siblings else ""
         yield SummaryLine(
             "cache",
-            f"Its key head {cost.kv_head} keeps {cost.cache_bytes / 1e6:.1f} MB of keys and values at "
-            f"{CACHE_TOKENS:,} tokens{sharing_note}.",
+            f"KV cache: {cost.cache_bytes / 1e6:.1f} MB at {CACHE_TOKENS:,} tokens (KV head {cost.kv_head}{sharing_note}).",
         )
 
 
-def _streams(profile: Profile, head: HeadProfile, cost_summary: CompressionCostSummary) -> Iterator[SummaryLine]:
-    """Measured loss with the KV head streaming; a recommendation only if attention and every kind of text allow it."""
+def _streams(profile: Profile, head: HeadProfile, cost_summary: HeadCompressionCosts) -> Iterator[SummaryLine]:
+    """State the loss with the KV head streaming. Recommend it only if attention and every kind of text allow it."""
     if cost_summary.streaming_cost is None or not cost_summary.streaming_cost.costs:
         return
     test, local = cost_summary.streaming_cost, streaming_candidate_mask(profile.accumulator)
@@ -343,37 +368,36 @@ def _streams(profile: Profile, head: HeadProfile, cost_summary: CompressionCostS
         text += (
             f" KV head {cost_summary.kv_head} can stream: every increase is below {BOUND:g} (upper end of the "
             f"CI), and less than "
-            f"{STREAMING_THRESHOLD:.0%} of the head's attention falls outside."
+            f"{STREAMING_THRESHOLD:.0%} of the head's attention is outside."
         )
     yield SummaryLine("streaming", text)
 
 
 def _format_cost(cost: QuantizationCost) -> str:
-    return f"{cost.loss_increase:+.2g} (95 % CI {cost.low:+.2g} to {cost.high:+.2g})"
+    return f"{cost.loss_increase:+.2g} (95% CI {cost.low:+.2g} to {cost.high:+.2g})"
 
 
 def _partner_lines(facts: HeadFacts) -> Iterator[SummaryLine]:
     sentences = []
     if facts.kv_siblings:
-        sentences.append(f"It shares keys and values with {_join_heads(facts.kv_siblings)}.")
+        sentences.append(f"It shares its KV head with {_join_heads(facts.kv_siblings)}.")
     if facts.reads_from is not None:
-        sentences.append(f"Of what earlier heads write it reads {_format_partner(facts.reads_from)} most.")
+        sentences.append(f"Strongest V-composition with an earlier head: {_format_partner(facts.reads_from)}.")
     if facts.read_by is not None:
-        sentences.append(f"Of later heads {_format_partner(facts.read_by)} reads it most.")
+        sentences.append(f"Strongest V-composition with a later head: {_format_partner(facts.read_by)}.")
     if facts.similar_heads:
-        sentences.append(
-            f"It looks most like {facts.similar_heads[0][0]} ({facts.similar_heads[0][1]:.2g} nats apart)."
-        )
+        name, divergence = facts.similar_heads[0]
+        sentences.append(f"Most similar attention: {name} (Jensen–Shannon divergence {divergence:.2g} nats).")
     if sentences:
         yield SummaryLine("partners", " ".join(sentences))
 
 
 def _format_partner(partner: ComposedHead) -> str:
-    return f"{partner.head} (V-composition {partner.score:.2f}, random weights {partner.random_score:.2f})"
+    return f"{partner.head} ({partner.score:.2f}, random weights {partner.random_score:.2f})"
 
 
 def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.0f} %"
+    return f"{100 * fraction:.0f}%"
 
 
 def _small_share(value: float) -> str:
@@ -381,4 +405,4 @@ def _small_share(value: float) -> str:
 
 
 def _join_heads(heads: tuple[str, ...]) -> str:
-    return heads[0] if len(heads) == 1 else f"{', '.join(heads[:-1])} and {heads[-1]}"
+    return f"head {heads[0]}" if len(heads) == 1 else f"heads {', '.join(heads[:-1])} and {heads[-1]}"

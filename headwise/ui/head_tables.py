@@ -1,4 +1,4 @@
-"""Heads in the terminal: the grid of all heads in colour, the best of each role with its evidence, one head's whole story."""
+"""Terminal output about heads: the grid of all heads, the best head of each role with evidence, and single heads."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from headwise.analysis.metrics.offsets import OFFSET_SPECS
 from headwise.analysis.metrics.role_examples import RoleExample
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.roles.prompt_roles import STREAMING_THRESHOLD, streaming_candidate_mask
+from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD, streaming_candidate_mask
 from headwise.analysis.roles.roles import RoleEvidence
-from headwise.compression.head_cost import CompressionCostSummary
+from headwise.compression.head_compression_cost import HeadCompressionCosts
 from headwise.ui.glossary import docs_anchor
 from headwise.ui.head_summary import summary_lines
 from headwise.ui.role_badges import role_badge
@@ -22,15 +22,14 @@ from headwise.ui.terminal_table import make_table
 
 
 def show_profile(profile: Profile, selected: set[str], console: Console | None = None) -> None:
-    """Print the grid, then the strongest head of each role with evidence."""
+    """Print the grid, then the best head of each role with evidence and examples."""
     console = console or Console()
     about = profile.metadata
-    relations_note = f"{about['documents']:,} documents with relations; "
-    noun, relations_note = ("pictures", "") if about.get("image_grid") else ("texts", relations_note)
+    relations_note = f", {about['documents']:,} documents with relations"
+    noun, relations_note = ("images", "") if about.get("image_grid") else ("texts", relations_note)
     console.print(
-        f"{len(profile)} heads on {about['texts']:,} {noun}, {about['tokens']:,} tokens; "
-        f"{relations_note}{profile.family_size:,} "
-        f"tests{_ablation_count_note(profile)}{_left_out_note(profile)}",
+        f"{len(profile)} heads on {about['texts']:,} {noun}, {about['tokens']:,} tokens{relations_note}. "
+        f"{profile.family_size:,} tests{_ablation_count_note(profile)}.{_left_out_note(profile)}",
         highlight=False,
     )
     console.print(make_head_grid(profile, selected, console.width))
@@ -62,25 +61,25 @@ def show_profile(profile: Profile, selected: set[str], console: Console | None =
         "role",
         "",
         "heads",
-        "best",
+        "best head",
         "",
         "evidence",
         "score",
         "baseline",
-        "95 % CI",
+        "95% CI",
         "effect",
-        "shown on",
-        "told as",
+        "measured on",
+        "all roles",
     ]
-    console.print(make_table("The strongest head of each role", columns, rows))
+    console.print(make_table("Best head of each role", columns, rows))
     _show_streamable(profile, console)
     for name, reason in about.get("skipped", {}).items():
-        console.print(Text(f"Not asked for {name}: {reason}", "dim"))
+        console.print(Text(f"{name}: not measured, {reason}", "dim"))
     for role, (head, _, _) in strongest.items():
         examples = head.examples_by_role[role]
         if examples:
             console.print(Text.assemble((f"{role} {head.address}", "bold"), f"  {_hit_count(examples)}"))
-            first_by_hit = {entry.hit: entry for entry in reversed(examples)}  # the first of each kind
+            first_by_hit = {entry.hit: entry for entry in reversed(examples)}  # the first hit and the first miss
             for hit in sorted(first_by_hit, reverse=True):
                 console.print(_format_example(first_by_hit[hit]))
 
@@ -90,16 +89,16 @@ def _show_streamable(profile: Profile, console: Console) -> None:
     streamable = streaming_candidate_mask(profile.accumulator)
     if streamable is not None:
         console.print(
-            f"On {OUTSIDE_WINDOW.corpus_label}, {streamable.sum()} of {len(profile)} heads have less than "
+            f"Measured on {OUTSIDE_WINDOW.corpus_label}: {streamable.sum()} of {len(profile)} heads have less than "
             f"{STREAMING_THRESHOLD:.0%} of their attention "
             f"(upper end of the 95% CI) outside {STREAMING_POLICY.sink_tokens} sink tokens and a window of "
-            f"{STREAMING_POLICY.window}",
+            f"{STREAMING_POLICY.window} tokens.",
             highlight=False,
         )
 
 
 def show_role(profile: Profile, role: str, selected: set[str], console: Console | None = None) -> None:
-    """Print every head that has a role, best first: how well it does, against what, and how sure that is."""
+    """Print every head with the role, best first, with its score, baseline, interval and evidence."""
     console = console or Console()
     role_heads = [
         (head, next(evidence for evidence in profile[head].roles if evidence.role == role))
@@ -122,7 +121,7 @@ def show_role(profile: Profile, role: str, selected: set[str], console: Console 
         for head, evidence in role_heads
         if str(head) in selected
     ]
-    columns = ["head", "", "score", "baseline", "95 % CI", "p", "cases", "evidence", "effect", "shown on"]
+    columns = ["head", "", "score", "baseline", "95% CI", "p", "cases", "evidence", "effect", "measured on"]
     family = next((evidence.family_size for _, evidence in role_heads if evidence.family_size), profile.family_size)
     title = f"{len(rows)} of {len(profile)} heads have the role {role}; p is corrected for {family:,} tests"
     console.print(make_table(title, columns, rows))
@@ -132,27 +131,27 @@ def show_summary(
     profile: Profile,
     head: HeadProfile,
     facts: HeadFacts | None = None,
-    cost: CompressionCostSummary | None = None,
+    cost: HeadCompressionCosts | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print one head's story, each sentence with where it is told how its numbers are made; what could not be asked last."""
+    """Print the summary of one head, each part with its documentation page, then the parts that were not measured."""
     console = console or Console()
     last_anchor = ""
     for line in summary_lines(profile, head, facts, cost):
         console.print(Text(line.text))
         anchor = docs_anchor(line.term)
         if anchor != last_anchor:
-            console.print(Text(f"  how: {anchor}", "dim"))
+            console.print(Text(f"  see {anchor}", "dim"))
         last_anchor = anchor
     errors = [error for part in (facts, cost) if part is not None for error in part.errors]
     for error in dict.fromkeys(errors):
-        console.print(Text(f"Not asked: {error}", "dim"))
+        console.print(Text(f"Not measured: {error}", "dim"))
 
 
 def show_head(
     profile: Profile, head: HeadProfile, facts: HeadFacts | None = None, console: Console | None = None
 ) -> None:
-    """Print every number of one head: what speaks for its roles, its metrics, its examples."""
+    """Print the evidence, metrics and examples of one head."""
     console = console or Console()
     console.print(
         Text.assemble(
@@ -161,7 +160,7 @@ def show_head(
         )
     )
     if head.idle_pattern:
-        console.print(f"rests: {', '.join(head.idle_pattern)}", highlight=False)
+        console.print(f"idle pattern: {', '.join(head.idle_pattern)}", highlight=False)
     _show_evidence(profile, head, console)
     listed = [name for name in head.metrics if not profile.metric_specs[name].series]
     rows = [[name, head.metrics[name]] for name in listed]
@@ -171,10 +170,12 @@ def show_head(
     console.print(make_table("Metrics", ["metric", "value"], rows))
     offset_weights = [(o, head.metrics[OFFSET_SPECS[o].name]) for o in range(8) if OFFSET_SPECS[o].name in head.metrics]
     if offset_weights:
-        console.print("weight by distance: " + "  ".join(f"{o}: {v:.2f}" for o, v in offset_weights), highlight=False)
+        console.print(
+            "attention by distance in tokens: " + "  ".join(f"{o}: {v:.2f}" for o, v in offset_weights), highlight=False
+        )
     _show_examples(head, console)
     if head.top_contexts:
-        console.print(Text("looked hardest", "bold"))
+        console.print(Text("Largest attention weights", "bold"))
     for context in head.top_contexts:
         console.print(Text(f"  {context.weight:.2f}  {context.text}"))
 
@@ -203,16 +204,16 @@ def _show_evidence(profile: Profile, head: HeadProfile, console: Console) -> Non
             "evidence",
             "score",
             "baseline",
-            "95 % CI",
+            "95% CI",
             "p",
             "cases",
             "coverage",
             "effect",
             "cost",
             "control",
-            "bar",
+            "threshold",
         ]
-        console.print(make_table(f"What speaks for it ({profile.family_size:,} tests in the family)", columns, rows))
+        console.print(make_table(f"Evidence; p is corrected for {profile.family_size:,} tests", columns, rows))
 
 
 def _show_examples(head: HeadProfile, console: Console) -> None:
@@ -231,32 +232,27 @@ def _show_examples(head: HeadProfile, console: Console) -> None:
 
 
 def _ablation_count_note(profile: Profile) -> str:
-    """The other family of tests: heads taken away."""
-    return (
-        f", and {profile.num_causal_tests:,} times whether answers hang on a head" if profile.num_causal_tests else ""
-    )
+    """Describe the number of causal tests."""
+    return f" and {profile.num_causal_tests:,} causal tests" if profile.num_causal_tests else ""
 
 
 def _left_out_note(profile: Profile) -> str:
-    """Arcs that could not be asked about, told beside what was."""
+    """Describe the relation arcs that could not be measured."""
     relations = profile.relation_metric
     if relations is None or not relations.left_out.any():
         return ""
     num_used, num_left_out = int(relations.arcs.sum()), int(relations.left_out.sum())
-    return (
-        f"; {num_left_out:,} of {num_used + num_left_out:,} questions left out, for the words share the token "
-        f"that would be looked at"
-    )
+    return f" {num_left_out:,} of {num_used + num_left_out:,} relation arcs left out because their words share a token."
 
 
 def _hit_count(examples: Sequence[RoleExample]) -> str:
     return (
-        f"hits {sum(example.hit for example in examples)} of {len(examples)} shown, as often as on the texts held out"
+        f"{sum(example.hit for example in examples)} hits in {len(examples)} examples, the rate on the held-out texts"
     )
 
 
 def _format_example(example: RoleExample) -> Text:
-    """One case: whether it is hit, the weight on what the role means, the text; of a miss, how hard it looks elsewhere."""
+    """Return hit or miss, the weight on the target and the text. For a miss, add the most attended token."""
     miss = "" if example.hit else f"  (*{example.attended}* {example.max_weight:.2f})"
     return Text.assemble(
         ("  hit   " if example.hit else "  miss  ", "green" if example.hit else "red"),

@@ -1,6 +1,6 @@
-"""What the live view asks of a model: how a sentence is seen, what comes next with and without some heads, one step on.
+"""Model operations of the live view: attention maps, predictions with silenced heads, one generation step, explanations.
 
-Heads are silenced by gates of the one call that asks, so nobody else sees anything of it and the model stays as it is.
+Heads are silenced with gates of a single forward call. The model is not modified and concurrent requests are not affected.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.analysis.attribution.score_attribution import explain
 from headwise.analysis.recording.attention_maps import TokenGroups
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall
 from headwise.model import ModelProtocol, eval_mode
 from headwise.spec import select
@@ -22,16 +22,20 @@ from headwise.text import Tokenizer
 from headwise.ui.report_data import make_sentence_data
 from headwise.ui.request_guard import RequestError
 
-MAX_CHARACTERS = 8192  # of a text
-MAX_TOKENS = 512  # of a text, or what the model can read
+MAX_CHARACTERS = 8192  # characters of a text
+MAX_TOKENS = 512  # tokens of a text; the model may have a smaller context
 TOP_TOKENS = 10  # predictions shown
-MAX_PAIRS = 12  # of what was written, shown as reasons
-MAX_TOKENS_PER_CHARACTER = 4  # tokens a character may be made of: bytes of UTF-8
+MAX_PAIRS = 12  # pairs of components shown in an explanation
+MAX_TOKENS_PER_CHARACTER = 4  # a UTF-8 character has at most four bytes
 
 
 @dataclass(frozen=True, eq=False)
 class LiveSession:
-    """A model that is asked about texts, one at a time.
+    """Run a model on one text at a time.
+
+    Attributes:
+        model: The model.
+        max_tokens: Maximum number of tokens of a text.
 
     >>> from dataclasses import replace
     >>> from headwise.model import Transformer
@@ -48,21 +52,29 @@ class LiveSession:
     max_tokens: int = MAX_TOKENS
 
     def __post_init__(self) -> None:
-        if self.model.image_input is None:  # of pictures the page shows what was made; nothing is typed
+        if self.model.image_input is None:  # images come from the report, no text is typed
             tokenizer_of(self.model)
         if self.model.spec.kind == "encoder-decoder":
-            raise HeadwiseError(
-                "the live view reads one text at a time; an encoder-decoder needs two. Use hw.attention_maps with source=…."
+            raise UnsupportedModelError(
+                "model: the live view reads one text at a time, an encoder-decoder needs two. Use hw.attention_maps with "
+                "source=…."
             )
 
     def sentence_data(self, text: str) -> dict[str, Any]:
-        """A text as every head sees it."""
+        """Return the attention maps of every head on a text."""
         self._ids(text)
         return make_sentence_data(self.model, text, max_tokens=self.max_tokens)
 
     def predict(self, text: str, silenced: Sequence[str] = ()) -> dict[str, Any]:
-        """What probably comes next, or stands at the mask: (token, probability), the best first, with all heads and without
-        the silenced ones."""
+        """Predict the next token, or the masked token.
+
+        Args:
+            text: The text. For an encoder it contains a mask token.
+            silenced: Addresses of heads whose output is set to zero.
+
+        Returns:
+            The most probable tokens with their probabilities: "before" with all heads, "after" without the silenced ones.
+        """
         ids = self._ids(text)
         position, gates = self._target_position(ids), self._gates(silenced)
         before = self._top_tokens(self._probabilities(ids, position))
@@ -72,9 +84,12 @@ class LiveSession:
         }
 
     def generate_next_token(self, text: str, silenced: Sequence[str] = ()) -> dict[str, Any]:
-        """The most probable next token, the text with it, and where each head looked from the last token to choose it."""
+        """Append the most probable token. Also return the attention of each head from the last token."""
         if self.model.spec.kind != "decoder":
-            raise HeadwiseError("this model reads a text in both directions and writes none on; it has no next token.")
+            raise UnsupportedModelError(
+                "model: this is an encoder, which does not predict a next token. Put a mask token into the text and press "
+                "Predict instead."
+            )
         ids, gates = self._ids(text), self._gates(silenced)
         rows: dict[str, list[float]] = {}
         with ExitStack() as stack:
@@ -89,7 +104,7 @@ class LiveSession:
             and _added_text(tokenizer, ids, new_ids).endswith("\ufffd")
             and len(new_ids) < MAX_TOKENS_PER_CHARACTER
         ):
-            extended_ids = [*ids, *new_ids]  # part of a character: it cannot be put into a text alone
+            extended_ids = [*ids, *new_ids]  # the token is part of a character and cannot be shown alone
             new_ids.append(int(self._probabilities(extended_ids, len(extended_ids) - 1, gates).argmax()))
         return {
             "token": _token_text(tokenizer, new_ids[0]) if len(new_ids) == 1 else _added_text(tokenizer, ids, new_ids),
@@ -100,26 +115,26 @@ class LiveSession:
         }  # fmt: skip
 
     def explain(self, text: str, head: str, query: int, key: int, words: bool) -> dict[str, Any]:
-        """Why one token, or word, looked at another in a head: the pairs that add most to its lead, and where they began."""
+        """Explain one attention score: the component pairs that contribute most, and the origin of the first pair."""
         self._ids(text)
         return explain(self.model, text, head, query, key, relative_to_mean=True, words=words).to_dict(
             max_pairs=MAX_PAIRS
         )
 
     def _ids(self, text: str) -> list[int]:
-        """The tokens of a text that can be read."""
+        """Tokenize a text and check its length."""
         if len(text) > MAX_CHARACTERS:
-            raise RequestError(413, f"the text has {len(text)} characters; at most {MAX_CHARACTERS} are read here.")
+            raise RequestError(413, f"text: too long. Got {len(text)} characters. Send at most {MAX_CHARACTERS}.")
         if "\0" in text:
-            raise HeadwiseError("the text holds a NUL character, which is no text; leave it out.")
+            raise ArgumentError("text: contains a NUL character. Remove it.")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise HeadwiseError("the text holds half a character (a lone surrogate); leave it out.")
+            raise ArgumentError("text: contains half a character (a lone surrogate). Remove it.")
         ids = tokenizer_of(self.model).encode(text) if text.strip() else []
         if not ids:
-            raise HeadwiseError("the text is empty; give at least one word.")
+            raise ArgumentError("text: empty. Enter at least one word.")
         max_tokens = min(self.max_tokens, self.model.spec.context)
         if len(ids) > max_tokens:
-            raise RequestError(413, f"the text has {len(ids)} tokens; at most {max_tokens} are read here.")
+            raise RequestError(413, f"text: too long. Got {len(ids)} tokens. Send at most {max_tokens}.")
         return ids
 
     def _gates(self, silenced: Sequence[str]) -> dict[str, float]:
@@ -130,22 +145,25 @@ class LiveSession:
         return {",".join(map(str, selected)): 0.0} if selected else {}
 
     def _target_position(self, ids: list[int]) -> int:
-        """Where the model is asked for a token: behind the last one, or at the mask."""
+        """Return the position that predicts: the last token of a decoder, the mask token of an encoder."""
         if self.model.output is None:
-            raise HeadwiseError(
-                "this model has no output: it makes vectors, not tokens, so there is nothing to predict. Where its heads "
-                "look can be seen."
+            raise UnsupportedModelError(
+                "model: it has no output layer and predicts no tokens. Its attention maps are available."
             )
         if self.model.spec.kind == "decoder":
             return len(ids) - 1
         tokenizer = tokenizer_of(self.model)
         if tokenizer.mask is None or tokenizer.mask not in ids:
-            mask = "a mask, which its tokenizer lacks" if tokenizer.mask is None else tokenizer.token(tokenizer.mask)
-            raise HeadwiseError(f"this model guesses hidden tokens; write {mask} where it shall guess.")
+            if tokenizer.mask is None:
+                raise UnsupportedModelError("model: it predicts masked tokens, but its tokenizer has no mask token.")
+            mask = tokenizer.token(tokenizer.mask)
+            raise ArgumentError(
+                f"text: this model predicts masked tokens. Write {mask} where it should predict a token."
+            )
         return ids.index(tokenizer.mask)
 
     def _probabilities(self, ids: list[int], position: int, gates: dict[str, float] | None = None) -> Tensor:
-        """The probability of every token, (V,)."""
+        """Return the probability of every token, (V,)."""
         assert self.model.output is not None
         with eval_mode(self.model), torch.no_grad():
             input_ids = torch.tensor([ids], device=self.model.device)  # (1, T)
@@ -162,7 +180,7 @@ class LiveSession:
 
 
 def _last_row_weights(call: AttentionCall) -> dict[str, list[float]]:
-    """Where the last token looks in each head of a layer."""
+    """Return the attention weights of the last token in each head of a layer."""
     weights = call.map_rows([call.q.shape[2] - 1])[0, :, 0].double()  # (H, S)
     return {
         str(address): [round(weight, 6) for weight in row]
@@ -171,12 +189,12 @@ def _last_row_weights(call: AttentionCall) -> dict[str, list[float]]:
 
 
 def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as it reads in a text; its name in the vocabulary where it is part of a character, or nothing at all."""
+    """Return the text of a token, or its vocabulary name if it is part of a character or has no text."""
     text = tokenizer.decode([token_id], keep_special_tokens=True)
     return text if text and "\ufffd" not in text else tokenizer.backend.id_to_token(token_id) or f"<{token_id}>"
 
 
 def _added_text(tokenizer: Tokenizer, ids: list[int], new_ids: list[int]) -> str:
-    """What new tokens add to a text; the space before a word may belong to either side."""
+    """Return the text that new tokens append. The space before a word may belong to either part."""
     before, after = tokenizer.decode(ids), tokenizer.decode([*ids, *new_ids])
     return after[len(before) :] if after.startswith(before) else tokenizer.decode(new_ids)

@@ -1,4 +1,4 @@
-"""Heads in a notebook, as plain HTML: what is shown where widgets are off, in saved notebooks and on the web."""
+"""Plain HTML views of heads in notebooks, shown if widgets are not available, as in saved notebooks and on the web."""
 
 from html import escape
 from typing import Any
@@ -7,18 +7,18 @@ from headwise.analysis.recording.attention_maps import AttentionView
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.heads.head import Head
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR
+from headwise.ui.figures.figure_with_data import LINE_COLORS, MUTED_COLOR, TEXT_COLOR
 from headwise.ui.figures.role_grid import LEVEL_ALPHA, NO_ROLE_COLOR
 from headwise.ui.role_badges import role_badge, text_color
 
-MAX_HEADS = 4  # heads of a sentence that are drawn, those with the hardest looks
-LINE_HEIGHT, COLUMN_GAP = 18, 150  # pixels: from word to word, and between the two columns of words
+MAX_HEADS = 4  # heads drawn per sentence, those with the largest weights
+LINE_HEIGHT, COLUMN_GAP = 18, 150  # pixels between words, and between the two columns of words
 MIN_WEIGHT = 0.02
 CELL_STYLE = "width:22px;height:20px;text-align:center;font:11px sans-serif;padding:0;border:1px solid #fff"
 
 
 def profile_html(profile: Profile) -> str:
-    """The grid of roles, a cell for each head with its summary behind the pointer; then the strongest head of each role."""
+    """Return the grid of roles with a tooltip per head, and a table of the best head of each role."""
     rows = []
     for layer in profile.metadata["layers"]:
         cells = "".join(_cell(profile[head]) for head in profile.addresses if str(head.layer_address) == layer)
@@ -42,36 +42,40 @@ def profile_html(profile: Profile) -> str:
             ]
         )
     about = profile.metadata
-    noun = "pictures" if about.get("image_grid") else "texts"
+    noun = "images" if about.get("image_grid") else "texts"
     description = f"{len(profile)} heads on {about['texts']:,} {noun}, {about['tokens']:,} tokens"
     grid = f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
-    columns = ["best", "role", "evidence", "score", "baseline", "a case of it"]
+    columns = ["best head", "role", "evidence", "score", "baseline", "example"]
     return f"<p>{description}</p>{grid}{_html_table(columns, lines)}"
 
 
 def head_html(head: Head) -> str:
-    """Its matrices and how many directions they use."""
+    """Return the matrix sizes of a head and the singular values of its QK and OV matrices."""
     spec = head.layer.spec
     group_heads = [spec.head_ids[i] for i, kv_index in enumerate(spec.kv_of_head) if kv_index == head.kv_index]
     sizes = [[name, " × ".join(map(str, getattr(head, name).shape))] for name in ("W_Q", "W_K", "W_V", "W_O")]
     group_note = f"; keys and values shared by heads {', '.join(map(str, group_heads))}" if len(group_heads) > 1 else ""
-    heading = f"<p><b>head {head.address}</b>, size {spec.head_dim}{group_note}</p>"
+    heading = f"<p><b>head {head.address}</b>, head_dim {spec.head_dim}{group_note}</p>"
     bars = "".join(_bars(name, getattr(head, name).singular_values().tolist()) for name in ("QK", "OV"))
-    return f"{heading}{_html_table(['matrix', 'size'], sizes)}{bars}"
+    return f"{heading}{_html_table(['matrix', 'shape'], sizes)}{bars}"
 
 
 def attention_html(view: AttentionView) -> str:
-    """Words in two columns and lines between them: the heads whose looks are hardest, or all of a few."""
+    """Return drawings of words in two columns with lines between them, for at most `MAX_HEADS` heads."""
     heads = list(view.heads)
     if len(heads) > MAX_HEADS:
         heads = list(dict.fromkeys(edge.head for edge in view.top_edges(40)))[:MAX_HEADS]
     drawings = "".join(_arcs(view, head, LINE_COLORS[i % len(LINE_COLORS)]) for i, head in enumerate(heads))
-    note = "" if len(heads) == len(view.heads) else f"<p>{len(heads)} of {len(view.heads)} heads</p>"
+    note = (
+        ""
+        if len(heads) == len(view.heads)
+        else f"<p>{len(heads)} of {len(view.heads)} heads, those with the largest weights</p>"
+    )
     return f'<div style="display:flex;flex-wrap:wrap;gap:12px">{drawings}</div>{note}'
 
 
 def head_badge(head: HeadProfile) -> tuple[str, str, float]:
-    """A head's two letters, its colour and how strong that is."""
+    """Return the two letters of a head, its color and the opacity for its evidence level."""
     if head.role == "unclear":
         return "", NO_ROLE_COLOR, 1.0
     return *role_badge(head.role), LEVEL_ALPHA[head.evidence_level]
@@ -81,11 +85,11 @@ def _cell(head: HeadProfile) -> str:
     letters, color, strength = head_badge(head)
     tooltip = f"{head.address}: {head.role_label} ({head.evidence_label})"
     if head.score is not None:
-        tooltip += f", {_format_number(head.score)} against {_format_number(head.baseline)}"
+        tooltip += f", score {_format_number(head.score)}, baseline {_format_number(head.baseline)}"
     tooltip += f"; idle pattern: {', '.join(head.idle_pattern)}" if head.idle_pattern else ""
     shade = color + f"{round(255 * strength):02x}"
     ink = TEXT_COLOR if strength <= 0.7 or head.role == "unclear" else text_color(color)
-    return f'<td title="{escape(tooltip)}" style="{CELL_STYLE};background:{shade};color:{ink}">{letters}</td>'
+    return f'<td title="{escape(tooltip)}" style="{CELL_STYLE};background:{shade};color:{ink}">{escape(letters)}</td>'
 
 
 def _arcs(view: AttentionView, head: str, color: str) -> str:
@@ -121,7 +125,7 @@ def _bars(name: str, values: list[float]) -> str:
         f'height="{38 * value / max_value:.1f}" fill="{LINE_COLORS[0]}"/>'
         for i, value in enumerate(values)
     )
-    caption = f"singular values of {name}, {_format_number(max_value)} at most"
+    caption = f"singular values of {name}, maximum {_format_number(max_value)}"
     return f'<p style="font:11px sans-serif">{caption}<br><svg width="{4 * len(values)}" height="42">{bars}</svg></p>'
 
 

@@ -1,4 +1,4 @@
-"""How far long work is, on standard error: bars in a terminal, a line now and then in a file or a pipe."""
+"""Progress on standard error: bars in a terminal, occasional lines in a file or a pipe."""
 
 import sys
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from headwise.training.train_progress_display import BackoffTimer
 
 
 @contextmanager
-def show_progress() -> Iterator[Progress]:
-    """Yields a function to call with what is done, how much of it, of how much; each kind of work gets its bar."""
+def show_progress(*, transient: bool = False) -> Iterator[Progress]:
+    """Yield a progress callback `(task, done, total)`. Each task has its own bar, removed at the end if `transient`."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("remaining"),
         TimeRemainingColumn(),
     )  # fmt: skip
     console = Console(stderr=True)
-    with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
+    with Bars(*columns, console=console, disable=not console.is_terminal, transient=transient) as bars:
         tasks, timer = {}, BackoffTimer()
 
         def progress(task: str, done: int, total: int | None) -> None:
@@ -36,9 +36,9 @@ def show_progress() -> Iterator[Progress]:
 
 @contextmanager
 def resume_hint_on_interrupt() -> Iterator[None]:
-    """Ctrl-C in work that can be gone on with: one line that says so, and the end that a shell expects."""
+    """After Ctrl-C in resumable work, print how to resume and exit with code 130."""
     try:
         yield
     except KeyboardInterrupt:
-        print("headwise: stopped; what is finished is kept, and running the same again goes on.", file=sys.stderr)
+        print("headwise: stopped. Finished parts are saved. Run the same command again to resume.", file=sys.stderr)
         sys.exit(130)

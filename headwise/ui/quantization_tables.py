@@ -1,41 +1,41 @@
-"""Weights at few bits, in the terminal and as pictures: what they take, what they cost, head by head."""
+"""Terminal tables and figures of quantized weights: memory and cost in loss per head."""
 
 import math
 from collections.abc import Mapping
 
 from rich.console import Console
 
-from headwise.analysis.ablation.sensitivity import Sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
 from headwise.compression.allocate_bits import BitAllocationReport
-from headwise.compression.quantization_report import QuantizationReport
-from headwise.errors import HeadwiseError
+from headwise.compression.quantized_model_comparison import QuantizationReport
+from headwise.errors import ArgumentError
 from headwise.spec import Address, ModelSpec
 from headwise.spec.weight_bits import PROJECTION_PAIRS
-from headwise.ui.figures.figure_io import MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
+from headwise.ui.figures.figure_with_data import MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
 from headwise.ui.terminal_table import make_table
 
 
 def show_quantization(report: QuantizationReport, console: Console | None = None) -> None:
-    """Print bytes by part, then losses."""
+    """Print the bytes of each part, then the losses."""
     console = console or Console()
     rows = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in report.footprint_rows()]
-    columns = ["part", "numbers", "bytes before", "bytes after", "bits a number"]
-    console.print(make_table("What weights take, scales among it", columns, rows))
+    columns = ["part", "weights", "bytes before", "bytes after", "bits per weight"]
+    console.print(make_table("Memory of the weights, including scales", columns, rows))
     if report.loss_increase is not None:
-        title = f"What it costs: loss, {report.metric}, {report.texts} texts, with 95 % intervals"
+        title = f"Loss ({report.metric}) on {report.texts} texts, with 95% CI"
         console.print(make_table(title, ["", "mean", "low", "high"], report.loss_rows()))
 
 
 def show_allocation_losses(report: BitAllocationReport, console: Console | None = None) -> None:
-    """Print bits shared out beside uniform bits and random mixes of equal cost."""
+    """Print the loss of the bit allocation, of uniform bits and of random allocations of equal size."""
     pairs = ", ".join(f"{count} pairs at {bits}" for bits, count in report.counts.items())
-    title = f"Bits shared out: {pairs}. Loss gained, {report.metric}, {report.texts} texts"
-    columns = ["heads", "mean bits", "loss gained", "low", "high"]
+    title = f"Bit allocation: {pairs} bits. Loss increase ({report.metric}) on {report.texts} texts, with 95% CI"
+    columns = ["allocation", "mean bits", "loss increase", "low", "high"]
     (console or Console()).print(make_table(title, columns, report.loss_rows()))
 
 
 def draw_bits(spec: ModelSpec) -> FigureWithData:
-    """The grid of heads, coloured by the bits of what each reads by and writes with: W_Q and W_O."""
+    """Draw the grid of heads, colored by the bits of W_Q and of W_O."""
     grids: dict[str, dict[Address, float]] = {pair: {} for pair in PROJECTION_PAIRS}
     for layer_address in spec.layer_addresses:
         layer = spec.attention_at(layer_address)
@@ -49,9 +49,9 @@ def draw_bits(spec: ModelSpec) -> FigureWithData:
 
 
 def draw_quantization_costs(sensitivity: Sensitivity) -> FigureWithData:
-    """The grid of heads, a panel for each part, coloured by what 4 bits cost; who shares keys shares the colour.
+    """Draw the grid of heads, one panel per part, colored by the loss increase at 4 bits.
 
-    Where 4 bits were not asked for, it is the fewest that were.
+    If 4 bits were not measured, use the fewest bits. Heads that share a KV head have the same color.
     """
     bits = min(setting.bits for setting in sensitivity.targets)
     bits = 4 if any(setting.bits == 4 for setting in sensitivity.targets) else bits
@@ -60,14 +60,14 @@ def draw_quantization_costs(sensitivity: Sensitivity) -> FigureWithData:
         if setting.bits == bits:
             values = grids.setdefault(f"{setting.part} at {bits} bits", {})
             values |= dict.fromkeys(map(Address.parse, setting.heads), float(loss_increase))
-    return draw_grids(grids, f"loss gained, {sensitivity.metric}", ".4f")
+    return draw_grids(grids, f"loss increase, {sensitivity.metric}", ".4f")
 
 
 def draw_grids(grids: Mapping[str, Mapping[Address, float]], name: str, number_format: str = ".3g") -> FigureWithData:
-    """Layers downwards, heads from left to right, a panel for each mapping, all with the same colours."""
+    """Draw one panel per mapping, with layers as rows, heads as columns and a common color scale."""
     heads = {head for grid in grids.values() for head in grid}
     if not heads:
-        raise HeadwiseError("there is no head to be drawn.")
+        raise ArgumentError("grids: no heads to draw. Got empty mappings. Give at least one head.")
     layer_addresses = sorted(
         {head.layer_address for head in heads}, key=lambda layer_address: (layer_address.stack, layer_address.layer)
     )
@@ -75,7 +75,7 @@ def draw_grids(grids: Mapping[str, Mapping[Address, float]], name: str, number_f
     figure = make_figure(len(grids) * (0.42 * width + 1.1) + 0.8, 0.26 * len(layer_addresses) + 1.0)
     all_axes = figure.subplots(1, len(grids), squeeze=False)[0]
     finite_values = [value for grid in grids.values() for value in grid.values() if math.isfinite(value)]
-    low, high = 0.0, max([0.0, *finite_values]) or 1.0  # what lies below 0 is noise, and drawn as nothing
+    low, high = 0.0, max([0.0, *finite_values]) or 1.0  # values below 0 are noise and drawn as 0
     image = None
     for axes, (title, grid) in zip(all_axes, grids.items(), strict=True):
         cells = [

@@ -1,4 +1,4 @@
-"""The report: the page and its data in one file that needs nothing else, not even a network."""
+"""The report: page and data in one self-contained HTML file that works offline."""
 
 import json
 import re
@@ -6,31 +6,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError
 from headwise.io.atomic_write import write_atomic
 from headwise.ui.report_data import page_files
 
-# Sentences a report shows unless others are given: what does "it" stand for, whose is "their", what comes next.
+# Default sentences of a report: coreference ("it"), possessive ("their"), next-token prediction.
 DEFAULT_SENTENCES = (
     "The animal didn't cross the street because it was too tired",
     "The cat sat on the mat because it was soft",
     "The teacher gave the students their homework",
     "The cat sat on the",
 )
-# The modules keep to one form of import and export, so that joining them is cutting these lines off.
+# All modules use these two forms of import and export, so that bundling only has to remove them.
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 def write_report(report_data: Mapping[str, Any], path: str | Path) -> Path:
-    """Write one file that opens in any browser, whole or not at all."""
+    """Write the report as one HTML file, atomically."""
     return write_atomic(path, render_report_html(report_data).encode())
 
 
 def render_report_html(report_data: Mapping[str, Any]) -> str:
-    """The same as text: styles and modules inlined, the report data as JSON beside them."""
+    """Render the report as HTML with inlined styles, modules and JSON data."""
     page = {name: content.decode() for name, content in page_files().items()}
-    # "<" never stands in the data, so nothing in it can end the element it stands in.
+    # Escape "<", so that no text in the data can close the script element.
     data = json.dumps(_round_floats(report_data), ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace(
         "<", "\\u003c"
     )
@@ -44,13 +44,15 @@ def render_report_html(report_data: Mapping[str, Any]) -> str:
     html = page["index.html"]
     for placeholder, content in replacements.items():
         if html.count(placeholder) != 1:
-            raise HeadwiseError(f"the page must have {placeholder} once; found {html.count(placeholder)} times.")
+            raise FileFormatError(
+                f"index.html: expected {placeholder} exactly once. Got {html.count(placeholder)}. Reinstall headwise."
+            )
         html = html.replace(placeholder, content)
     return html
 
 
 def _round_floats(value: Any) -> Any:
-    """The same with numbers of six digits, which is more than the page shows."""
+    """Round all floats to six significant digits, which is more than the page shows."""
     if isinstance(value, Mapping):
         return {name: _round_floats(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -59,7 +61,7 @@ def _round_floats(value: Any) -> Any:
 
 
 def bundle_js_modules(page: Mapping[str, str], entry: str = "main.js") -> str:
-    """All modules as one: each behind those it imports."""
+    """Bundle the modules into one script. Each module comes after the modules it imports."""
     order: list[str] = []
 
     def visit(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The report data: everything the page shows, as plain data. The live server and the one-file report read the same one."""
+"""Report data: the content of the page as plain data, for the live server and the single-file report."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.ablation.sensitivity import Sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
 from headwise.analysis.head_facts import HeadFacts, OVSummary, collect_facts, round6
 from headwise.analysis.metrics.directed_relations import HITS, DirectedRelation
 from headwise.analysis.metrics.offsets import OFFSET_SPECS
@@ -18,8 +18,8 @@ from headwise.analysis.roles.best_relation_heads import BestHead, best_relation_
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.roles import RoleEvidence
-from headwise.compression.head_cost import CompressionCostSummary, collect_costs, head_cost_data
-from headwise.errors import HeadwiseError
+from headwise.compression.head_compression_cost import HeadCompressionCosts, collect_costs, head_cost_data
+from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
 from headwise.spec import Plan
 from headwise.ui.claims_page_data import REPORT_VERSION, claim_dicts
@@ -31,9 +31,9 @@ from headwise.ui.sentence_page_data import make_sentence_data
 
 __all__ = ["make_report_data", "make_sentence_data", "page_files"]
 
-MAX_OFFSET = 32  # offsets shown, each way
-CONTEXTS_PER_HEAD = 5  # of each head
-MIN_ARCS = 20  # arcs on the half for reporting, below which a relation is not told
+MAX_OFFSET = 32  # largest offset shown in either direction
+CONTEXTS_PER_HEAD = 5
+MIN_ARCS = 20  # minimum number of held-out arcs of a relation that is shown
 
 
 def make_report_data(
@@ -41,14 +41,22 @@ def make_report_data(
     importance: Any = None, history: Any = None, curve: Any = None, claims: Iterable[Any] = (),
     sensitivity: Sensitivity | None = None, plan: Plan | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything the page shows of a profile, ready for JSON.
+    """Build the report data of a profile, ready for JSON.
 
-    With the model itself: its sizes, what its heads write, which look alike. `sentences` are texts, for which the model is
-    run, or what `make_sentence_data` gave. `importance`, `history` and `curve` are what the functions of these names give;
-    `curve` may also be a list of curves as plain data: title, x, y and series of [x, y, low, high]. `claims` are results of
-    `headwise.experiments.run_claims.claims`,
-    or what `headwise.ui.claims_page_data.claim_dicts` gave. `sensitivity` tells what few bits cost each head, a
-    `plan` for this model what is to be done to them.
+    Args:
+        profile: The profile.
+        model: The model. Adds sizes, head outputs and similar heads, and is required for sentences given as text.
+        name: Name of the model on the page.
+        sentences: Texts (the model is run on each), or results of `make_sentence_data`.
+        importance: Result of `hw.importance`.
+        history: Result of `hw.head_history`.
+        curve: A pruning curve, or curves as plain data: title, x, y and series of [x, y, low, high].
+        claims: Results of `headwise.experiments.run_claims.claims`, or of `headwise.ui.claims_page_data.claim_dicts`.
+        sensitivity: Result of `hw.sensitivity`: quantization cost of each head.
+        plan: A plan for this model.
+
+    Returns:
+        Dicts, lists, strings and finite numbers. A number that is not finite becomes None.
     """
     importance_by_head = {} if importance is None else {item["head"]: item for item in importance.to_dict()["heads"]}
     histories = {} if history is None else _metric_histories(history)
@@ -91,7 +99,7 @@ def make_report_data(
 
 
 def page_files() -> dict[str, bytes]:
-    """The page, file by file: name → content. Nothing in it refers to anything outside.
+    """Return the files of the page by name. They contain no external references.
 
     >>> sorted(name for name in page_files() if name.endswith((".html", ".css")))
     ['index.html', 'style.css']
@@ -118,7 +126,7 @@ def _model_data(profile: Profile, model: ModelProtocol | None, name: str) -> dic
 
 def _head_data(profile: Profile, head: HeadProfile) -> dict[str, Any]:
     metrics = head.metrics
-    # what belongs to a series has a picture or a table of its own; powers of two are few enough to be listed
+    # metrics of a series have their own figure or table, except distances, which are few
     listed = [name for name in metrics if profile.metric_specs[name].series in ("", "distance")]
     finite_names = [name for name in listed if np.isfinite(metrics[name])]
     looks_ahead = any(metrics.get(OFFSET_SPECS[-o].name, 0.0) > 0 for o in range(1, MAX_OFFSET))
@@ -140,9 +148,9 @@ def _head_data(profile: Profile, head: HeadProfile) -> dict[str, Any]:
 
 
 def _summary_and_facts(
-    profile: Profile, head: HeadProfile, facts: HeadFacts | None, cost: CompressionCostSummary | None
+    profile: Profile, head: HeadProfile, facts: HeadFacts | None, cost: HeadCompressionCosts | None
 ) -> dict[str, Any]:
-    """Its summary, and what only the model could tell."""
+    """Return the summary of a head and the facts measured on the model."""
     data = {"summary": [list(line) for line in summary_lines(profile, head, facts, cost)]}
     if facts is None:
         return {**data, "ov": None, "similar_heads": [], "partners": None}
@@ -161,7 +169,7 @@ def _summary_and_facts(
 
 
 def _metric_labels(profile: Profile) -> dict[str, dict[str, str]]:
-    """How each metric is described: a few words, its unit, what more of it means."""
+    """Return label, unit and interpretation of each metric."""
     listed = {
         name: metric_spec
         for name, metric_spec in profile.metric_specs.items()
@@ -194,7 +202,7 @@ def _evidence_data(evidence: RoleEvidence) -> dict[str, Any]:
 
 
 def _context_data(context: AttentionContext) -> dict[str, Any]:
-    """A place where a head looked hardest; the text in parts, the one who looks and the one looked at marked."""
+    """Return a context with a large attention weight; the text is split into segments, with query and key marked."""
     query_mark, key_mark = (
         (context.row, "token", f"[{context.token}]", context.token),
         (context.column, "attended", f"*{context.attended}*", context.attended),
@@ -223,7 +231,7 @@ def _ov_data(summary: OVSummary | None) -> dict[str, Any] | None:
 
 
 def _relations_data(profile: Profile) -> dict[str, Any] | None:
-    """For each relation its best head beside the best fixed offset, and every head's accuracy in that direction."""
+    """Return, for each relation, its best head, the best fixed offset and the accuracy of every head."""
     if profile.relation_metric is None:
         return None
     best = best_relation_heads(profile, MIN_ARCS)
@@ -242,7 +250,7 @@ def _relation_row(profile: Profile, best: BestHead) -> dict[str, Any]:
 
 
 def _metric_histories(history: Any) -> dict[str, list[list[float | None]]]:
-    """Of each head, for each metric, a number for each step."""
+    """Return, for each head and metric, one number per step."""
     values = np.asarray(history.values, dtype=float)  # (steps, heads, metrics)
     return {
         head: [[round6(x) for x in values[:, index, m]] for m in range(values.shape[2])]
@@ -270,7 +278,7 @@ def _curve_data(curve: Any) -> list[dict[str, Any]]:
     return [
         {
             "title": "Pruning",
-            "x": "share of heads kept",
+            "x": "fraction of heads kept",
             "y": curve.metric,
             "base": curve.full_loss.mean,
             "series": series,
@@ -282,14 +290,14 @@ def _sentence_data(model: ModelProtocol | None, sentence: Any) -> dict[str, Any]
     if isinstance(sentence, Mapping):
         return dict(sentence)
     if model is None:
-        raise HeadwiseError(
-            f"to show the sentence {sentence!r} its model is needed; give make_report_data(profile, model, …)."
+        raise ArgumentError(
+            f"sentences: showing {sentence!r} requires the model. Pass it: make_report_data(profile, model, …)."
         )
     return make_sentence_data(model, sentence)
 
 
 def _to_json_value(value: Any) -> Any:
-    """The same as lists, dicts and numbers that JSON has; what is not a number is None."""
+    """Convert to dicts, lists and numbers that JSON supports. NaN and infinity become None."""
     if isinstance(value, Mapping):
         return {str(key): _to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,8 @@
-"""Who may ask the live view, and how much: hosts, origins, a token, sizes. Plain ASGI, so it stands around everything.
+"""Access control of the live view: hosts, origins, token and request sizes, as a plain ASGI layer around the app.
 
-A page from elsewhere must reach neither the model nor the texts. So a request names us by a name that is ours (a foreign
-name that resolves here is a rebinding), a browser's request comes from our own page, and JSON is all that is read.
+Pages of other sites must not reach the model or the texts. Therefore a request must use a host name of this server (another
+name that resolves to it indicates DNS rebinding), a request of a browser must come from the page itself, and the only
+accepted content type is JSON.
 """
 
 import asyncio
@@ -16,8 +17,8 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs
 
-MAX_BODY_BYTES = 1 << 18  # bytes of a request
-BODY_TIMEOUT = 10  # in which they must have come
+MAX_BODY_BYTES = 1 << 18
+BODY_TIMEOUT = 10  # seconds to receive the body
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -39,7 +40,7 @@ _HOST_PATTERN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})
 
 
 class RequestError(Exception):
-    """An answer that is no result: a status, what is wrong and what to do."""
+    """An error response: HTTP status, message and headers."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -47,23 +48,26 @@ class RequestError(Exception):
 
     @property
     def body(self) -> bytes:
-        """As JSON."""
+        """Return the response body, JSON with the key `error`."""
         return json.dumps({"error": self.message}).encode()
 
 
 class RequestGuard:
-    """Stands before an app: refuses what is not ours to answer, and puts the headers on everything that leaves."""
+    """Reject requests of other sites and add security headers to every response."""
 
     def __init__(self, app: ASGIApp, host: str, token: str | None = None, cookie_name: str = "headwise") -> None:
         self.app, self.host, self.token, self.cookie_name = app, host, token, cookie_name
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Check one request and pass it to the app."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
-            raise RuntimeError(f"the live view speaks HTTP alone; got {scope['type']}.")
+            raise RuntimeError(
+                f"scope: the live view supports only HTTP requests. Got a request of type {scope['type']}. Use an http:// "
+                f"address."
+            )
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -86,40 +90,42 @@ class RequestGuard:
         match = _HOST_PATTERN.fullmatch(host)
         if match is None or not is_allowed_host(match[1].strip("[]").lower(), self.host):
             raise RequestError(
-                421, f"this server does not answer to the name {host[:80]!r}; use the address it printed."
+                421, f"host: unknown host name. Got {host[:80]!r}. Use the address that the server printed."
             )
         return host
 
     def _check_token(self, scope: Message, headers: Mapping[str, str]) -> None:
-        """A token in the address is put away in a cookie at once, so that it stays in no history and no log."""
+        """Check the token. A token in the URL is moved to a cookie, so that it does not remain in history and logs."""
         if self.token is None:
             return
         query_token = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         if scope["path"] == "/" and scope["method"] == "GET" and self._matches_token(query_token):
             cookie = f"{self.cookie_name}={self.token}; HttpOnly; SameSite=Strict; Path=/"
-            raise RequestError(303, "the token is kept; go on to /.", {"Location": "/", "Set-Cookie": cookie})
+            raise RequestError(
+                303, "access token accepted. Open / to continue.", {"Location": "/", "Set-Cookie": cookie}
+            )
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._matches_token(bearer.strip()):
             return
         if not self._matches_token(_cookie_value(headers.get("cookie", ""), self.cookie_name)):
             raise RequestError(
                 401,
-                "this server wants its token; open the address it printed, or send it as Authorization: Bearer.",
+                "token: missing or wrong. Open the address that the server printed, or send Authorization: Bearer TOKEN.",
                 {"WWW-Authenticate": "Bearer"},
             )
 
     def _matches_token(self, candidate: str) -> bool:
         assert self.token is not None
-        return hmac.compare_digest(candidate.encode(), self.token.encode())  # takes the same time however much is right
+        return hmac.compare_digest(candidate.encode(), self.token.encode())  # constant time
 
 
 def make_token() -> str:
-    """A token nobody guesses."""
+    """Create a random token of 192 bits."""
     return secrets.token_urlsafe(24)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone.
+    """Return whether an address can only be reached from this machine.
 
     >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("example.org")
     (True, True, False, False)
@@ -129,7 +135,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_allowed_host(name: str, bound_host: str) -> bool:
-    """Whether a request may call us by this name, where we listen at `bound_host`. A number cannot be a rebound name.
+    """Return whether a request may use this host name of a server bound to `bound_host`. IP addresses cannot be rebound.
 
     >>> is_allowed_host("localhost", "127.0.0.1"), is_allowed_host("evil.example", "127.0.0.1")
     (True, False)
@@ -142,10 +148,12 @@ def is_allowed_host(name: str, bound_host: str) -> bool:
 
 
 async def read_json_object(headers: Mapping[str, str], stream: AsyncIterator[bytes]) -> dict[str, Any]:
-    """The JSON object a request carries; nothing larger, slower or otherwise shaped."""
+    """Read the JSON object of a request. Limit its size and the time to receive it."""
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        raise RequestError(415, f"send JSON, with Content-Type: application/json; got {content_type[:80] or 'none'!r}.")
+        raise RequestError(
+            415, f"Content-Type: must be application/json. Got {content_type[:80] or 'none'!r}. Send JSON."
+        )
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length[:12]) > MAX_BODY_BYTES:
         raise _too_large_error()
@@ -158,22 +166,22 @@ async def read_json_object(headers: Mapping[str, str], stream: AsyncIterator[byt
                     raise _too_large_error()
     except TimeoutError:
         raise RequestError(
-            408, f"the request did not come within {BODY_TIMEOUT} seconds.", {"Connection": "close"}
+            408, f"body: not received within {BODY_TIMEOUT} seconds. Send it again.", {"Connection": "close"}
         ) from None
     try:
         payload = json.loads(body.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise RequestError(400, f"the request is not UTF-8: byte {error.start} is wrong.") from None
+        raise RequestError(400, f"body: not UTF-8, invalid byte at {error.start}. Send UTF-8.") from None
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)[:120]
-        raise RequestError(400, f"the request is not JSON: {reason}.") from None
+        raise RequestError(400, f"body: not valid JSON: {reason}. Send a JSON object.") from None
     if not isinstance(payload, dict):
-        raise RequestError(400, f"the request must be a JSON object, {{…}}; got {type(payload).__name__}.")
+        raise RequestError(400, f"body: must be a JSON object, {{…}}. Got {type(payload).__name__}.")
     return payload
 
 
 async def send_error(send: Send, error: RequestError) -> None:
-    """Send a refusal."""
+    """Send an error response."""
     body = error.body
     header_values = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error.headers}
     headers = [(name.lower().encode(), value.encode()) for name, value in header_values.items()]
@@ -182,20 +190,24 @@ async def send_error(send: Send, error: RequestError) -> None:
 
 
 def _check_origin(method: str, headers: Mapping[str, str], host: str) -> None:
-    """Browsers say where a request that changes or reads across pages comes from; what says nothing is no browser's."""
+    """Reject requests of other sites. Requests without Origin, Referer and Sec-Fetch-Site do not come from a browser."""
     origin = headers.get("origin")
     if origin is not None and origin.lower() != f"http://{host}".lower():
-        raise RequestError(403, f"this request comes from {origin[:80]!r}; the live view answers its own page alone.")
+        raise RequestError(
+            403, f"origin: the request comes from another site. Got {origin[:80]!r}. Use the page of the live view."
+        )
     if origin is None and method not in ("GET", "HEAD"):
         referer = headers.get("referer")
         if referer is not None and not f"{referer}/".lower().startswith(f"http://{host}/".lower()):
-            raise RequestError(403, "this request comes from another page; the live view answers its own alone.")
+            raise RequestError(403, "referer: the request comes from another page. Use the page of the live view.")
         if headers.get("sec-fetch-site", "same-origin") != "same-origin":
-            raise RequestError(403, "this request comes from another site; the live view answers its own page alone.")
+            raise RequestError(
+                403, "sec-fetch-site: the request comes from another site. Use the page of the live view."
+            )
 
 
 def _join_headers(scope: Message) -> dict[str, str]:
-    """Each header once: one that is said twice is joined, as the protocol has it, and then is nobody's name."""
+    """Return the headers by name. A repeated header is joined with commas (RFC 9110), so that it fails the checks."""
     joined: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
@@ -219,4 +231,4 @@ def _parse_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None
 
 
 def _too_large_error() -> RequestError:
-    return RequestError(413, f"the request is larger than {MAX_BODY_BYTES} bytes; send a shorter text.")
+    return RequestError(413, f"body: larger than {MAX_BODY_BYTES} bytes. Send a shorter text.")

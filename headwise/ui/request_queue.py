@@ -1,4 +1,4 @@
-"""One model, one question at a time: a short line of those who wait, and an end that comes quickly."""
+"""Request queue of the live view: the model handles one request at a time, the queue is bounded, shutdown is fast."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from headwise.ui.request_guard import RequestError
 
-MAX_REQUESTS = 16  # questions at work or waiting; more are asked to come again
-GRACE_SECONDS = 1.0  # seconds the question at work may still take when the server is to end
+MAX_REQUESTS = 16  # running and waiting requests; further ones get status 503
+GRACE_SECONDS = 1.0  # time for the running request to finish at shutdown
 ResultT = TypeVar("ResultT")
 
 
 class RequestQueue:
-    """Takes questions in the order they come. The model works on a thread of its own, so the server goes on listening."""
+    """Run requests in order of arrival. The model runs in its own thread, so that the server stays responsive."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
         self.max_requests, self.pending = max_requests, 0
@@ -23,10 +23,10 @@ class RequestQueue:
     async def run(
         self, work: Callable[[], ResultT], is_disconnected: Callable[[], Awaitable[bool]] | None = None
     ) -> ResultT:
-        """Wait for a turn and do the work; nothing is done for someone who is `gone` by then."""
+        """Wait in the queue, then run `work`. Skip it if the client has disconnected by then."""
         if self.pending >= self.max_requests:
             raise RequestError(
-                503, f"{self.pending} questions are waiting already; ask again soon.", {"Retry-After": "1"}
+                503, f"server: busy, {self.pending} requests are waiting. Try again in a second.", {"Retry-After": "1"}
             )
         self.pending += 1
         try:
@@ -34,13 +34,13 @@ class RequestQueue:
                 if self._closing.is_set():
                     raise _shutdown_error()
                 if is_disconnected is not None and await is_disconnected():
-                    raise RequestError(400, "nobody waits for this answer any more.")
+                    raise RequestError(400, "client: disconnected before the request started.")
                 return await self._run_in_thread(work)
         finally:
             self.pending -= 1
 
     def close(self) -> None:
-        """No more questions: those who wait are refused, the one at work has a moment to end."""
+        """Reject waiting and new requests. The running request has `GRACE_SECONDS` to finish."""
         self._closing.set()
 
     async def _run_in_thread(self, work: Callable[[], ResultT]) -> ResultT:
@@ -58,4 +58,4 @@ class RequestQueue:
 
 
 def _shutdown_error() -> RequestError:
-    return RequestError(503, "the server is ending; start it again.", {"Retry-After": "10"})
+    return RequestError(503, "server: shutting down. Start it again.", {"Retry-After": "10"})

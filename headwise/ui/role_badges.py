@@ -1,16 +1,16 @@
-"""A role's two letters and its colour: one table for the terminal, for pictures and for the page.
+"""Badge of each role: two letters and a color, for the terminal, figures and the page.
 
-Nobody tells thirty colours apart. There are eight, chosen so that any two are as far from each other as eight can be, in
-usual eyes and in colour-blind ones, on light and dark paper alike (tests/ui/test_role_badges.py computes it); a role is its
-colour and its letters together, and no two roles share both.
+Thirty colors cannot be distinguished, so there are eight. They maximize the smallest pairwise distance for normal and
+color-blind vision, on light and dark backgrounds (tests/ui/test_role_badges.py computes it). The combination of letters and
+color is unique to a role.
 """
 
 from colorsys import hls_to_rgb
 
 ROLE_COLORS = ("#4b8796", "#f09600", "#8700d2", "#78b4c3", "#961e00", "#d24b0f", "#005a69", "#b469ff")
-DARK_TEXT, LIGHT_TEXT = "#000000", "#ffffff"  # the ink of letters
+DARK_TEXT, LIGHT_TEXT = "#000000", "#ffffff"
 
-# role: its letters, and which colour it has; roles that heads are often mistaken for each other in have different ones
+# role: letters and color index; roles that are easily confused have different colors
 ROLE_BADGES = {
     "previous token": ("pr", 0), "next token": ("nx", 3), "fixed offset": ("of", 6), "self": ("se", 1), "local": ("lo", 5),
     "induction": ("in", 2), "duplicate token": ("du", 7), "copy": ("co", 4),
@@ -26,7 +26,7 @@ ROLE_BADGES = {
 
 
 def role_badge(role: str) -> tuple[str, str]:
-    """Two letters and a colour. A role that is not in the table takes its first two letters and a colour from its name.
+    """Return the letters and the color of a role. A role without an entry gets its first two letters and a hashed color.
 
     >>> role_badge("induction"), role_badge("nsubj")
     (('in', '#8700d2'), ('ns', '#d24b0f'))
@@ -39,7 +39,7 @@ def role_badge(role: str) -> tuple[str, str]:
 
 
 def text_color(color: str) -> str:
-    """Dark or light, whichever is read better on a colour.
+    """Return the text color with the higher contrast on a background color.
 
     >>> text_color("#f09600"), text_color("#8700d2")
     ('#000000', '#ffffff')
@@ -49,7 +49,7 @@ def text_color(color: str) -> str:
 
 
 def luminance(color: str) -> float:
-    """How bright a colour is, as WCAG counts it.
+    """Relative luminance of a color (WCAG).
 
     >>> luminance("#ffffff")
     1.0
@@ -64,7 +64,7 @@ def _contrast(first: float, second: float) -> float:
 
 
 def hue_to_hex(hue: int) -> str:
-    """A colour dark enough for paper, by its hue in degrees.
+    """Return a color of a given hue in degrees that is dark enough for a white background.
 
     >>> hue_to_hex(305)
     '#ae29a2'

@@ -16,8 +16,8 @@ RELATION_ROLES = {
         "attends from an owner to a possessive pronoun that refers to it",
     ),
     "coreference": (
-        "attends from a pronoun to the noun or name it stands for",
-        "attends from a noun or name to a pronoun that stands for it",
+        "attends from a pronoun to the noun or name it refers to",
+        "attends from a noun or name to a pronoun that refers to it",
     ),
     "bracket": (
         "attends from a closing bracket to the bracket that opened the pair",
@@ -28,8 +28,8 @@ RELATION_ROLES = {
         "attends from an opening quotation mark to the mark that closes the pair",
     ),
     "if-then": (
-        'attends from "if" to the "then" that answers it',
-        'attends from "then" to the "if" it answers',
+        'attends from "if" to its "then"',
+        'attends from "then" to its "if"',
     ),
     "cause-effect": (
         "attends from the predicate of an effect to the predicate of its cause",
@@ -55,7 +55,7 @@ RELATION_ROLES = {
         "attends from the first mention of a surname to a repetition",
     ),
     "sentence end": (
-        "attends from the end of a sentence to the end of the sentence before",
+        "attends from the end of a sentence to the end of the previous sentence",
         "attends from the end of a sentence to the end of the next sentence",
     ),
     "same phrase": (
@@ -71,39 +71,39 @@ TOKEN_ROLES = {
     "previous token": "attends to the previous token",
     "next token": "attends to the next token",
     "self": "attends to the token itself",
-    "local": "attends to tokens at most 3 away, the token itself left out",
+    "local": "attends to tokens at most 3 away, excluding the token itself",
     "fixed offset": "attends to the token at a fixed offset",
     "delimiter": "attends to punctuation marks and line breaks",
     "capitalized": "attends to tokens that begin with a capital letter",
-    "digit": "attends to tokens made of digits",
-    "long range": f"attends to tokens {WINDOW} or more away, the first token and repeated tokens left out",
+    "digit": "attends to tokens that consist of digits",
+    "long range": f"attends to tokens {WINDOW} or more away, excluding the first token and repeated tokens",
     "induction": "attends from the second copy of a random token to the token after the first copy",
     "duplicate token": "attends from the second copy of a random token to the first copy",
-    "successor": "writes more for the next day, month, number or letter than for any other of its class",
-    "name mover": "attends to the name that is due and writes more for it than for the other name",
-    "name suppression": "attends to the name that is not due and writes less for it than for names outside the sentence",
-    "copy suppression": "attends to the token about to be repeated and writes less for it than for other tokens of the text",
+    "successor": "promotes the next day, month, number or letter over all others of its class",
+    "name mover": "attends to the correct name and promotes it over the other name",
+    "name suppression": "attends to the incorrect name and suppresses it relative to names outside the sentence",
+    "copy suppression": "attends to the token about to be repeated and suppresses it relative to other tokens of the text",
     "query focus": "attends from the tokens of a question to the document the question is about",
-    "retrieval": "attends to the token that is being copied, inside a longer text",
+    "retrieval": "attends to the token that is being copied from a longer text",
     "far offset": f"attends to the token at a fixed offset of {WINDOW} or more",
-    "fixed position": f"attends to one position, the same in every text, from {WINDOW} tokens away or more",
+    "fixed position": f"attends to the same position in every text, from {WINDOW} or more tokens away",
 }
 PATCH_ROLES = {
     "local": "attends to the eight patches around its own",
-    "row": "attends to patches of its row, more than to others as far away",
-    "column": "attends to patches of its column, more than to others as far away",
-    "global": "attends to patches farther away than half of the longer side",
+    "row": "attends to patches in its row more than to other patches at the same distance",
+    "column": "attends to patches in its column more than to other patches at the same distance",
+    "global": "attends to patches farther away than half the longer side of the image",
     "class token": "attends to the class token",
-    "register": "attends to registers",
-    "sink": "attends to one patch, the same from all patches",
+    "register": "attends to register tokens",
+    "sink": "attends to the same patch from all patches",
 }
-WRITING_ROLES = ("successor",)  # the score is the share of cases in which the head writes as described
-# weight counts in the cases in which the head writes as described
-WRITE_CONDITIONED_ROLES = ("name mover", "name suppression", "copy suppression")
+OUTPUT_ROLES = ("successor",)  # the score is the share of cases in which the output has the described effect
+# the score is the mean attention weight, counted as 0 in cases in which the output does not have the described effect
+OUTPUT_CONDITIONED_ROLES = ("name mover", "name suppression", "copy suppression")
 
 
 def describe_role(support: RoleEvidence, *, pictures: bool = False) -> str:
-    """Describe what the score of a role measures, with its value on held-out texts."""
+    """Describe the attention pattern of a role, with the score on held-out texts."""
     label = f"{support.role} {support.detail}".rstrip()
     if not support.is_relation and support.role not in (PATCH_ROLES if pictures else TOKEN_ROLES):
         return f"has the role {label}: {_score(support, 'its score is {}')}"
@@ -111,7 +111,7 @@ def describe_role(support: RoleEvidence, *, pictures: bool = False) -> str:
 
 
 def role_meaning(role: str, *, relation: bool = False, pictures: bool = False) -> str:
-    """Describe a role whatever its direction, for a list of roles.
+    """Describe a role in both directions, for a list of roles.
 
     >>> role_meaning("determiner-noun")
     '> attends from a determiner to its noun; < attends from a noun to its determiner'
@@ -136,21 +136,23 @@ def _pattern(support: RoleEvidence, pictures: bool) -> str:
 
 
 def _arc_patterns(relation: str) -> tuple[str, str]:
-    """A relation of a treebank or of the user's documents, whose words this module does not know."""
+    """Describe a relation of a treebank or of the user's documents, which has no entry in `RELATION_ROLES`."""
     return (
         f"attends from the first word of gold arcs {relation!r} to the second",
         f"attends from the second word of gold arcs {relation!r} to the first",
     )
 
 
-def _score(support: RoleEvidence, weight: str = "in the cases measured {} of its weight goes there") -> str:
-    share = f"{100 * support.score:.0f} %"
+def _score(support: RoleEvidence, weight: str = "on average {} of its attention goes there") -> str:
+    share = f"{100 * support.score:.0f}%"
     if support.hits and support.is_relation:
-        return f"in {share} of the cases the right word gets the largest weight of all words"
+        return f"in {share} of the cases, the target word gets the largest weight of all words"
     if support.hits:
-        return f"in {share} of the cases its largest weight is on the right token"
-    if support.role in WRITING_ROLES:
-        return f"it does so in {share} of the cases"
-    if support.role in WRITE_CONDITIONED_ROLES:
-        return f"its weight there, counted in the cases in which it writes so, is {share} on average"
+        return f"in {share} of the cases, the target token gets its largest weight"
+    if support.role in OUTPUT_ROLES:
+        return f"in {share} of the cases"
+    if support.role in OUTPUT_CONDITIONED_ROLES:
+        return (
+            f"on average {share} of its attention goes there (0 in cases in which its output does not have this effect)"
+        )
     return weight.format(share)

@@ -1,8 +1,7 @@
-"""One sentence as the page shows it: every head's map in a few bytes, what each head wrote, and the next word.
+"""Data of one sentence for the page: compressed attention maps, output shares of the heads, and next-token predictions.
 
-A weight p is kept as round(255·√p), one byte, and read back as (byte/255)²: it is off by at most √p/255, so by less than
-0.004 anywhere and by less where weights are small. Bytes are deflated and written in base64, which a browser reads without
-help.
+A weight p is stored as the byte round(255·√p) and decoded as (byte/255)²; the error is at most √p/255 < 0.004. Bytes are
+deflated and base64-encoded, which a browser decodes natively.
 """
 
 import base64
@@ -18,12 +17,12 @@ from headwise.analysis.recording.input_image import InputImage, image_sample, re
 from headwise.analysis.recording.recording import select_heads
 from headwise.analysis.sentence_recording import (
     MAX_FULL_WEIGHTS,
-    NextToken,
+    PredictedToken,
     SentenceRecorder,
     predict_next_token,
     truncated_sample,
 )
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.head import HeadPattern
 from headwise.model import ModelProtocol, eval_mode
 
@@ -31,8 +30,13 @@ from headwise.model import ModelProtocol, eval_mode
 def make_sentence_data(
     model: ModelProtocol, text: Any, *, heads: HeadPattern = "*", max_tokens: int = 512
 ) -> dict[str, Any]:
-    """Run a model once on a text and keep what the page shows of it, ready for JSON. A longer text is cut. Of a model that
-    reads pixels `text` is a picture: a path, a Pillow image, or a tensor that is ready for it.
+    """Run a model on a text and return the data that the page shows, ready for JSON.
+
+    Args:
+        model: The model.
+        text: A text. For a model with image input: a path, a Pillow image, or a preprocessed tensor.
+        heads: Heads to include.
+        max_tokens: Maximum number of tokens. A longer text is truncated.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -46,11 +50,11 @@ def make_sentence_data(
     if model.image_input is not None:
         return _image_data(model, read_image(model, text), heads)
     if model.spec.kind == "encoder-decoder":
-        raise HeadwiseError(
-            "the page reads one text at a time; an encoder-decoder needs two. Use hw.attention_maps with source=…."
+        raise UnsupportedModelError(
+            "model: the page shows one text at a time, an encoder-decoder needs two. Use hw.attention_maps with source=…."
         )
     if not isinstance(text, str) or not text.strip():
-        raise HeadwiseError(f"there is no text to look at, got {text!r}; give at least one word.")
+        raise ArgumentError(f"text: no text to show. Got {text!r}. Pass at least one word.")
     sample = truncated_sample(model, text, max_tokens)
     selected = select_heads(heads, model.spec.head_addresses)
     with eval_mode(model), torch.no_grad():
@@ -69,13 +73,13 @@ def make_sentence_data(
 
 
 def _image_data(model: ModelProtocol, image: InputImage, heads: HeadPattern) -> dict[str, Any]:
-    """The same of a picture: its tokens are patches, and the picture comes along."""
+    """Return the data of an image: its tokens are patches, and the image is included as PNG."""
     grid, selected = image.grid, select_heads(heads, model.spec.head_addresses)
     sample = image_sample(0, image)
     with eval_mode(model), torch.no_grad():
         recorder = SentenceRecorder(
             selected, len(grid), 2 * MAX_FULL_WEIGHTS
-        )  # a few strong weights of a row are no picture
+        )  # full maps: the largest weights of each row are not enough to draw over an image
         recorder.run(model, sample)
     names = list(grid.token_names)
     image_fields = {"png": base64.b64encode(image.png()).decode(), "rows": grid.rows, "columns": grid.columns}
@@ -99,7 +103,7 @@ def _token_data(sample: TextSample) -> dict[str, Any]:
 
 
 def pack_maps(recorder: SentenceRecorder) -> dict[str, Any]:
-    """Recorded arrays as bytes, in the order of the heads."""
+    """Pack the recorded arrays as bytes, in the order of the heads."""
     stacked = recorder.stacked()
     data: dict[str, Any] = {
         "form": "full" if recorder.is_full else "edges",
@@ -120,7 +124,7 @@ def pack_maps(recorder: SentenceRecorder) -> dict[str, Any]:
 
 
 def to_sqrt_bytes(weights: np.ndarray) -> np.ndarray:
-    """Weights as bytes, on a scale of square roots.
+    """Encode weights as bytes on a square-root scale.
 
     >>> to_sqrt_bytes(np.array([0.0, 0.25, 1.0])).tolist()
     [0, 128, 255]
@@ -129,12 +133,12 @@ def to_sqrt_bytes(weights: np.ndarray) -> np.ndarray:
 
 
 def pack_bytes(values: np.ndarray) -> str:
-    """Bytes, deflated, in base64."""
+    """Deflate bytes and encode them in base64."""
     return base64.b64encode(zlib.compress(np.ascontiguousarray(values).tobytes(), 9)).decode()
 
 
 def pack_uint16(values: np.ndarray) -> str:
-    """Whole numbers below 65,536 in two bytes each: all low bytes, then all high ones, which are alike and deflate well.
+    """Pack integers below 65,536 as two bytes each: all low bytes, then all high bytes, which compress well.
 
     >>> list(zlib.decompress(base64.b64decode(pack_uint16(np.array([1, 258])))))
     [1, 2, 0, 1]
@@ -143,14 +147,14 @@ def pack_uint16(values: np.ndarray) -> str:
 
 
 def _scale_by_max(values: np.ndarray) -> dict[str, Any]:
-    """Lengths in two bytes each, against the largest of their head: (heads, n)."""
+    """Encode norms, (heads, n), as two bytes each, relative to the largest norm of the head."""
     largest = values.max(1)
     scaled = values / np.where(largest > 0, largest, 1.0)[:, None]
     return {"top": [float(f"{x:.6g}") for x in largest], "data": pack_uint16(np.rint(scaled * 65535))}
 
 
-def _next_token_data(next_token: NextToken | None) -> dict[str, Any] | None:
-    """Probable next tokens, and what each head adds to the logit of the first, if that is known."""
+def _next_token_data(next_token: PredictedToken | None) -> dict[str, Any] | None:
+    """Return the most probable next tokens, and the direct contribution of each head to the logit of the first, if known."""
     if next_token is None:
         return None
     data: dict[str, Any] = {"likely": [list(pair) for pair in next_token.probable], "shares": None}

@@ -1,4 +1,4 @@
-"""The live view's server: the page, its report data, and a model that answers. Nothing is written to disk."""
+"""Server of the live view: the page, its report data and the model API. It writes nothing to disk."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError, MissingDependencyError
 from headwise.ui.live_session import LiveSession
 from headwise.ui.request_guard import ASGIApp, RequestError, RequestGuard, read_json_object
 from headwise.ui.request_queue import RequestQueue
@@ -22,16 +22,18 @@ try:
     from starlette.routing import Route
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError:
-    raise HeadwiseError("the live view needs starlette and uvicorn: pip install 'headwise[view]'.") from None
+    raise MissingDependencyError(
+        "starlette, uvicorn: required by the live view, but not installed. Run: pip install 'headwise[view]'."
+    ) from None
 
 MEDIA_TYPES = {
     "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml", "png": "image/png", "json": "application/json",
 }  # fmt: skip
-LIVE_META_TAG = b'<head>\n<meta name="headwise-live" content="yes">'  # how the page knows that somebody answers
-MAX_CONNECTIONS = 512  # at once
-REQUEST_TIMEOUT = 5.0  # seconds to send the head of a request
-MAX_ADDRESS_CHARACTERS = 32  # characters of a head's
+LIVE_META_TAG = b'<head>\n<meta name="headwise-live" content="yes">'  # tells the page that a server is available
+MAX_CONNECTIONS = 512  # concurrent connections
+REQUEST_TIMEOUT = 5.0  # seconds to receive the headers of a request
+MAX_ADDRESS_CHARACTERS = 32  # length of a head address
 
 
 def make_app(
@@ -43,9 +45,9 @@ def make_app(
     host: str = "127.0.0.1",
     token: str | None = None,
 ) -> ASGIApp:
-    """The view as an ASGI app, guarded: its files, GET api/report, POST api/sentence, api/predict, api/step, api/explain."""
+    """Build the ASGI app: files, GET api/report, POST api/sentence, api/predict, api/step, api/explain."""
     request_queue = request_queue or RequestQueue()
-    report_json = _to_json(report_data)  # once: it stays the same
+    report_json = _to_json(report_data)  # constant, serialized once
     files = {**files, "index.html": files["index.html"].replace(b"<head>", LIVE_META_TAG, 1)}
     endpoints: dict[str, Callable[..., dict]] = {
         "sentence": session.sentence_data,
@@ -70,7 +72,7 @@ def make_app(
         )
 
     routes = [
-        *(Route(f"/{name}", get_file) for name in ("", *files)),  # no name is ever looked up on a disk
+        *(Route(f"/{name}", get_file) for name in ("", *files)),  # file names are never looked up on disk
         Route("/api/report", get_report_data),
         *(Route(f"/api/{endpoint}", handle_request, methods=["POST"]) for endpoint in endpoints),
     ]
@@ -83,31 +85,35 @@ def make_app(
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket at this address, not listening yet; port 0 takes any that is free."""
+    """Bind a socket that does not listen yet. Port 0 takes any free port."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise HeadwiseError(f"{host!r} is no address of this machine: {error.strerror}.") from None
+        raise ArgumentError(
+            f"host: not an address of this machine ({error.strerror}). Got {host!r}. Use 127.0.0.1 for local access."
+        ) from None
     try:
-        if sys.platform != "win32":  # there it would let two servers share a port
+        if sys.platform != "win32":  # on Windows two servers could share the port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except (OSError, OverflowError) as error:
         sock.close()
-        raise HeadwiseError(f"cannot listen at {host} port {port}: {error}; choose another --port, 0 is any.") from None
+        raise ArgumentError(
+            f"port: cannot listen at {host} port {port}: {error}. Choose another --port, or 0 for any free port."
+        ) from None
     return sock
 
 
 def view_url(host: str, sock: socket.socket, token: str | None = None) -> str:
-    """What to open in a browser.
+    """Return the URL of the live view.
 
     >>> with bind_socket("127.0.0.1", 0) as free:
     ...     view_url("127.0.0.1", free, "secret").startswith("http://127.0.0.1:")
     True
     """
     port = sock.getsockname()[1]
-    if host in ("0.0.0.0", "::", ""):  # every address of this machine
+    if host in ("0.0.0.0", "::", ""):  # bound to all interfaces
         host = socket.gethostname()
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}/" + ("" if token is None else f"?token={token}")
@@ -116,30 +122,30 @@ def view_url(host: str, sock: socket.socket, token: str | None = None) -> str:
 def serve(
     app: ASGIApp, request_queue: RequestQueue, sock: socket.socket, on_ready: Callable[[], object] = lambda: None
 ) -> None:
-    """Answer until Ctrl-C. A question that takes longer than its moment of grace goes on in a thread nobody waits for."""
-    # What is no HTTP is answered with 400 and not noted: somebody could fill the terminal with it.
+    """Serve until Ctrl-C. A request that outlasts the grace period continues in its thread until the process exits."""
+    # Malformed HTTP gets status 400 and is not logged, so that a client cannot flood the terminal.
     config = uvicorn.Config(
-        app,  # pyright: ignore[reportArgumentType]  # plain dicts, where uvicorn names each kind of message
+        app,  # pyright: ignore[reportArgumentType]  # plain dicts instead of uvicorn's message types
         http=TimedProtocol, ws="none", loop="asyncio", lifespan="off", log_level="error", access_log=False,
         server_header=False, proxy_headers=False, timeout_keep_alive=5, timeout_graceful_shutdown=2,
         limit_concurrency=MAX_CONNECTIONS,
     )  # fmt: skip
-    with suppress(KeyboardInterrupt):  # how a server is meant to end
+    with suppress(KeyboardInterrupt):  # the normal way to stop the server
         _LiveServer(config, request_queue, on_ready).run(sockets=[sock])
 
 
 class TimedProtocol(H11Protocol):
-    """Close connections that do not send a whole request head in time: idle ones would use up all connections."""
+    """Close connections that do not send complete headers in time. Idle ones would exhaust the connection limit."""
 
     deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Start the time limit of the first request."""
+        """Start the timer of the first request."""
         super().connection_made(transport)
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Read a part of a request; the time limit ends with the head of the request."""
+        """Read a part of a request. The timer stops when the headers are complete."""
         super().data_received(data)
         if self._awaits_request():
             self._start_timer()
@@ -147,7 +153,7 @@ class TimedProtocol(H11Protocol):
             self._stop_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the time limit."""
+        """Stop the timer."""
         self._stop_timer()
         super().connection_lost(exc)
 
@@ -170,7 +176,7 @@ class TimedProtocol(H11Protocol):
 
 
 class _LiveServer(uvicorn.Server):
-    """Says when it listens, and lets nobody wait when it ends."""
+    """Call `on_ready` when the server listens, and close the request queue at shutdown."""
 
     def __init__(self, config: uvicorn.Config, request_queue: RequestQueue, on_ready: Callable[[], object]) -> None:
         super().__init__(config)
@@ -186,12 +192,12 @@ class _LiveServer(uvicorn.Server):
 
 
 def _parse_text(body: dict[str, Any], *allowed: str) -> str:
-    """The text of a request that may ask for these others too, and for nothing else."""
+    """Return the text of a request. Reject fields that are not in `allowed`."""
     unknown = sorted(set(body) - {"text", *allowed})
     if unknown:
-        raise RequestError(400, f"{unknown[0][:80]!r} is not asked for; send {' and '.join(('text', *allowed))}.")
+        raise RequestError(400, f"{unknown[0][:80]!r}: unknown field. Send {' and '.join(('text', *allowed))}.")
     if not isinstance(body.get("text"), str):
-        raise RequestError(400, f"text must be a string; got {type(body.get('text')).__name__}.")
+        raise RequestError(400, f"text: must be a string. Got {type(body.get('text')).__name__}.")
     return body["text"]
 
 
@@ -200,18 +206,18 @@ def _parse_text_and_heads(body: dict[str, Any]) -> tuple[str, list[str]]:
     if not isinstance(silenced, list) or not all(
         isinstance(head, str) and len(head) <= MAX_ADDRESS_CHARACTERS for head in silenced
     ):
-        raise RequestError(400, 'silenced must be a list of heads by address, ["5.1", "6.9"].')
+        raise RequestError(400, 'silenced: must be a list of head addresses, for example ["5.1", "6.9"].')
     return text, silenced
 
 
 def _parse_edge(body: dict[str, Any]) -> tuple[str, str, int, int, bool]:
-    """One look: a text, a head, and the places of who looks and who is looked at, among words or tokens."""
+    """Return text, head, query index, key index, and whether the indices count words instead of tokens."""
     text = _parse_text(body, "head", "query", "key", "words")
     head, query, key, words = (body.get(name) for name in ("head", "query", "key", "words"))
     if not isinstance(head, str) or len(head) > MAX_ADDRESS_CHARACTERS:
-        raise RequestError(400, 'head must be an address, "5.1".')
+        raise RequestError(400, 'head: must be an address, for example "5.1".')
     if type(query) is not int or type(key) is not int or not isinstance(words, bool):
-        raise RequestError(400, "query and key must be places, whole numbers; words true or false.")
+        raise RequestError(400, "query, key: must be integers; words: must be true or false.")
     return text, head, query, key, words
 
 
@@ -224,19 +230,19 @@ ARGUMENT_PARSERS: dict[str, Callable[[dict[str, Any]], tuple]] = {
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    """Anything that went wrong, as JSON; what is our own fault is told on the terminal alone."""
+    """Convert an exception to a JSON response. Details of internal errors are only printed on the terminal."""
     if isinstance(error, HTTPException):
         allowed = (error.headers or {}).get("Allow")
         message = (
-            f"{request.method[:20]} is not answered here; use {allowed}." if allowed else "there is no such thing here."
+            f"method: {request.method[:20]} is not supported. Use {allowed}." if allowed else "path: not found. Open /."
         )
         error = RequestError(error.status_code, message, error.headers)
     elif isinstance(error, HeadwiseError):
         error = RequestError(422, str(error))
     elif isinstance(error, ClientDisconnect):
-        error = RequestError(400, "the request broke off.")
+        error = RequestError(400, "client: disconnected during the request.")
     elif not isinstance(error, RequestError):
-        error = RequestError(500, "something is wrong in the server; its terminal says what.")
+        error = RequestError(500, "server: internal error. See the terminal of the server for the traceback.")
     return Response(error.body, error.status, error.headers, "application/json")
 
 

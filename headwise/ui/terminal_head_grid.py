@@ -1,4 +1,4 @@
-"""The grid of heads in the terminal: layers downwards, heads from left to right, each where it always was."""
+"""Grid of all heads in the terminal: one row per layer, one column per head number."""
 
 from rich.text import Text
 
@@ -10,14 +10,14 @@ LEVEL_STYLES = {"attention": "", "value-weighted": "bold ", "causal": "bold reve
 IDLE_SYMBOLS = {"sink": "‥‥", "special token": "‥‥", "broad": "~~", "idle": "__"}
 NO_ROLE, ABSENT = "··", "  "
 LEGEND = (
-    "letters: a role, see below; bold: value-weighted; reversed: causal. Without a role: ·· nothing to be said, ‥‥ rests on "
-    "the first or a special token, ~~ looks everywhere alike, __ writes next to nothing. Blank: cut, or not asked for."
+    "Letters: role (see the table); bold: value-weighted evidence; reversed: causal evidence. Heads without a role: "
+    "‥‥ attention sink, ~~ diffuse attention, __ output near zero, ·· other. Blank: pruned or not selected."
 )
-LABEL_WIDTH, CELL_WIDTH = 8, 3  # columns for a layer's name, and for a head
+LABEL_WIDTH, CELL_WIDTH = 8, 3  # characters of the layer label and of one head
 
 
 def make_head_grid(profile: Profile, selected: set[str], width: int = 80) -> Text:
-    """Every layer with some head that is wanted; a head that was cut or is not wanted leaves a gap."""
+    """Return the grid of the layers with selected heads. Pruned and unselected heads are blank."""
     head_numbers = range(1 + max((address.head for address in profile.addresses), default=0))
     heads_per_block = max(1, (width - LABEL_WIDTH) // CELL_WIDTH)
     grid_text = Text()
@@ -27,7 +27,7 @@ def make_head_grid(profile: Profile, selected: set[str], width: int = 80) -> Tex
 
 
 def _block(profile: Profile, selected: set[str], head_numbers: range) -> Text:
-    """Some columns of the grid, with their numbers above."""
+    """Return a block of columns with the head numbers above."""
     block_text = Text("   head ", "dim").append(
         "".join(f"{head_number:>{CELL_WIDTH}}" for head_number in head_numbers) + "\n", "dim"
     )

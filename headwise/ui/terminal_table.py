@@ -1,4 +1,4 @@
-"""Tables in the terminal, whole at any width: text is wrapped between words, and what still does not fit is split off."""
+"""Terminal tables for any width: cells wrap between words, and columns that do not fit go to another table below."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,20 +10,20 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-COLUMN_GAP = 2  # cells between two columns
-MAX_KEY_WIDTH = 24  # the first column names the row; up to so many cells it is kept on one line
+COLUMN_GAP = 2  # characters between two columns
+MAX_KEY_WIDTH = 24  # the first column names the row and does not wrap up to this width
 
 
 @dataclass(frozen=True, eq=False)
 class TextTable:
-    """A title over columns; how it is laid out is decided when the width is known."""
+    """A title and columns, laid out when the terminal width is known."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Print the title, then one table, or several that each begin with the first column."""
+        """Print the title, then one table, or several that each start with the first column."""
         if self.title:
             yield Text(self.title, "italic")
         for group in self.column_groups(options.max_width):
@@ -31,7 +31,7 @@ class TextTable:
             yield Text()
 
     def column_groups(self, width: int) -> list[dict[int, int]]:
-        """For each table that is printed its columns, by number, and their widths."""
+        """Return the columns of each printed table, as a map from column number to width."""
         min_widths, full_widths = (
             [width_of(i, width) for i in range(len(self.columns))] for width_of in (self._min_width, self._full_width)
         )
@@ -43,17 +43,17 @@ class TextTable:
         return [_distribute_width(group, min_widths, full_widths, width) for group in groups]
 
     def is_number(self, column: int) -> bool:
-        """Whether a column holds numbers alone."""
+        """Whether a column has only numbers."""
         return bool(self.rows) and all(isinstance(row[column], int | float) for row in self.rows)
 
     def cells(self, column: int) -> Iterator[Text]:
-        """What stands in a column, its heading first."""
+        """Yield the heading and the cells of a column."""
         yield Text(self.columns[column], "bold")
         for row in self.rows:
             yield as_text(row[column])
 
     def _min_width(self, column: int, width: int) -> int:
-        """The width below which a number, a key or a word would be broken; a word longer than half a line may be."""
+        """Return the minimum width that keeps numbers, row names and words up to half a line unbroken."""
         full_width = self._full_width(column, width)
         if self.is_number(column) or (column == 0 and full_width <= MAX_KEY_WIDTH):
             return full_width
@@ -61,7 +61,7 @@ class TextTable:
         return min(max(map(cell_len, words), default=0), width // 2)
 
     def _full_width(self, column: int, width: int) -> int:
-        """The width at which nothing is wrapped."""
+        """Return the width at which no cell wraps."""
         return max((cell_len(line) for cell in self.cells(column) for line in cell.plain.split("\n")), default=0)
 
     def _rich_table(self, group: dict[int, int]) -> Table:
@@ -78,9 +78,9 @@ class TextTable:
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> TextTable:
-    """A table whose numbers stand right-aligned; floats with three places (– where not known), whole numbers with commas.
+    """Return a table with right-aligned numbers. Empty columns are left out.
 
-    A cell is printed as it is; give a rich Text for one in colour. A column without anything in it is left out.
+    Floats have three decimals (– for NaN), integers have thousands separators. Use a rich Text for a colored cell.
 
     >>> make_table("Heads", ["head", "role"], [["5.1", "induction"]]).column_groups(80)  # one group of two columns
     [{0: 4, 1: 9}]
@@ -95,7 +95,7 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def as_text(value: object) -> Text:
-    """A cell."""
+    """Return a cell as text."""
     if isinstance(value, Text):
         return value
     if isinstance(value, float):
@@ -104,14 +104,14 @@ def as_text(value: object) -> Text:
 
 
 def _total_width(widths: Sequence[int]) -> int:
-    """What a table of such columns takes of a line."""
+    """Return the width of a table with these columns."""
     return sum(widths) + COLUMN_GAP * (len(widths) - 1)
 
 
 def _distribute_width(
     group: Sequence[int], min_widths: Sequence[int], full_widths: Sequence[int], width: int
 ) -> dict[int, int]:
-    """What is left of a line goes to the columns that have most to wrap."""
+    """Give the remaining width to the columns with the most text to wrap."""
     widths = {column: min_widths[column] for column in group}
     remaining = width - _total_width(list(widths.values()))
     while remaining > 0 and any(widths[column] < full_widths[column] for column in group):

@@ -1,4 +1,4 @@
-"""What came of a training run, in the terminal."""
+"""Terminal output of a training run."""
 
 from pathlib import Path
 from typing import Any
@@ -13,29 +13,31 @@ from headwise.ui.terminal_table import make_table
 def show_train_result(
     result: dict[str, Any], probe_scores: tuple[ClozeScore, ...], trajectories: list[MetricEmergence]
 ) -> None:
-    """How a run ended (`Trained.to_dict`), its exam, the best heads, and what to do next."""
+    """Print the end of a run (`TrainResult.to_dict`), its cloze probes, the best heads and the next command."""
     console = Console()
-    held_out = "" if result["valid_loss"] is None else f", held out {result['valid_loss']:.4f}"
+    held_out = "" if result["valid_loss"] is None else f", held-out loss {result['valid_loss']:.4f}"
     console.print(
-        f"{result['stop_reason']} at step {result['steps']}, {result['tokens']:,} tokens, {result['seconds']:.0f} s, "
-        f"{result['parameters']:,} parameters: loss {result['loss'] or float('nan'):.4f}{held_out}",
+        f"{result['stop_reason']} at step {result['steps']}: {result['tokens']:,} tokens, {result['seconds']:.0f} s, "
+        f"{result['parameters']:,} parameters, training loss {result['loss'] or float('nan'):.4f}{held_out}",
         highlight=False,
     )
     if probe_scores:
-        columns = ["probe", "questions", "right", "chance", "bigram"]
-        console.print(make_table("The right word is the first choice, on held-out documents", columns, probe_scores))
+        columns = ["probe", "cases", "accuracy", "chance", "bigram"]
+        console.print(make_table("Accuracy on cloze probes of held-out documents", columns, probe_scores))
     if trajectories:
         rows = [
             (*trajectory[:5], "" if trajectory.half_step is None else trajectory.half_step)
             for trajectory in trajectories
         ]
-        title = "The best head of each measure; the baseline is the best of any head before the first step"
-        console.print(make_table(title, ["measure", "head", "value", "baseline", "cases", "half of it at step"], rows))
+        title = "Best head of each metric; baseline: best head before the first training step"
+        console.print(
+            make_table(title, ["metric", "best head", "value", "baseline", "cases", "step at half the value"], rows)
+        )
     run_folder = Path(result["model"]).parent
     resume_command = result.get("command", f"headwise train --resume {run_folder}")
-    done_message = f"the model is in {run_folder}: headwise generate {run_folder} ..."
+    done_message = f"Model saved in {run_folder}. Next: headwise generate {run_folder} ..."
     console.print(
-        f"to go on: {resume_command}" if result["stop_reason"] == "interrupted" else done_message,
+        f"To resume: {resume_command}" if result["stop_reason"] == "interrupted" else done_message,
         highlight=False,
         soft_wrap=True,
     )

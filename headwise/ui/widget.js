@@ -1,5 +1,4 @@
-// The notebook's widget: a grid of heads to press on, or a sentence whose heads can be chosen and words pointed at.
-// Texts are put in as text, never as markup.
+// Notebook widget: a clickable grid of heads, or a sentence with a choice of heads. Texts are inserted as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 const LINE = 18, COLUMN = 150;
@@ -22,7 +21,7 @@ function shape(parent, name, attributes, text = "") {
 
 function showProfile(el, data) {
   const table = make(el, "table", "", "border-collapse:collapse");
-  const summary = make(el, "div", "Press on a head.", "font:13px sans-serif;margin-top:8px");
+  const summary = make(el, "div", "Click on a head.", "font:13px sans-serif;margin-top:8px");
   for (const layer of data.layers) {
     const row = make(table, "tr");
     make(row, "th", layer, "font:11px sans-serif;color:#9aa1a9");

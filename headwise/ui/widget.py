@@ -1,4 +1,4 @@
-"""Heads in a live notebook: a widget, where anywidget is there and a kernel runs; elsewhere `notebook` shows plain HTML."""
+"""Notebook widget of profiles and attention maps. Without anywidget or a running kernel, `notebook` renders plain HTML."""
 
 import sys
 from functools import cache
@@ -13,7 +13,7 @@ from headwise.ui.notebook import head_badge
 
 
 def widget_mime_bundle(content: Profile | AttentionView) -> dict[str, Any]:
-    """What a notebook needs to show a widget, by kind of content; empty where there can be none."""
+    """Return the MIME bundle of a widget, or an empty dict if no widget can be shown."""
     if not is_widget_available():
         return {}
     data = profile_widget_data(content) if isinstance(content, Profile) else attention_widget_data(content)
@@ -22,12 +22,12 @@ def widget_mime_bundle(content: Profile | AttentionView) -> dict[str, Any]:
 
 
 def is_widget_available() -> bool:
-    """Whether somebody could press on it: a kernel runs, and anywidget is installed."""
+    """Return whether a kernel runs and anywidget is installed."""
     return "ipykernel" in sys.modules and find_spec("anywidget") is not None
 
 
 def profile_widget_data(profile: Profile) -> dict[str, Any]:
-    """The grid, and for every head its summary."""
+    """Return the grid of heads, with the summary of each."""
     heads = []
     for head in profile:
         letters, color, strength = head_badge(head)
@@ -46,7 +46,7 @@ def profile_widget_data(profile: Profile) -> dict[str, Any]:
 
 
 def attention_widget_data(view: AttentionView) -> dict[str, Any]:
-    """Words and every head's map, three digits each."""
+    """Return the words and the map of every head, rounded to three digits."""
     maps = {}
     for head in view.heads:
         query_groups, key_groups = view.query_key_groups(head)
@@ -58,7 +58,7 @@ def attention_widget_data(view: AttentionView) -> dict[str, Any]:
 
 @cache
 def _widget_class() -> Any:
-    """The widget's class: made when first asked for, since anywidget may not be there."""
+    """Create the widget class on first use, because anywidget is optional."""
     import anywidget
     import traitlets
 

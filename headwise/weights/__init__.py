@@ -1,4 +1,4 @@
-"""Weights come in and go out."""
+"""Loading and saving of model weights."""
 
 from headwise.weights.export import export
 from headwise.weights.load import load, open_checkpoint

@@ -1,6 +1,6 @@
-"""A folder that transformers loads: the family's configuration and names, our weights.
+"""Export to a transformers folder: config.json and tensors in the layout of a model family.
 
-A pruned model goes out in its full shape, with zeros where heads were cut: the numbers are the same, the size is not.
+A pruned model is exported in its full shape, with zeros for pruned heads: outputs are the same, but the size is not reduced.
 """
 
 import json
@@ -10,25 +10,34 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError, suggest_names
 from headwise.io.aligned_safetensors import write_tensors
 from headwise.io.atomic_write import EXPORT_MARKER, atomic_folder
 from headwise.model import ModelProtocol, Transformer
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.weights.families import FAMILIES, ModelFamily
+from headwise.weights.families import FAMILIES, ModelFamilySpec
 from headwise.weights.keymap import expand_mappings
 
 
 def export(model: ModelProtocol, folder: str | Path, family: str | None = None) -> Path:
-    """Write a model for transformers, as the family it came from, the one named, or the first that can hold it."""
+    """Write a model as a transformers folder.
+
+    Args:
+        model: Native or attached model.
+        folder: Output folder. An earlier export is replaced.
+        family: Model family. Default: the family that the model was loaded from, or the first that can represent it.
+
+    Returns:
+        The folder.
+    """
     return model.export(folder, family)
 
 
 def export_native(model: Transformer, folder: str | Path, family: str | None = None) -> Path:
-    """The same for a model of ours."""
+    """Write a native model as a transformers folder."""
     if model.spec.weight_rules:
-        raise HeadwiseError(
-            "other tools do not know weights packed by head; export the numbers: hw.export(hw.dequantize(model), …)."
+        raise UnsupportedModelError(
+            "weights quantized per head cannot be exported. Dequantize first: hw.export(hw.dequantize(model), …)."
         )
     full_spec = replace(model.spec, kept_heads=())
     chosen_family, config = _choose_family(full_spec, family or model.family)
@@ -64,29 +73,32 @@ def export_native(model: Transformer, folder: str | Path, family: str | None = N
     return Path(folder)
 
 
-def _choose_family(spec: ModelSpec, name: str | None) -> tuple[ModelFamily, dict]:
-    """The family and its configuration; an error tells why none will do."""
+def _choose_family(spec: ModelSpec, name: str | None) -> tuple[ModelFamilySpec, dict]:
+    """Return the family and its configuration. If no family can represent the spec, the error lists the reasons."""
     if spec.cache:
-        raise HeadwiseError(
-            "no family can say that heads keep caches of their own, and without them the model says other things; use "
+        raise UnsupportedModelError(
+            "per-head cache policies cannot be exported, and the model computes different outputs without them. Use "
             "model.save(folder)."
         )
     if name is not None:
         for family in FAMILIES:
             if name in (family.name, *family.model_types):
                 return family, family.config_from_spec(spec)
-        raise HeadwiseError(f"there is no family {name!r}; {suggest_names(name, [f.name for f in FAMILIES])}")
+        raise ArgumentError(f"family={name!r}: unknown model family; {suggest_names(name, [f.name for f in FAMILIES])}")
     reasons = []
     for family in FAMILIES:
         try:
             return family, family.config_from_spec(spec)
         except HeadwiseError as error:
-            reasons.append(str(error).split(";")[0])
-    raise HeadwiseError(f"no family can hold this model: {'; '.join(reasons)}. Use model.save(folder).")
+            reasons.append(str(error).split(". ")[0])
+    raise UnsupportedModelError(
+        f"model: cannot be exported, because no model family of transformers can represent it: {'; '.join(reasons)}. Save it "
+        f"in Headwise's own format: model.save(folder)."
+    )
 
 
 def full_shape_state(model: Transformer) -> dict[str, Tensor]:
-    """The model's weights in full shape, in the canonical split layout: zeros where heads were cut."""
+    """Return the model's weights in full shape, in the canonical split layout, with zeros for pruned heads."""
     state = dict(model.state_dict())
     for layer in model.attention_layers():
         if layer.spec.kept_heads is None:
@@ -114,7 +126,7 @@ def _pad_pruned(name: str, tensor: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def _assemble(native_name: str, state: dict[str, Tensor]) -> Tensor:
-    """One of our parameters from the split layout: qkv.qkv_weight is qkv.q.weight, qkv.k.weight and qkv.v.weight."""
+    """Assemble a parameter from the split layout, such as qkv.qkv_weight from qkv.q.weight, qkv.k.weight and qkv.v.weight."""
     if ".qkv." not in native_name:
         return state[native_name].flatten(1) if native_name.endswith("output_projection.weight") else state[native_name]
     prefix, fused_name = native_name.rsplit(".", 1)
@@ -124,7 +136,7 @@ def _assemble(native_name: str, state: dict[str, Tensor]) -> Tensor:
 
 
 def to_half_split_rotary(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows of q or k from the interleaved rotary order to the half-split one: channels 0, 2, 4 …, then 1, 3, 5 …
+    """Reorder rows of q or k from the interleaved to the half-split rotary layout: channels 0, 2, 4 …, then 1, 3, 5 …
 
     >>> to_half_split_rotary(torch.arange(4), 4)
     tensor([0, 2, 1, 3])

@@ -1,7 +1,7 @@
-"""One declarative map per family, run both ways.
+"""Tensor name maps between model families and Headwise, one declarative table per family, used for import and export.
 
-A line says what one of their tensors is here: its name there, its name here, and how to turn one into the other. `{i}` is
-the layer. Names here are those of our parameters, so that a mapped file's tensors can be used as they lie.
+Each row has the external name, the native name, and how to convert one tensor to the other. `{i}` is the layer number.
+Native names are our parameter names, so tensors of a memory-mapped file can be used without a copy.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError
 from headwise.io.weight_readers import WeightReader
 from headwise.spec import ModelSpec
 
@@ -18,22 +18,30 @@ SpecCondition = Callable[[ModelSpec], bool]
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """theirs → ours. `transposed`: they keep (in, out) where we keep (out, in)."""
+    """One row of a name map.
+
+    Attributes:
+        external_name: Name in the family's files. A leading `/` means that the family's prefix does not apply.
+        native_name: Name of our parameter.
+        transposed: Whether the family stores (in, out) instead of (out, in).
+        when: Whether a model with this spec has the tensor.
+        is_rotary: Whether the rows are those of q or k, whose order depends on the rotary layout.
+    """
 
     external_name: str
     native_name: str
     transposed: bool = False
     when: SpecCondition = lambda spec: True
-    is_rotary: bool = False  # rows of q or k, whose order depends on the rotary layout
+    is_rotary: bool = False
 
     def convert(self, tensor: Tensor) -> Tensor:
-        """Their tensor for ours, or ours for theirs: a view either way."""
+        """Convert an external tensor to a native one, or the reverse. Returns a view."""
         return tensor.mT if self.transposed else tensor
 
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """One tensor of a model: where it is there, where it goes here."""
+    """One tensor of a model, with its external and native name."""
 
     external_name: str
     native_name: str
@@ -41,7 +49,7 @@ class MappedTensor:
 
 
 def expand_mappings(spec: ModelSpec, mappings: Iterable[TensorMapping]) -> Iterator[MappedTensor]:
-    """The map written out for a model: every layer, nothing the model does not have."""
+    """Yield the tensors of a model: one per layer, without those that the model does not have."""
     for mapping in mappings:
         if mapping.when(spec):
             for i in range(spec.layers) if "{i}" in mapping.native_name else (0,):
@@ -49,7 +57,7 @@ def expand_mappings(spec: ModelSpec, mappings: Iterable[TensorMapping]) -> Itera
 
 
 def find_prefix(reader: WeightReader, external_names: Iterable[str], prefixes: Iterable[str]) -> str:
-    """Which of a family's usual prefixes this file's names carry: the one under which most of them are known."""
+    """Return the prefix with which most of a family's tensor names occur in the file."""
     external_names = set(external_names)
     return max(prefixes, key=lambda prefix: sum(prefix + name in reader.shapes for name in external_names))
 
@@ -60,7 +68,7 @@ def check_names_and_shapes(
     source: object,
     is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Refuse a file that lacks tensors, has others, or has them in another shape; the error lists them."""
+    """Raise an error if tensors are missing, unexpected or of another shape. The error lists them."""
     missing = [name for name in expected_shapes if name not in reader.shapes]
     extra = [name for name in reader.shapes if name not in expected_shapes and not is_ignored(name)]
     wrong_shapes = [
@@ -70,8 +78,11 @@ def check_names_and_shapes(
     ]
     problems = [
         f"{problem}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-        for problem, names in (("missing", missing), ("not expected", extra), ("misshapen", wrong_shapes))
+        for problem, names in (("missing", missing), ("unexpected", extra), ("wrong shape", wrong_shapes))
         if names
     ]
     if problems:
-        raise HeadwiseError(f"{source} does not hold the model its configuration describes. {'; '.join(problems)}.")
+        raise FileFormatError(
+            f"{source}: the weights do not match the model's configuration. {'; '.join(problems)}. Download or save "
+            f"the model again."
+        )

@@ -1,4 +1,4 @@
-"""`load`, the one door: real weights, never random ones, from a bundle, a folder, a file or the hub."""
+"""`load`: read pretrained weights from a bundle, a folder, a file or the hub. Weights are never initialized randomly."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from headwise.attached.save_load import METADATA_FILE, can_attach
 from headwise.distributed.model_shard import ShardedTransformer, build_shard, partitions_and_collectives
 from headwise.distributed.shard_axes import named_slices_for_rank
 from headwise.distributed.sharded_reader import DistributedCheckpointReader
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError, HeadwiseError, UnsupportedModelError
 from headwise.heads.quantized_weights import QuantizedWeight
 from headwise.io.aligned_safetensors import align, write_tensors
 from headwise.io.atomic_write import atomic_folder
@@ -35,7 +35,7 @@ from headwise.spec.migration import (
 from headwise.spec.plan import plans_from_dicts
 from headwise.text import Tokenizer
 from headwise.text.gguf_tokenizer import tokenizer_from_gguf
-from headwise.weights.families import FAMILIES, ModelFamily, family_of
+from headwise.weights.families import FAMILIES, ModelFamilySpec, family_of
 from headwise.weights.families.family import Config
 from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import MappedTensor, TensorMapping, check_names_and_shapes, expand_mappings, find_prefix
@@ -46,17 +46,29 @@ T = TypeVar("T", bound=Transformer)
 
 @dataclass(frozen=True)
 class PretrainedCheckpoint:
-    """A model that has been found but not yet loaded: what it is, and where its tensors are."""
+    """A model that was located, but whose weights are not loaded yet.
+
+    Attributes:
+        source: Folder or file.
+        spec: Spec of the model.
+        reader: Reader of its tensors.
+        tokenizer: Loads the tokenizer on first use; None if the model comes without one.
+        family: Model family; None for our own format.
+        mappings: Tensor name map of the family.
+        storage: How q, k and v are stored: `qkv` (one weight) or `q,k,v` (three weights).
+        format: Version of our own format.
+        fuse_qkv: Whether to fuse q, k and v after loading; free of cost if the reader copies tensors anyway.
+    """
 
     source: Path
     spec: ModelSpec
     reader: WeightReader
-    tokenizer: Callable[[], Tokenizer] | None  # read when first asked for
-    family: ModelFamily | None = None  # None: our own format
+    tokenizer: Callable[[], Tokenizer] | None
+    family: ModelFamilySpec | None = None
     mappings: Sequence[TensorMapping] = ()
     storage: str = "qkv"
-    format: int = FORMAT  # of our own format
-    fuse_qkv: bool = False  # its tensors are made anew when read, so q, k and v may as well be put together
+    format: int = FORMAT
+    fuse_qkv: bool = False
 
 
 def load(
@@ -67,16 +79,25 @@ def load(
     check: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> Transformer | AttachedModel:
-    """A model with its weights and its tokenizer, ready to use.
+    """Load a model with its weights and its tokenizer.
 
-    `source` is a bundle (smollm2, minilm), a folder, a file (.safetensors, .gguf, .bin) or a hub id. `dtype` None keeps the
-    weights as they are stored. Weights stay in the mapped file until they are written to, where dtype and device allow.
-    `check` reads them all once and refuses NaN and infinities; without it they are read when first used.
+    A folder of a model family that Headwise does not implement is loaded with transformers, if installed, and attached; a
+    message on stderr says so. The result is then an `AttachedModel`, which has the same interface. Folders to which a pruned
+    attached model was saved are loaded in the same way.
 
-    A folder of a family that is not mapped here is attached to instead, if transformers is installed, and that is said; so is
-    one that an attached model was saved to after heads were cut. What comes back then is an `AttachedModel`, called alike.
+    Args:
+        source: Bundle name (smollm2, minilm), folder, file (.safetensors, .gguf, .bin) or hub id.
+        dtype: Data type of the weights. None keeps the stored dtype. Weights stay in the memory-mapped file if dtype and
+            device allow it.
+        device: Device of the weights.
+        check: Read all weights once and raise an error on NaN or infinite values. If False, weights are read on first use.
+        mesh: Shard the model by heads over the processes of this mesh, as `hw.shard` does. Each process reads only its part.
 
-    With a `mesh` the model is spread over its processes by heads, as `hw.shard` does it, and each reads its own part alone.
+    Returns:
+        The model, in eval mode.
+
+    Raises:
+        HeadwiseError: The model is not found, damaged, or has a part that Headwise does not support.
 
     >>> model = load("minilm")
     >>> model.spec.layers, model.spec.attention.heads
@@ -84,8 +105,8 @@ def load(
     """
     if needs_transformers(path := resolve_model_path(source)):
         if mesh is not None:
-            raise HeadwiseError(
-                f"{path} is run by transformers, attached to, and cannot be spread over processes here."
+            raise UnsupportedModelError(
+                f"{path}: this model runs in transformers (attached), and attached models cannot be sharded. Remove mesh."
             )
         return _load_attached(path, dtype, device, check)
     if mesh is not None:
@@ -100,12 +121,12 @@ def load_native(
     device: torch.device | str = "cpu",
     check: bool = True,
 ) -> T:
-    """The same, of a family that is mapped here or in our own format."""
+    """Load a model of a supported family or of our own format as `model_class`."""
     checkpoint = open_checkpoint(source)
     model = model_class(checkpoint.spec, storage=checkpoint.storage, device="meta")
     state = dict(_named_tensors(checkpoint, model))
     if checkpoint.family is None:
-        state = {name: align(tensor) for name, tensor in state.items()}  # the same bits out as before saving
+        state = {name: align(tensor) for name, tensor in state.items()}  # so that outputs equal those before saving
     quantized = _quantized_names(model)
     dtype = dtype or _dtype_of(state, quantized)
     for name, tensor in state.items():
@@ -119,7 +140,7 @@ def load_native(
         for layer in model.attention_layers():
             layer.qkv.fuse_qkv()
     if quantized:
-        model.to(dtype)  # what is unpacked comes out like all else
+        model.to(dtype)  # dequantized weights get the dtype of the other weights
     return _set_metadata(model, checkpoint)
 
 
@@ -130,7 +151,7 @@ def load_shard(
     device: torch.device | str = "cpu",
     check: bool = True,
 ) -> ShardedTransformer:
-    """What this process is to hold of a model: of each tensor its own slice, one tensor after the other."""
+    """Load the part of a model that belongs to this process, slice by slice, one tensor at a time."""
     checkpoint = open_checkpoint(source)
     spec = checkpoint.spec
     partitions, collectives = partitions_and_collectives(mesh, spec)
@@ -141,9 +162,7 @@ def load_shard(
         for own_name, own_slice in named_slices_for_rank(name, tensor, spec, partitions, collectives.rank).items():
             if check and own_slice.is_floating_point():
                 _check_finite(checkpoint.source, name, own_slice)
-            own_slice = (
-                own_slice.clone() if own_slice.numel() < tensor.numel() else own_slice
-            )  # the rest of the tensor is let go
+            own_slice = own_slice.clone() if own_slice.numel() < tensor.numel() else own_slice  # frees the full tensor
             state[own_name] = align(own_slice.to(device=device, dtype=None if name in quantized else dtype))
     shard = build_shard(spec, partitions, collectives, state, checkpoint.storage)
     if quantized:
@@ -152,7 +171,7 @@ def load_shard(
 
 
 def _set_metadata(model: T, checkpoint: PretrainedCheckpoint) -> T:
-    """The model with all that its folder says besides weights."""
+    """Set tokenizer, family and plans, and switch to eval mode."""
     model.tokenizer = checkpoint.tokenizer
     model.family = None if checkpoint.family is None else checkpoint.family.name
     model.plans = _load_plans(checkpoint)
@@ -160,12 +179,12 @@ def _set_metadata(model: T, checkpoint: PretrainedCheckpoint) -> T:
 
 
 def _named_tensors(checkpoint: PretrainedCheckpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under its name here, when it is asked for."""
+    """Yield every tensor under its native name, lazily."""
     return _native_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)
 
 
 def _quantized_names(model: Transformer) -> set[str]:
-    """The names of codes and scales of weights at few bits: they stay as they are stored."""
+    """Return the names of buffers of quantized weights, which keep their stored dtype."""
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight)]
     return {
         f"{name}.{buffer_name}"
@@ -176,7 +195,7 @@ def _quantized_names(model: Transformer) -> set[str]:
 
 
 def _dtype_of(state: dict[str, Tensor], quantized: set[str]) -> torch.dtype:
-    """One dtype for all, the embedding's: norms are sometimes stored finer. Where that is packed, all others have one."""
+    """Return the embedding's dtype, because norms may be stored in a wider one. If it is quantized, use any other tensor."""
     embedding = state.get("embed.tokens.weight")
     return (
         embedding.dtype
@@ -186,7 +205,7 @@ def _dtype_of(state: dict[str, Tensor], quantized: set[str]) -> torch.dtype:
 
 
 def _load_plans(checkpoint: PretrainedCheckpoint) -> tuple[Plan, ...]:
-    """The plans by which heads of a model in our own format were cut, if by plans."""
+    """Return the plans by which a model in our own format was pruned."""
     if checkpoint.family is not None or not (file := safe_child(checkpoint.source, PLANS_FILE)).is_file():
         return ()
     plans = read_json(file).get("plans")
@@ -196,7 +215,7 @@ def _load_plans(checkpoint: PretrainedCheckpoint) -> tuple[Plan, ...]:
 
 
 def merge_sharded_checkpoint(source: Path, folder: Path) -> None:
-    """Write a model that lies there in pieces as one; of its tensors no more than one is held."""
+    """Write a sharded checkpoint as a single one, with one tensor in memory at a time."""
     checkpoint = open_checkpoint(source)
     empty_model = Transformer(checkpoint.spec, device="meta")
     state = empty_model.state_dict()
@@ -209,7 +228,7 @@ def merge_sharded_checkpoint(source: Path, folder: Path) -> None:
 
 
 def needs_transformers(path: Path) -> bool:
-    """Whether a place holds a model that is reached through transformers: of a family not mapped here, or cut there."""
+    """Return whether a folder must be loaded with transformers: another family, or pruned while attached."""
     if not path.is_dir() or safe_child(path, "spec.json").is_file() or not safe_child(path, "config.json").is_file():
         return False
     model_type = read_json(safe_child(path, "config.json")).get("model_type")
@@ -225,16 +244,16 @@ def _load_attached(folder: Path, dtype: torch.dtype | None, device: torch.device
         if check and tensor.is_floating_point():
             _check_finite(folder, name, tensor)
     reason = (
-        "heads were cut from it in transformers' shape"
+        "it was pruned while attached"
         if safe_child(folder, METADATA_FILE).is_file()
-        else "not a family mapped here"
+        else "Headwise does not implement this model family"
     )
-    print(f"{folder} ({attached.family}): {reason}, so transformers runs it, attached to.", file=sys.stderr)
+    print(f"{folder} ({attached.family}): loaded with transformers and attached, because {reason}.", file=sys.stderr)
     return attached
 
 
 def open_checkpoint(source: str | Path) -> PretrainedCheckpoint:
-    """Find a model and read what it is, without reading its weights."""
+    """Locate a model and read its spec, without reading its weights."""
     path = resolve_model_path(source)
     if path.is_file():
         return _open_file(path)
@@ -248,8 +267,12 @@ def open_checkpoint(source: str | Path) -> PretrainedCheckpoint:
     if len(gguf) == 1:
         return _open_gguf(safe_child(path, gguf[0].name))
     if gguf:
-        raise HeadwiseError(f"{path} holds {len(gguf)} GGUF files; name one of {', '.join(f.name for f in gguf)}.")
-    raise HeadwiseError(f"{path} holds no model; expected spec.json, config.json, params.json or one GGUF file in it.")
+        raise ArgumentError(
+            f"{path}: contains {len(gguf)} GGUF files. Pass the path of one of them: {', '.join(f.name for f in gguf)}."
+        )
+    raise FileFormatError(
+        f"{path}: contains no model. Expected spec.json, config.json, params.json or one GGUF file in the folder."
+    )
 
 
 def _open_file(path: Path) -> PretrainedCheckpoint:
@@ -259,11 +282,12 @@ def _open_file(path: Path) -> PretrainedCheckpoint:
         if path.with_name("spec.json").is_file() and path.name == "model.safetensors":
             return _open_native(path.parent)
         if not path.with_name("config.json").is_file():
-            raise HeadwiseError(
-                f"{path} holds tensors only; the config.json that says what they are must lie beside it."
+            raise FileFormatError(
+                f"{path}: config.json is missing, and a weight file cannot be loaded without it. Put config.json into the "
+                f"same folder."
             )
         return _open_hugging_face(path.parent, [path])
-    raise HeadwiseError(f"{path} is not a weight file; known: .safetensors, .gguf, .bin, .pt, .pth.")
+    raise ArgumentError(f"{path}: not a weight file. Supported file types: .safetensors, .gguf, .bin, .pt, .pth.")
 
 
 def _open_native(folder: Path) -> PretrainedCheckpoint:
@@ -291,20 +315,23 @@ def _open_hugging_face(folder: Path, files: list[Path]) -> PretrainedCheckpoint:
 
 
 def _parse_spec(to_spec: Callable[[Config], ModelSpec], config: Config, file: Path) -> ModelSpec:
-    """A configuration as a spec; what makes no sense is told with the file's name."""
+    """Convert a configuration to a spec. Errors start with the name of the file."""
     try:
         return to_spec(config)
     except HeadwiseError as error:
-        raise HeadwiseError(f"{file}: {error}") from None
+        raise type(error)(f"{file}: {error}") from None
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise HeadwiseError(f"{file} makes no sense ({type(error).__name__}: {error}); fetch it again.") from None
+        raise FileFormatError(
+            f"{file}: invalid configuration ({type(error).__name__}: {error}). Download it again."
+        ) from None
 
 
 def _open_meta(folder: Path) -> PretrainedCheckpoint:
     files = sorted(folder.glob("consolidated*.pth")) or sorted(folder.glob("consolidated*.safetensors"))
     if len(files) != 1:
-        raise HeadwiseError(
-            f"{folder} holds {len(files)} consolidated files; Meta's layout is read where there is just one."
+        raise UnsupportedModelError(
+            f"{folder}: contains {len(files)} consolidated files. Meta's format is supported only with a single file; use "
+            f"the model in Hugging Face's format."
         )
     file = safe_child(folder, files[0].name)
     reader = TorchReader([file]) if file.suffix == ".pth" else SafetensorsReader([file])
@@ -321,7 +348,10 @@ def _open_gguf(file: Path) -> PretrainedCheckpoint:
     fields = reader.fields()
     family = family_of(fields.get("general.architecture"))
     if "gguf" not in family.other_mappings:
-        raise HeadwiseError(f"{file} holds a {family.name} model; GGUF is read for the Llama family only.")
+        raise UnsupportedModelError(
+            f"{file}: contains a {family.name} model, but GGUF files are supported only for the Llama family. Use the "
+            f"model in Hugging Face's format."
+        )
     spec = _parse_spec(partial(spec_from_gguf, reader=reader), fields, file)
     tokenizer = partial(tokenizer_from_gguf, fields) if "tokenizer.ggml.model" in fields else None
     return PretrainedCheckpoint(
@@ -330,15 +360,15 @@ def _open_gguf(file: Path) -> PretrainedCheckpoint:
 
 
 def _tokenizer(folder: Path) -> Callable[[], Tokenizer] | None:
-    """Its files are read now, so that it stays this model's own, and understood when first asked for."""
+    """Read the tokenizer files now and parse them on first use. The model keeps its tokenizer if the files change later."""
     for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"):
-        safe_child(folder, name)  # a link that leads out is refused
+        safe_child(folder, name)  # raises an error for a link that leads outside the folder
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
     return Tokenizer.deferred_load(folder) if has_tokenizer else None
 
 
 def _mapped_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Their tensors under our names: views, turned where they keep them the other way round."""
+    """Yield external tensors under native names, as views, transposed if the family stores them transposed."""
     reader, family = checkpoint.reader, checkpoint.family
     assert family is not None
     mapped = list(expand_mappings(checkpoint.spec, checkpoint.mappings))
@@ -359,8 +389,10 @@ def _mapped_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Itera
 
 
 def _check_tied(checkpoint: PretrainedCheckpoint, embedding: Tensor) -> None:
-    """An output that is said to be the embedding may lie in the file as well, but then it must be that: readers differ in
-    which of the two they believe."""
+    """Raise an error if the output is tied to the embedding but the file contains different output weights.
+
+    Other libraries disagree on which of the two to use.
+    """
     names = (
         mapping.external_name.removeprefix("/")
         for mapping in checkpoint.mappings
@@ -368,14 +400,15 @@ def _check_tied(checkpoint: PretrainedCheckpoint, embedding: Tensor) -> None:
     )
     for name in names:
         if name in checkpoint.reader.shapes and not torch.equal(checkpoint.reader.get(name), embedding):
-            raise HeadwiseError(
-                f"{checkpoint.source} ties the output to the embedding, yet holds another output in {name}; set "
-                f"tie_word_embeddings to false in config.json to use it, or take {name} out of the file."
+            raise FileFormatError(
+                f"{checkpoint.source}: the configuration ties the output to the embedding, but the weights contain a "
+                f"different output in {name}. Set tie_word_embeddings to false in config.json to use it, or remove {name} "
+                f"from the file."
             )
 
 
 def _external_name(mapped: MappedTensor, prefix: str) -> str:
-    """A name that begins with / has no prefix."""
+    """Return the name in the file. A name that starts with / has no prefix."""
     return mapped.external_name[1:] if mapped.external_name.startswith("/") else prefix + mapped.external_name
 
 
@@ -399,21 +432,28 @@ def _native_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Itera
         if name not in quantized:
             _require_float(tensor, checkpoint.source, name)
         elif tensor.dtype != empty[name].dtype:
-            raise HeadwiseError(
-                f"{checkpoint.source} keeps {name} as {tensor.dtype}; packed weights have {empty[name].dtype} there."
+            raise FileFormatError(
+                f"{checkpoint.source}: {name} has dtype {tensor.dtype}, but quantized weights require {empty[name].dtype}. "
+                f"Save the model again."
             )
         yield name, tensor
 
 
 def _require_float(tensor: Tensor, source: Path, name: str) -> Tensor:
     if not tensor.is_floating_point():
-        raise HeadwiseError(f"{source} keeps {name} as {tensor.dtype}; weights are floating-point numbers.")
+        raise UnsupportedModelError(
+            f"{source}: {name} has dtype {tensor.dtype}, but weights must be floating-point. Use a version of the model "
+            f"that is not quantized."
+        )
     return tensor
 
 
 def _check_finite(source: Path, name: str, tensor: Tensor) -> None:
-    """Refuse NaN and infinities. The sum is quick, in the order the numbers lie; it may overflow, so look again."""
+    """Raise an error on NaN or infinite values. The sum is fast but may overflow, so a suspicious tensor is checked again."""
     contiguous = tensor if tensor.is_contiguous() else tensor.mT
     if not contiguous.sum().isfinite() and not tensor.isfinite().all():
         bad_count = int((~tensor.isfinite()).sum())
-        raise HeadwiseError(f"{source} is damaged: {name} holds {bad_count} numbers that are NaN or infinite.")
+        raise FileFormatError(
+            f"{source}: the file is damaged: {name} contains {bad_count} NaN or infinite values. Download the model again, "
+            f"or pass check=False to load it anyway."
+        )

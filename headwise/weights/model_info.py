@@ -1,4 +1,4 @@
-"""What a model is, told without reading its weights."""
+"""Summary of a model, read without its weights."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,13 +15,35 @@ from headwise.weights.load import needs_transformers, open_checkpoint
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The facts of a model."""
+    """Summary of a model.
+
+    Attributes:
+        source: Name or path as given.
+        family: Model family, `headwise` for our own format, or `preset`.
+        kind: decoder, encoder or encoder-decoder.
+        layers: Number of layers, encoder layers included.
+        heads: Number of heads in all layers.
+        heads_by_layer: Number of heads per layer, or its range.
+        kv_heads: Number of KV heads in all layers.
+        head_dim: Size of a head.
+        width: Size of the residual stream.
+        mlp_width: Hidden size of the MLP.
+        vocab: Vocabulary size.
+        context: Maximum number of tokens.
+        parameters: Number of parameters.
+        float32_megabytes: Size of all weights in float32.
+        stored_megabytes: Size of the weights as stored, with quantization and its scales.
+        weight_bits: Bits of the quantized parts.
+        kv_cache_kilobytes_per_token: Size of the KV cache per token in float32, with a full cache for all KV heads.
+        cache_policies: KV heads with a smaller cache.
+        tokenizer: Number of tokens, or `none`.
+    """
 
     source: str
     family: str
     kind: str
     layers: int
-    heads: int  # all there are, over all layers
+    heads: int
     heads_by_layer: str
     kv_heads: int
     head_dim: int
@@ -31,15 +53,18 @@ class ModelInfo:
     context: int
     parameters: int
     float32_megabytes: float
-    stored_megabytes: float  # the same where weights are packed: at their bits, scales among them
-    weight_bits: str  # which parts are at few bits
-    kv_cache_kilobytes_per_token: float  # in float32, where every key head keeps it
-    cache_policies: str  # which key heads keep less
+    stored_megabytes: float
+    weight_bits: str
+    kv_cache_kilobytes_per_token: float
+    cache_policies: str
     tokenizer: str
 
 
 def info(source: str | Path) -> ModelInfo:
-    """Read what a model is: anything `load` takes, or the name of a preset.
+    """Summarize a model without reading its weights.
+
+    Args:
+        source: Any source that `load` takes, or the name of a preset.
 
     >>> info("gpt2").parameters
     124439808
@@ -55,7 +80,7 @@ def info(source: str | Path) -> ModelInfo:
 
 
 def spec_of(source: str | Path) -> ModelSpec:
-    """The spec of anything `load` takes, or of a preset, without its weights.
+    """Return the spec of a preset, or of any source that `load` takes, without reading weights.
 
     >>> spec_of("llama2-70b").layers
     80
@@ -67,7 +92,7 @@ def spec_of(source: str | Path) -> ModelSpec:
 
 
 def _attached_info(source: str, folder: Path) -> ModelInfo:
-    """What transformers would build from a folder, without its weights."""
+    """Summarize the model that transformers builds from a folder, without its weights."""
     model, layers = build_on_meta(folder)
     tokenizer_summary = (
         f"{len(Tokenizer.load(folder)):,} tokens" if any(map(Path.is_file, _tokenizer_files(folder))) else "none"
@@ -122,7 +147,7 @@ def _spec_info(source: str, spec: ModelSpec, family: str, tokenizer: str) -> Mod
 
 
 def _describe_bits(spec: ModelSpec) -> str:
-    """heads 8 4, mlp 8: the bits of each part, the most first."""
+    """Return the bits of each quantized part in descending order, such as `heads 8 4, mlp 8`."""
     bits_by_part: dict[str, set[int]] = {}
     for rule in spec.weight_rules:
         bits_by_part.setdefault("heads" if rule.heads else rule.part, set()).add(rule.bits)
@@ -131,15 +156,15 @@ def _describe_bits(spec: ModelSpec) -> str:
 
 
 def _describe_caches(spec: ModelSpec) -> str:
-    """streaming 4 + 128: 45 of 90 key heads."""
+    """Return the cache policies, such as `streaming 4 + 128: 45 of 90 KV heads`."""
     if spec.kind == "encoder":
         return "none"
     descriptions = [
-        f"{rule.policy}: {len(rule.heads)} of {len(spec.cached_kv_head_addresses)} key heads" for rule in spec.cache
+        f"{rule.policy}: {len(rule.heads)} of {len(spec.cached_kv_head_addresses)} KV heads" for rule in spec.cache
     ]
     return "; ".join(descriptions) or "everything"
 
 
 def info_rows(facts: ModelInfo) -> list[list[Any]]:
-    """The facts as rows of a table."""
+    """Return the summary as rows of a table."""
     return [[name.replace("_", " "), value] for name, value in asdict(facts).items()]

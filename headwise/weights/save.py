@@ -1,6 +1,4 @@
-"""Our own format: spec.json, model.safetensors in the canonical split layout, plans, the tokenizer. Written whole
-or not at all.
-"""
+"""Writer of our own format: spec.json, model.safetensors in the canonical split layout, plans and tokenizer. Atomic."""
 
 import json
 from pathlib import Path
@@ -18,11 +16,11 @@ from headwise.spec.migration import FORMAT, NATIVE_FORMAT
 if TYPE_CHECKING:
     from headwise.model import Transformer
 
-PLANS_FILE = "plans.json"  # by which heads were cut
+PLANS_FILE = "plans.json"  # plans by which the model was pruned
 
 
 def save(model: "Transformer", folder: str | Path) -> Path:
-    """Write a model, pruned or not; `load(folder)` brings it back bit by bit. A model that was there is replaced."""
+    """Write a model to a folder. `load(folder)` restores it bit by bit. An earlier model in the folder is replaced."""
     if isinstance(model, ShardedTransformer):
         return _save_shard(model, Path(folder))
     with atomic_folder(folder, ("spec.json",)) as temp_folder:
@@ -31,7 +29,7 @@ def save(model: "Transformer", folder: str | Path) -> Path:
 
 
 def _save_shard(model: ShardedTransformer, folder: Path) -> Path:
-    """A model that is spread over processes: the first of them is sent all parts and writes; all must call this."""
+    """Write a sharded model. Rank 0 gathers all parts and writes; every process must call this function."""
     is_first, write_error = model.collectives.rank == 0, None
     state = {name: tensor for name, tensor in model.gathered_tensors() if is_first}
     try:
@@ -42,12 +40,12 @@ def _save_shard(model: ShardedTransformer, folder: Path) -> Path:
         write_error = error
     failed = int(model.collectives.all_reduce_max(torch.tensor([int(write_error is not None)])))
     if failed:
-        raise write_error or HeadwiseError(f"{folder} could not be written by the first process; it says why.")
+        raise write_error or HeadwiseError(f"{folder}: rank 0 could not write the model. See the error of rank 0.")
     return folder
 
 
 def write_model(model: "Transformer", folder: Path, state: dict[str, Tensor] | None = None) -> None:
-    """Write a model's files into a folder that is there; `state` are its tensors, if not those it has."""
+    """Write a model's files to an existing folder. `state` replaces the model's own tensors."""
     state = model.state_dict() if state is None else state
     if model.spec.tied:
         state.pop("output.vocabulary.weight", None)
@@ -57,7 +55,7 @@ def write_model(model: "Transformer", folder: Path, state: dict[str, Tensor] | N
 
 
 def write_metadata(model: "Transformer", folder: Path) -> None:
-    """All that is known of a model besides its weights."""
+    """Write spec, plans and tokenizer."""
     spec = {"format": FORMAT, **model.spec.to_dict()}
     (folder / "spec.json").write_text(json.dumps(spec, indent=2), encoding="utf-8")
     if model.plans:

@@ -1,4 +1,4 @@
-"""Models whose heads are built by hand: tokens and places are unit vectors, so what a head does is known for sure."""
+"""Models with hand-built heads. Tokens and positions are unit vectors, so the behavior of each head is known exactly."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,16 @@ from headwise.text.build_tokenizers import word_tokenizer
 DIGITS = tuple(str(i) for i in range(1, 7))
 FILLERS = tuple(f"w{i}x" for i in range(34))
 OPENERS, CLOSERS = (tuple(f"{letter}{i}x" for i in range(12)) for letter in "ab")
-FOLLOWER_OF = dict(zip(FILLERS[::2], FILLERS[1::2], strict=True))  # every other filler is followed by one of its own
+FOLLOWER_OF = dict(zip(FILLERS[::2], FILLERS[1::2], strict=True))  # every other filler is followed by a fixed word
 WORDS = (*DIGITS, *FILLERS, *OPENERS, *CLOSERS)
 V, P = len(WORDS) + 2, 80
-TOKEN, POSITION, PREVIOUS, SCRATCH, OUT = 0, V, V + P, 2 * V + P, 3 * V + P  # parts of the stream
+TOKEN, POSITION, PREVIOUS, SCRATCH, OUT = 0, V, V + P, 2 * V + P, 3 * V + P  # channels of the residual stream
 WIDTH, BETA = 4 * V + P, 90.0
 
 
 def documents(count: int = 60, seed: int = 0) -> list[Document]:
-    """Random words; some open something that a word behind them closes, at any distance. The first word is a filler. A filler
-    behind one that has a follower is that follower."""
+    """Make random words. Some words open a pair that a later word closes, at any distance. The first word is a filler. A
+    filler with a follower is always followed by it."""
     rng, docs = np.random.default_rng(seed), []
     for _ in range(count):
         n = int(rng.integers(24, 44))
@@ -45,7 +45,7 @@ def documents(count: int = 60, seed: int = 0) -> list[Document]:
 
 @dataclass
 class HeadBuilder:
-    """One head in the making; what it looks for is a sum of parts."""
+    """Build one head. The attention score is a sum of terms."""
 
     layer: MultiHeadAttention
     head_index: int
@@ -55,51 +55,52 @@ class HeadBuilder:
         self.W_K[POSITION : POSITION + P, V:] = torch.eye(P)
 
     def attend_offsets(self, *offsets: int) -> "HeadBuilder":
-        """Look so many places back; all alike if several."""
+        """Attend to tokens at fixed offsets back, equally if there are several."""
         for offset in offsets:
             self.W_Q[POSITION : POSITION + P, V:] += BETA * torch.eye(P).roll(-offset, 1) * rows_with_target(offset)
         return self
 
     def attend_first(self, score_fraction: float = 0.5) -> "HeadBuilder":
-        """Look at the first token, if there is nothing better."""
+        """Attend to the first token if no other key has a higher score."""
         self.W_Q[POSITION : POSITION + P, V] += score_fraction * BETA
         return self
 
     def attend_tokens(self, pairs: Tensor, key_part: int = TOKEN) -> "HeadBuilder":
-        """From one token to another, (V, V); `key_part` PREVIOUS: to tokens behind it."""
+        """Attend from one token to another, (V, V). With `key_part=PREVIOUS` attend to the tokens after it."""
         self.W_Q[:V, :V] += BETA * pairs
         self.W_K[key_part : key_part + V, :V] = torch.eye(V)
         return self
 
     def attend_self(self, score_fraction: float = 0.5) -> "HeadBuilder":
-        """Look at its own place, if there is nothing better."""
+        """Attend to the own position if no other key has a higher score."""
         self.W_Q[POSITION : POSITION + P, V:] += score_fraction * BETA * torch.eye(P)
         return self
 
     def avoid_self(self) -> "HeadBuilder":
-        """Not at its own place."""
+        """Do not attend to the own position."""
         self.W_Q[POSITION : POSITION + P, V:] -= 3 * BETA * torch.eye(P)
         return self
 
     def write(self, part: int = SCRATCH, size: float = 0.5) -> None:
-        """Copy the token it looks at into a part of the stream."""
+        """Copy the attended token to some channels of the residual stream."""
         head = self.layer.heads[self.head_index]
         with torch.no_grad():
             head.W_Q.copy_(self.W_Q)
             head.W_K.copy_(self.W_K)
-            head.W_V.zero_()[:V] = torch.eye(V) * (2 / WIDTH) ** 0.5  # norms made unit vectors this much longer
+            head.W_V.zero_()[:V] = torch.eye(V) * (2 / WIDTH) ** 0.5  # undo the scale of the norm
             head.W_O.zero_()[:, part : part + V] = size * torch.eye(V)
 
 
 def rows_with_target(offset: int) -> Tensor:
-    """Rows whose target is there, (P, 1)."""
+    """Return the rows whose target exists, (P, 1)."""
     target = torch.arange(P) - offset
     return ((target >= 0) & (target < P))[:, None].float()
 
 
 def blank_model(heads: int, layers: int, kind: str = "decoder") -> Transformer:
-    """A model that does nothing: one unit vector per token and place, no MLP, heads that see all and write nothing."""
-    # ‖x‖² is 2 at first, a token and a place: there a score is BETA.
+    """Make a model without effect: one unit vector per token and position, no MLP, heads with uniform attention and zero
+    output."""
+    # ‖x‖² is 2 at the input (token and position), so that a score is BETA.
     attention = AttentionSpec(width=WIDTH, heads=heads, head_dim=V + P, value_dim=V, scale=2.0 / WIDTH)
     spec = ModelSpec(
         vocab=V, context=P, layers=layers, attention=attention, mlp_width=3, norm="rms", tied=False, mlp_bias=False,
@@ -120,7 +121,7 @@ def blank_model(heads: int, layers: int, kind: str = "decoder") -> Transformer:
 
 
 def pair_scores(sources: tuple[str, ...], targets: tuple[str, ...]) -> Tensor:
-    """1 from each word to its partner."""
+    """Return scores of 1 from each word to its partner."""
     pairs = torch.zeros(V, V)
     for source, target in zip(sources, targets, strict=True):
         pairs[WORDS.index(source), WORDS.index(target)] = 1
@@ -128,13 +129,13 @@ def pair_scores(sources: tuple[str, ...], targets: tuple[str, ...]) -> Tensor:
 
 
 def digit_scores() -> Tensor:
-    """1 from every token to every digit."""
+    """Return scores of 1 from every token to every digit."""
     pairs = torch.zeros(V, V)
     pairs[:, : len(DIGITS)] = 1
     return pairs
 
 
-# head: its role, the evidence level it must reach; None: the probe asks for a word that this model does not foretell
+# head: its role and the expected evidence level; None: the probe needs a word that this model does not predict
 DECODER = {
     "0.0": ("previous token", "causal"), "0.1": ("unclear", "none"), "0.2": ("duplicate token", "value-weighted"),
     "0.3": ("bracket", None), "0.4": ("unclear", "none"), "0.5": ("unclear", "none"),
@@ -144,7 +145,7 @@ DECODER = {
 
 
 def add_follower_logits(model: Transformer, part: int = TOKEN, size: float = 1.0) -> Transformer:
-    """Let the model say the follower of the word that stands in a part of the stream, no head needed."""
+    """Make the model predict the follower of the word in some channels of the residual stream, without a head."""
     assert model.output is not None
     with torch.no_grad():
         for word, follower in FOLLOWER_OF.items():
@@ -153,14 +154,14 @@ def add_follower_logits(model: Transformer, part: int = TOKEN, size: float = 1.0
 
 
 def decoder() -> Transformer:
-    """Two layers of six heads, and followers without any head; see DECODER."""
+    """Make a model of two layers with six heads, and followers without a head. See DECODER."""
     model = add_follower_logits(blank_model(heads=6, layers=2))
     first, second = model.attention_layers()
     HeadBuilder(first, 0).attend_offsets(1).write(PREVIOUS, 1.0)
     HeadBuilder(first, 1).attend_first(1.0).write()
     HeadBuilder(first, 2).attend_tokens(torch.eye(V)).avoid_self().attend_first().write()
     HeadBuilder(first, 3).attend_tokens(pair_scores(CLOSERS, OPENERS)).attend_first().write()
-    HeadBuilder(first, 4).write()  # looks everywhere alike
+    HeadBuilder(first, 4).write()  # uniform attention
     HeadBuilder(second, 0).attend_tokens(torch.eye(V), key_part=PREVIOUS).attend_first().write(OUT, 2.0)
     HeadBuilder(second, 1).attend_offsets(3).write()
     HeadBuilder(second, 2).attend_offsets(0).write()
@@ -176,7 +177,7 @@ ENCODER = {
 
 
 def encoder() -> Transformer:
-    """One layer of five heads; see ENCODER."""
+    """Make an encoder of one layer with five heads. See ENCODER."""
     model = blank_model(heads=5, layers=1, kind="encoder")
     (layer,) = model.attention_layers()
     HeadBuilder(layer, 0).attend_offsets(-1).write()

@@ -1,4 +1,4 @@
-"""Models with words of their own, whose heads are built by hand: tokens, places and parts to write into are unit vectors."""
+"""Models with their own vocabulary and hand-built heads. Tokens, positions and output channels are unit vectors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ P, BETA = 40, 90.0
 
 @dataclass
 class WordModel:
-    """A decoder that does nothing, and how its stream is laid out: tokens, places, then parts as wide as the vocabulary, the
-    last of which is what is said."""
+    """A decoder without effect, and the layout of its residual stream: tokens, positions, then parts as wide as the
+    vocabulary. The last part determines the prediction."""
 
     words: Sequence[str]
     heads: int
@@ -30,7 +30,7 @@ class WordModel:
         self.V = V = len(tokenizer)
         N = self.positions
         width = V * (1 + self.parts) + N
-        # ‖x‖² is 2 at first, a token and a place: there a score is what W_Q W_Kᵀ says.
+        # ‖x‖² is 2 at the input (token and position), so that a score is the value in W_Q W_Kᵀ.
         attention = AttentionSpec(width=width, heads=self.heads, head_dim=V + N, value_dim=V, scale=2.0 / width)
         self.model = Transformer(
             ModelSpec(
@@ -51,12 +51,12 @@ class WordModel:
         self.model.tokenizer = tokenizer
 
     def part_slice(self, index: int) -> slice:
-        """Where a part stands in the stream; -1: the tokens themselves."""
+        """Return the channels of a part of the residual stream. -1 selects the tokens."""
         first = self.V + self.positions + index * self.V if index >= 0 else 0
         return slice(first, first + self.V)
 
     def ids(self, words: Sequence[str]) -> list[int]:
-        """Their tokens."""
+        """Return the token ids of words."""
         return [list(self.words).index(word) for word in words]
 
     @torch.no_grad()
@@ -65,8 +65,8 @@ class WordModel:
         key_part: int = -1, value_part: int = -1, output_map: Tensor | None = None, output_part: int = 0,
         query_part: int = -1,
     ) -> None:  # fmt: skip
-        """Scores by places (P, P) and by tokens (V, V), of a part of the query and a part of the key; what it fetches is a
-        part of what it looks at, turned (V, V), and put into a part."""
+        """Set a head. Scores are given by positions (P, P) and by tokens (V, V), between a part of the query and a part of
+        the key. The output is a part of the attended token, mapped by a matrix (V, V) and written to a part."""
         head, V = self.model.heads[Address.parse(address)], self.V
         if position_scores is not None:
             position_rows = slice(V, V + self.positions)
@@ -82,10 +82,10 @@ class WordModel:
 
 
 def scores_to_position(position: int, score: float = BETA, num_positions: int = P) -> Tensor:
-    """Every row looks at one place: (P, P)."""
+    """Return scores with which every row attends to one position, (P, P)."""
     return torch.zeros(num_positions, num_positions).index_fill_(1, torch.tensor([position]), score)
 
 
 def scores_to_offset(offset: int, score: float = BETA, num_positions: int = P) -> Tensor:
-    """Every row that can looks so many places back: (P, P)."""
+    """Return scores with which every row attends to a fixed offset back, if it exists, (P, P)."""
     return score * torch.eye(num_positions).roll(-offset, 1).tril()

@@ -1,4 +1,4 @@
-"""The dense way: calls built by hand, batches of plain ids, and every surface measure from whole maps in float64."""
+"""Reference implementation: calls built by hand, batches of plain ids, and every surface metric from full maps in float64."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,17 +23,15 @@ from headwise.model import Transformer
 from headwise.spec import LayerAddress
 from headwise.text.token_alignment import Alignment
 
-LONG_RANGE = 32  # where long range begins
-SumsAndCounts = dict[str, tuple[np.ndarray, np.ndarray]]  # a measure: sums and counts, (units, heads)
+LONG_RANGE = 32  # first distance of long range
+SumsAndCounts = dict[str, tuple[np.ndarray, np.ndarray]]  # sums and counts of a metric, (samples, heads)
 
 
 def call_from_scores(
     scores: Tensor, mask: Mask | None = None, sink: Tensor | None = None, norms: Tensor | None = None
 ) -> AttentionCall:
-    """A call whose scores are these, (B, H, T, S): queries are the scores, keys the unit vectors.
-
-    `norms` (S,) are the lengths of what each key writes; 1 if left out.
-    """
+    """Make a call with given scores (B, H, T, S): the queries are the scores, the keys unit vectors. `norms` (S,) are the
+    value output norms of the keys, 1 by default."""
     B, H, _, S = scores.shape
     eye = torch.eye(S, dtype=scores.dtype).expand(B, H, S, S)
     v = (torch.ones(S) if norms is None else norms).to(scores)[None, None, :, None].expand(B, H, S, 1)
@@ -44,7 +42,7 @@ def call_from_scores(
 
 
 def make_sample(index: int, ids: Sequence[int]) -> TextSample:
-    """A unit of ids alone; its text is the ids."""
+    """Make a sample from ids. Its text is the ids."""
     words = [str(i) for i in ids]
     starts = np.cumsum([0, *(len(word) + 1 for word in words)]).tolist()
     spans = [(start, start + len(word)) for start, word in zip(starts, words, strict=False)]
@@ -52,12 +50,12 @@ def make_sample(index: int, ids: Sequence[int]) -> TextSample:
 
 
 def batch_without_repeats(n: int, batch: int = 1) -> TokenBatch:
-    """A batch without padding and without a repeated token."""
+    """Make a batch without padding and without repeated tokens."""
     return make_batch([make_sample(index, range(n)) for index in range(batch)])
 
 
 def accumulate_call(call: AttentionCall, batch: TokenBatch, flags: Tensor | None = None, **options: Any) -> Accumulator:
-    """What the streaming measures make of one call."""
+    """Return the result of the streaming metrics for one call."""
     accumulator = Accumulator(call.q.shape[1])
     flags = torch.zeros(int(batch.ids.max()) + 1, len(CLASSES)) if flags is None else flags
     MetricRunner(accumulator, default_metrics(flags), **options).on_call(call, batch, 0)
@@ -65,15 +63,15 @@ def accumulate_call(call: AttentionCall, batch: TokenBatch, flags: Tensor | None
 
 
 def accumulate_causal_head(scores: Tensor, n: int, **options: Any) -> Accumulator:
-    """One causal head with these scores, (n, n)."""
+    """Accumulate one causal head with these scores, (n, n)."""
     return accumulate_call(call_from_scores(scores.double()[None, None], causal(), **options), batch_without_repeats(n))
 
 
 def streaming_and_dense(
     model: Transformer, batches: list[TokenBatch], flags: Tensor, evidence: bool = False, block: int = 0, **options: Any
 ) -> tuple[Accumulator, SumsAndCounts]:
-    """The streaming measures of a model and the dense ones, of the same passes; `block`: rows of a block, with
-    `row_stride`."""
+    """Return the streaming metrics of a model and the dense ones from the same passes. `block` is the number of rows of a
+    block."""
     heads = sum(len(hook_point.head_ids) for hook_point in model.hook_points())
     accumulator = Accumulator(heads)
     observers = [TopContexts(heads)] if evidence else []
@@ -118,15 +116,15 @@ def _accumulate_both(
 
 
 def _middle_block(block: int, row_stride: int, blocks: int) -> int:
-    """Which block of its run is looked at: the one in the middle; the last run may be short."""
+    """Return whether a block is read with a row stride: the middle one of its group. The last group may be short."""
     return min(row_stride, blocks - block // row_stride * row_stride) // 2
 
 
 def dense_metrics(
     call: AttentionCall, batch: TokenBatch, flags: Tensor, rows: np.ndarray | None = None
 ) -> SumsAndCounts:
-    """Every surface measure by its definition, from the whole map: sums over rows and how many there were, (B, H). Of some
-    rows alone, (T,), but for what is written, which costs nothing to know of all."""
+    """Compute every surface metric by its definition from the full map. Return sums and counts over rows, (B, H). With `rows`
+    (T,) only these rows count, except for output norms, which use all rows."""
     p = attention_weights(call.q.double(), call.k.double(), call.params).numpy()  # (B, H, T, S)
     B, H, T, _ = p.shape
     mask = call.params.mask
@@ -140,14 +138,14 @@ def dense_metrics(
     norms = value_outputs.norm(dim=-1).numpy()  # (B, H, S)
     value_weighted = p * norms[:, :, None]
     value_weighted = value_weighted / np.maximum(value_weighted.sum(-1, keepdims=True), 1e-30)
-    offsets = np.arange(T)[:, None] - np.arange(T)  # (T, S): how far back
-    pairs = (real_tokens[:, :, None] & real_tokens[:, None])[:, None]  # of tokens
+    offsets = np.arange(T)[:, None] - np.arange(T)  # (T, S): distance back
+    pairs = (real_tokens[:, :, None] & real_tokens[:, None])[:, None]  # pairs of tokens
     start = (np.arange(T) == first[:, None])[:, None, None]  # (B, 1, 1, S)
     visible = visible_mask.sum(-1)
     totals: SumsAndCounts = {}
 
     def store(name: str, values: np.ndarray, counted: np.ndarray) -> None:
-        """Values (B, H, T) over the rows that count."""
+        """Store the sums of values (B, H, T) over the rows that count."""
         selected = True if rows is None or name.startswith("output") else rows
         counted = np.broadcast_to(counted & selected, values.shape)
         totals[name] = (np.where(counted, values, 0.0).sum(-1), counted.sum(-1))
@@ -158,7 +156,7 @@ def dense_metrics(
     store("relative entropy", entropy / np.log(np.maximum(visible, 2)), row & (visible > 1))
     store("participation", 1 / np.maximum((p**2).sum(-1), 1e-12), row)
     ordinary = real_tokens & ~flags[batch.ids][..., CLASSES.index("special")].bool().numpy()  # (B, T)
-    sees = (visible_mask & ordinary[:, None, None]).any(-1)  # (B, H, T): whether it sees an ordinary token
+    sees = (visible_mask & ordinary[:, None, None]).any(-1)  # (B, H, T): whether the row sees an ordinary token
     store("confidence", (p * ordinary[:, None, None]).max(-1), ordinary[:, None] & sees)
     store("distance", (p * abs(offsets)).sum(-1), row)
     store("signed distance", (p * offsets).sum(-1), row)
@@ -167,7 +165,8 @@ def dense_metrics(
     store("uniform", 1 / np.maximum(visible, 1), row)
     for c, name in enumerate(CLASSES):
         in_class = (flags[batch.ids][..., c].bool().numpy() & real_tokens)[:, None, None]
-        in_class = in_class if name == "special" else in_class & ~start  # a sink is no interest in a class
+        # attention to a sink does not count as attention to a class
+        in_class = in_class if name == "special" else in_class & ~start
         eligible = row if name == "special" else row & (visible_mask & in_class).any(-1)  # rows that see the class
         store(name, (p * in_class).sum(-1), eligible)
         store(f"{name} baseline", (visible_mask & in_class).sum(-1) / np.maximum(visible, 1), eligible)
@@ -175,9 +174,9 @@ def dense_metrics(
     length = torch.einsum("bhte,hed->bhtd", call.z.double(), call.hook_point.W_O.double()).norm(dim=-1).numpy()
     store("output norm", length, row)
     store("output share", length / np.maximum(length.sum(1, keepdims=True), 1e-30), row)
-    ahead = bool((visible_mask & (offsets < 0) & pairs).any())  # only a head that can look ahead has offsets ahead
+    ahead = bool((visible_mask & (offsets < 0) & pairs).any())  # whether later tokens are visible
     for offset in range(1 - LONG_RANGE if ahead else 0, LONG_RANGE):
-        at_offset = (offsets == offset) & pairs  # (B, 1, T, S): one cell a row at most
+        at_offset = (offsets == offset) & pairs  # (B, 1, T, S): at most one entry per row
         target_cells = at_offset & ~start
         at = {kind: (at_offset * values).sum(-1) for kind, values in (("p", p), ("top", p == p.max(-1, keepdims=True)))}
         store(f"offset {offset}", at["p"], at_offset.any(-1))
@@ -204,7 +203,7 @@ def dense_metrics(
 
 
 def assert_matches_dense(accumulator: Accumulator, dense: SumsAndCounts, names: Sequence[str] | None = None) -> None:
-    """Sums over counts agree to 1e-5, and what could not be measured was not."""
+    """Check that means agree to 1e-5, and that the same scores have no rows."""
     for name in dense if names is None else names:
         sums, counts = dense[name]
         actual, rows = (x.sum(0) for x in accumulator.bucket_sums_and_counts(name))

@@ -1,4 +1,4 @@
-"""A profile with `detail="light"`, which `hw.profile` does not offer: the fused kernel measures, and no map is visited."""
+"""A profile with `detail="light"`, which `hw.profile` does not offer. It uses the fused kernel and computes no map."""
 
 from typing import Any
 

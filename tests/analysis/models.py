@@ -1,4 +1,4 @@
-"""Models that read: variants of decoders and encoders over a small alphabet, and their loss the plain way."""
+"""Small decoders and encoders over a small alphabet with tokenizers, and their loss computed directly."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,7 +19,7 @@ TEXTS = ["the cat sat", "a mat", "it was a cat that sat there", "at"]
 
 
 def character_model(spec: ModelSpec, **changes: Any) -> Transformer:
-    """A model of a variant that reads text, letter by letter."""
+    """Make a model of a variant that reads text character by character."""
     tokenizer = add_mask_token(character_tokenizer("".join(TEXTS)))
     model = make_model(replace(spec, vocab=17, context=64, **changes))
     model.tokenizer = tokenizer
@@ -32,11 +32,11 @@ def encode_texts(model: Transformer) -> list[Tensor]:
 
 
 def text_loss(model: Transformer, ids: Tensor, last_only: bool = False) -> Tensor:
-    """Summed −log p of the next tokens of one text, or of its last token alone, from all the logits."""
+    """Return the summed −log p of the next tokens of one text, or of its last token alone, from all logits."""
     losses = F.cross_entropy(model(ids)[0, :-1], ids[0, 1:], reduction="none")
     return losses[-1] if last_only else losses.sum()
 
 
 def documents_of(samples: Iterable[TextSample]) -> list[Document]:
-    """The documents of some units, where they have any."""
+    """Return the documents of the samples that have one."""
     return [sample.document for sample in samples if sample.document is not None]

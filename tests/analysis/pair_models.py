@@ -1,4 +1,4 @@
-"""Encoder-decoders that read pairs, and what they lose the plain way: one pair at a time, unpadded, from all the logits."""
+"""Encoder-decoders that read text pairs, and their losses computed directly: one pair at a time, without padding."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from headwise.text import Tokenizer
 from headwise.text.build_tokenizers import character_tokenizer
 from tests.contract.layers import MODELS, make_model
 
-# Of very different lengths on both sides: the long source beside the short text, and the other way round.
+# The lengths differ strongly: a long source with a short text, and the other way round.
 PAIRS = [
     ("the cat sat", "a mat"),
     ("at", "it was a cat that sat there"),
@@ -35,19 +35,19 @@ WORDPIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"the cat sat a mat 
 
 
 def pair_model(spec: ModelSpec, tokenizer: Tokenizer | None = None, seed: int = 0) -> Transformer:
-    """A model of a variant, in double precision; it reads letters, or what the tokenizer given reads."""
+    """Make a model of a variant in double precision. It reads characters, or the tokens of a given tokenizer."""
     model = make_model(replace(spec, vocab=17, context=64), seed)
     model.tokenizer = tokenizer or character_tokenizer("".join(source + text for source, text in PAIRS))
     return model
 
 
 def wordpiece_tokenizer() -> Tokenizer:
-    """Words with [CLS] before and [SEP] behind, as BERT reads them."""
+    """Make a word tokenizer that adds [CLS] and [SEP], as for BERT."""
     return Tokenizer.from_wordpiece(WORDPIECES)
 
 
 def encode_pairs(model: Transformer, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[Tensor, Tensor]]:
-    """Each pair by hand: the source with its end (1, S), and the text behind an end token, with its own (1, T)."""
+    """Encode each pair by hand: the source with its end token (1, S), and the text between two end tokens (1, T)."""
     tokenizer = model.tokenizer
     assert tokenizer is not None
     end = tokenizer.special["eos"] if tokenizer.special["eos"] is not None else tokenizer.special["sep"]
@@ -64,7 +64,7 @@ def encode_pairs(model: Transformer, pairs: list[tuple[str, str]] = PAIRS) -> li
 
 
 def token_losses(model: Transformer, pairs: list[tuple[str, str]] = PAIRS, **options: object) -> list[Tensor]:
-    """−log p of every token of each text, (T − 1,) each."""
+    """Return −log p of every token of each text, (T − 1,) each."""
     losses = []
     for source, text in encode_pairs(model, pairs):
         logits = model(text[:, :-1], source=source, **options)[0]  # (T − 1, V)
@@ -73,14 +73,14 @@ def token_losses(model: Transformer, pairs: list[tuple[str, str]] = PAIRS, **opt
 
 
 def mean_loss(model: Transformer, pairs: list[tuple[str, str]] = PAIRS) -> float:
-    """The mean over all tokens of all texts."""
+    """Return the mean loss over all tokens of all texts."""
     with torch.no_grad():
         return float(torch.cat(token_losses(model, pairs)).mean())
 
 
 @torch.no_grad()
 def head_outputs(model: Transformer, head: Address, full_text: bool = False) -> list[Tensor]:
-    """z of a head in each pair, (T, e): a text without its last token, which nobody reads to guess, or the whole of it."""
+    """Return z of a head in each pair, (T, e), for the full text or without its last token, which is never an input."""
     outputs = []
     for source, text in encode_pairs(model):
         with record(model, str(head), tensors="z") as recording:
@@ -90,10 +90,8 @@ def head_outputs(model: Transformer, head: Address, full_text: bool = False) -> 
 
 
 def token_losses_without(model: Transformer, head: Address, replacements: list[Tensor] | None = None) -> list[Tensor]:
-    """`token_losses` with a head's z replaced, in each pair by rows (T, e) of `replacements`, or by nothing.
-
-    The head's own share of W_O is emptied for the while, and what stands in for it is added behind the layer.
-    """
+    """Compute `token_losses` with z of a head replaced by rows (T, e) of `replacements`, or by zero. The share of the head in
+    W_O is set to zero temporarily, and the replacement is added to the output of the layer."""
     layer = next(layer for layer in model.attention_layers() if layer.hook_point.address == head.layer_address)
     W_O: Tensor = model.heads[str(head)].W_O  # pyright: ignore
     losses = []
@@ -111,8 +109,8 @@ def token_losses_without(model: Transformer, head: Address, replacements: list[T
 def ablation_costs(
     model: Transformer, replacement_of: Callable[[Address], list[Tensor]] | None = None, last_only: bool = False
 ) -> list[float]:
-    """What is lost without each head; `replacement_of(head)` are the rows that stand in for it in each pair, none:
-    nothing."""
+    """Return the loss increase without each head. `replacement_of(head)` returns the rows that replace it in each pair, or
+    None for zero."""
     costs = []
     with torch.no_grad():
         clean = token_losses(model)
@@ -127,7 +125,7 @@ def ablation_costs(
 
 @contextmanager
 def output_offset(layer: nn.Module, added: Tensor) -> Iterator[None]:
-    """While open, this is added to what a layer writes, (T, D) or (D,)."""
+    """Add a tensor (T, D) or (D,) to the output of a layer while the context is active."""
     hook = layer.register_forward_hook(partial(_add_to_output, added))
     try:
         yield

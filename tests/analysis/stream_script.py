@@ -1,6 +1,6 @@
-"""What a fresh process runs: python -m tests.analysis.stream_script SMALL LARGE. Profiles SMALL, then LARGE under a real
-limit of memory, and prints what it read and by how much memory rose. Each is a file of words, a treebank, or a number: so
-many documents of the synthetic language, with relations."""
+"""Script for a separate process: `python -m tests.analysis.stream_script SMALL LARGE`. It profiles SMALL, then LARGE under a
+memory limit, and prints the number of tokens and the memory increase. Each argument is a file of words, a treebank, or a
+number of documents of the synthetic language."""
 
 import resource
 import sys
@@ -20,11 +20,11 @@ from headwise.text.synthetic import VOCABULARY
 
 WORDS = [f"w{number}" for number in range(200)]
 RELATIONS = ("nsubj", "obj", "det", "amod")
-MEMORY_MARGIN = 64 << 20  # bytes a process may take beyond what it holds after the small file
+MEMORY_MARGIN = 64 << 20  # bytes that the process may use in addition to its memory after the small file
 
 
 def write_words(path: Path, tokens: int) -> Path:
-    """So many random words, 40 a line."""
+    """Write random words to a file, 40 per line."""
     with open(path, "w") as file:
         generator = torch.Generator().manual_seed(tokens)
         for start in range(0, tokens, 40):
@@ -34,7 +34,7 @@ def write_words(path: Path, tokens: int) -> Path:
 
 
 def write_treebank(path: Path, sentences: int) -> Path:
-    """So many sentences of 8 to 15 random words in CoNLL-U, each word a dependent of an earlier one."""
+    """Write sentences of 8 to 15 random words in CoNLL-U. Each word depends on an earlier one."""
     generator = torch.Generator().manual_seed(sentences)
     with open(path, "w") as file:
         for _ in range(sentences):
@@ -49,7 +49,7 @@ def write_treebank(path: Path, sentences: int) -> Path:
 
 
 def make_model(words: Sequence[str]) -> Transformer:
-    """A decoder as small as can be that reads these words."""
+    """Make a minimal decoder for these words."""
     torch.manual_seed(0)
     attention = hw.AttentionSpec(width=8, heads=2)
     tokenizer = word_tokenizer(words)
@@ -61,7 +61,7 @@ def make_model(words: Sequence[str]) -> Transformer:
 def main(small: str, large: str) -> None:
     torch.set_num_threads(1)
     batch_tokens = 2048
-    if large.endswith(".conllu"):  # little at a time, so that a small treebank streams too
+    if large.endswith(".conllu"):  # small buffers, so that a small treebank streams too
         batch_tokens, tokenized_corpus.MAX_CACHED_TOKENS = 256, 1 << 12
     summaries: list[dict[str, Any]] = []
     model = make_model(VOCABULARY if large.isdigit() else WORDS)

@@ -1,4 +1,5 @@
-"""What each process of a team runs: python -m tests.analysis.team_script FOLDER CORPUS; alone it does all the work."""
+"""Script of each process of a group: `python -m tests.analysis.team_script FOLDER CORPUS`. A single process does all the
+work."""
 
 import json
 import os
@@ -17,7 +18,7 @@ TEXTS = [document.text for document in Corpus.synthetic(documents=31, seed=2).it
 
 
 def make_profile(kind: str) -> Any:
-    """A profile of documents with relations, of texts beside documents, or of too few texts."""
+    """Profile documents with relations, texts and documents, or too few texts."""
     if kind == "documents":
         return profile(decoder(), documents(41))
     if kind == "texts":
@@ -28,13 +29,13 @@ def make_profile(kind: str) -> Any:
 
 
 def save_profile(folder: str, kind: str) -> None:
-    """Make it and write it into a folder, each process under its number."""
+    """Profile a model and write the result to a folder, named by the rank of the process."""
     result = make_profile(kind)
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     result.save(Path(folder) / f"{rank}.npz")
     (Path(folder) / f"{rank}.json").write_text(
         json.dumps(result.to_dict()), encoding="utf-8"
-    )  # a pipe of two would mix them
+    )  # a pipe shared by two processes would interleave their output
 
 
 if __name__ == "__main__":

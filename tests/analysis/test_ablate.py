@@ -1,4 +1,4 @@
-"""Ablation and patching, against editing the weights and against z put in by hand."""
+"""Ablation and patching, compared with edited weights and with z replaced by hand."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,7 +22,7 @@ HEADS = dict.fromkeys(MODELS, "0.3") | {"encoder-decoder": "enc.1.2,dec.0.1,cros
 
 
 def record_by_listening(model: Transformer, *args: Any, **options: Any) -> dict[LayerAddress, Tensor]:
-    """z of every layer in one call, seen by plain listeners."""
+    """Record z of every layer in one call with plain listeners."""
     z_by_address: dict[LayerAddress, Tensor] = {}
     with ExitStack() as stack, torch.no_grad():
         for hook_point in model.hook_points():
@@ -32,7 +32,7 @@ def record_by_listening(model: Transformer, *args: Any, **options: Any) -> dict[
 
 
 def run_with_replaced_z(model: Transformer, address: str, value: Tensor, *args: Any, **options: Any) -> Tensor:
-    """The output with one head's z replaced by hand: value (B, T, e)."""
+    """Return the output with z of one head replaced by a value (B, T, e)."""
     head = model.heads[address]
     hook_point = head.layer.hook_point  # pyright: ignore
 
@@ -54,7 +54,7 @@ def test_ablated_zero_equals_zeroing_W_O_rows(name: str) -> None:
             head.W_O.zero_()
     assert_equal(got, run_model(same))
     assert (got - before).abs().max() > 1e-3
-    assert torch.equal(run_model(model), before)  # and afterwards nothing is left of it
+    assert torch.equal(run_model(model), before)  # the model is restored afterwards
     assert not any(hook_point.is_active for hook_point in model.hook_points())
 
 
@@ -131,7 +131,7 @@ def test_ablated_resample_uses_another_example_or_run(name: str) -> None:
     with ablated(model, "0.2", "resample", other=record_z(model, other, "0.*")):
         assert_equal(
             model(ids), run_with_replaced_z(model, "0.2", other_z[:, [0, 1, 2, 3, 0, 1]], ids)
-        )  # four tokens, then from the start
+        )  # four tokens, then again from the start
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -168,7 +168,7 @@ def test_patched_inserts_z_of_recorded_run(name: str) -> None:
 def test_patched_all_heads_of_one_layer_gives_clean_logits() -> None:
     model = make_model(replace(MODELS["decoder"], layers=1))
     clean, corrupt = token_ids(1, 6), token_ids(1, 6, seed=5)
-    corrupt[:, -1] = clean[:, -1]  # the stream of the last token is the same, so attention is all that differs
+    corrupt[:, -1] = clean[:, -1]  # the residual stream of the last token is the same, so only attention differs
     with patched(model, "*", record_z(model, clean)):
         assert_equal(model(corrupt)[:, -1], model(clean)[:, -1])
 
@@ -179,7 +179,7 @@ def test_ablated_nested_contexts_undo_after_error() -> None:
     with ablated(model, "0.*", "zero"), patched(model, "0.1", recorded), ablated(model, "1.2", "zero"):
         got = model(ids)
     with model.heads["0.0,0.2,0.3,1.2"].silenced():
-        assert_equal(got, model(ids))  # the inner context has the last word on 0.1
+        assert_equal(got, model(ids))  # the inner context determines 0.1
     with pytest.raises(ZeroDivisionError), ablated(model, "0.*", "zero"):
         raise ZeroDivisionError
     assert torch.equal(model(ids), before)
@@ -248,25 +248,29 @@ def test_ablated_and_patched_invalid_arguments_raise() -> None:
             model(input_ids)
 
     for context, input_ids, message in (
-        (ablated(model, "0.1", "mean"), ids, "needs the means"),
-        (ablated(model, "0.1", "zero", corpus=TEXTS), ids, "which texts means are taken over"),
-        (ablated(model, "0.1", corpus=TEXTS, means=short), ids, "which texts means are taken over"),
+        (ablated(model, "0.1", "mean"), ids, "no tokenizer"),
+        (ablated(model, "0.1", "zero", corpus=TEXTS), ids, "only to compute the means"),
+        (ablated(model, "0.1", corpus=TEXTS, means=short), ids, "only to compute the means"),
         (patched(model, "0.1", "the cat"), ids, "no tokenizer"),
-        (patched(model, "0.1", []), ids, "another run is a text"),
-        (ablated(model, "0.1", "some"), ids, "no ablation 'some'"),  # pyright: ignore
-        (ablated(model, "0.9", "zero"), ids, "names no head"),
-        (ablated(model, "0.1", "resample"), ids[:1], "a batch of one"),
-        (ablated(model, "0.1", "resample", other=torch.tensor([0, 2])), ids, "which one it borrows from"),
-        (ablated(model, "0.1", "resample", other=record_z(model, token_ids(3, 5))), ids, "3 texts and this one 2"),
+        (patched(model, "0.1", []), ids, "must be a text"),
+        (ablated(model, "0.1", "some"), ids, "unknown ablation method"),  # pyright: ignore
+        (ablated(model, "0.9", "zero"), ids, "no such head"),
+        (ablated(model, "0.1", "resample"), ids[:1], "the batch has only one example, so"),
+        (ablated(model, "0.1", "resample", other=torch.tensor([0, 2])), ids, "must be an integer tensor of shape"),
+        (
+            ablated(model, "0.1", "resample", other=record_z(model, token_ids(3, 5))),
+            ids,
+            "Record a run with the same batch size",
+        ),
         (ablated(model, "0.1", means=short), ids, "for 3 positions"),
         (patched(model, "1.1", recorded), ids, "not in the recorded run"),
-        (patched(model, "0.1", recorded), ids[:, :4], "texts of one length"),
-        (patched(model, "0.1", recorded, [5]), ids, "no position 5"),
-        (ablated(model, "0.1", "resample", attention_mask=torch.ones(2, 4)), ids, "attention_mask is"),
+        (patched(model, "0.1", recorded), ids[:, :4], "same number of tokens"),
+        (patched(model, "0.1", recorded, [5]), ids, "out of range for 5 tokens"),
+        (ablated(model, "0.1", "resample", attention_mask=torch.ones(2, 4)), ids, "does not match the call"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             run_with(context, input_ids)
-    with pytest.raises(HeadwiseError, match="nothing to take a mean over"):
+    with pytest.raises(HeadwiseError, match="no runs to average"):
         mean_of_outputs([])
     with pytest.raises(HeadwiseError, match="'global' or 'position'"):
         mean_of_outputs([recorded], granularity="row")  # pyright: ignore

@@ -1,4 +1,4 @@
-"""The best head for coreference: heads built by hand, whose answers are known; and the figure of the docs."""
+"""The best head for coreference: hand-built heads with known results, and the numbers in the docs."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,8 @@ DATA = Path(os.environ.get("HEADWISE_DATA", Path(__file__).parent.parent.parent.
 
 
 def make_pronouns(right: int, wrong: int, count: int = 24, answers: str = "AB") -> list[GAPExample]:
-    """Word 6 is the pronoun; the right name stands at one place, the wrong one at another; A and B by turns."""
+    """Make sentences with a pronoun at word 6, the correct name at one position and the wrong one at another. Names
+    alternate."""
     pronouns = []
     for index in range(count):
         words = [FILLERS[(index + 5 * position) % len(FILLERS)] for position in range(9)]
@@ -29,7 +30,7 @@ def make_pronouns(right: int, wrong: int, count: int = 24, answers: str = "AB") 
 
 
 def test_coreference_head_that_finds_name_is_best() -> None:
-    """Two words back is the name meant, one ahead the other: the nearer is always wrong, the second head always right."""
+    """The correct name is two words back and the wrong one is one word ahead: the second head is always right."""
     model = blank_model(heads=3, layers=1, kind="encoder")
     for index, offset in enumerate((3, 2, -1)):
         HeadBuilder(next(model.attention_layers()), index).attend_offsets(offset).write()
@@ -40,7 +41,7 @@ def test_coreference_head_that_finds_name_is_best() -> None:
 
 @pytest.mark.parametrize("answers", ["A", "B", "AB"])
 def test_coreference_uniform_head_scores_half(answers: str) -> None:
-    """Heads that look everywhere alike know nothing, whichever name is meant."""
+    """Heads with uniform attention score 0.5 for either name."""
     result = best_coreference_head(
         blank_model(heads=2, layers=1, kind="encoder"), make_pronouns(right=3, wrong=5, answers=answers)
     )
@@ -69,7 +70,7 @@ def test_coreference_minilm_matches_docs() -> None:
 
 
 def test_best_heads_relations_of_different_texts_are_one_family() -> None:
-    """Halves follow the texts a relation has; together they are tested all the same, over all texts."""
+    """Each relation has its own halves, given by its texts, but all relations are one family of tests."""
     profiled = profile(
         synthetic_model(layers=1), list(Corpus.synthetic("held-out", documents=60, seed=3).items()), causal=False
     )

@@ -1,4 +1,4 @@
-"""The last rung: who is causal; who only looks so, beside heads that do nothing or because any answer hangs on it."""
+"""Causal tests: causal heads, and heads that only seem causal because other heads do nothing or every answer needs them."""
 
 import math
 from collections.abc import Iterable
@@ -16,8 +16,13 @@ from headwise.analysis.ablation.head_outputs import as_head_outputs, mean_of_out
 from headwise.analysis.metrics.statistics import holm_correction
 from headwise.analysis.metrics.task_metric import sample_from_ids
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.causal_effects import RANDOM_TOKENS, RUNNING_TEXT, CausalEffect
-from headwise.analysis.roles.causal_test import CausalTest, ablation_effects, causal_test, loss_increase_by_head
+from headwise.analysis.roles.causal_test import (
+    CausalEffectEstimator,
+    ablation_effects,
+    causal_test,
+    loss_increase_by_head,
+)
+from headwise.analysis.roles.causal_test_results import RANDOM_TOKENS, RUNNING_TEXT, CausalEffect
 from headwise.analysis.roles.causal_trials import (
     LIST_LENGTH,
     MAX_LISTS,
@@ -57,14 +62,14 @@ from tests.analysis.constructed_heads import (
 def effect_of_costs(
     *heads: float, texts: int = 20, answers: float = 4.0, clean: float = 0.0, control: float = 0.0
 ) -> CausalEffect:
-    """The first of some heads of a layer: cases of some answers each, in which every head costs so many nats an answer, the
-    first so many in the control; its mean in its place costs as much as another case."""
+    """Effect of the first of some heads of a layer. Each case has several answers, and each head has a cost in nats per
+    answer; the first head has another cost in the control. Mean ablation costs as much as resampling."""
     lost = np.tile(answers * np.array(heads), (texts, 1))
     return effect_of_losses(lost, np.full((texts, 1), answers * control), np.full(texts, answers), clean)
 
 
 def effect_of_losses(lost: np.ndarray, control: np.ndarray, counts: np.ndarray, clean: float = 0.0) -> CausalEffect:
-    costs = CausalTest(counts, clean * counts.sum())
+    costs = CausalEffectEstimator(counts, clean * counts.sum())
     effect = costs.compare_with_control(lost[:, 0], control[:, 0])
     effect = costs.compare_with_layer(effect, lost[:, 0], lost[:, 1:]) if effect.is_causal else effect
     return costs.with_mean_ablation(effect, lost[:, 0]) if effect.is_causal else effect
@@ -91,7 +96,7 @@ def test_effect_equal_control_cost_is_not_causal() -> None:
 
 
 def test_effect_one_outlier_case_is_not_causal() -> None:
-    """It is missing from (11/12)¹² of all draws, which is 35 %, so the interval begins at 0."""
+    """(11/12)¹² = 35% of all bootstrap draws miss the outlier, so the interval begins at 0."""
     lost = np.tile([2.0, 0.0], (12, 1))
     lost[3, 0] = 50.0
     effect = effect_of_losses(lost, np.full((12, 1), 2.0), np.full(12, 4.0))
@@ -101,20 +106,21 @@ def test_effect_one_outlier_case_is_not_causal() -> None:
 
 
 def test_effect_without_control_is_not_causal() -> None:
-    effect = CausalTest(np.ones(20), 0.0).compare_with_control(np.ones(20), None)
+    effect = CausalEffectEstimator(np.ones(20), 0.0).compare_with_control(np.ones(20), None)
     assert (effect.cost, effect.control_cost, effect.excess_interval) == (1, None, None)
     assert not effect.is_causal
 
 
 def test_effect_without_mean_ablation_cost_is_not_causal() -> None:
-    """Another case's answer misleads; with nothing said in its place nobody misses it."""
-    costs, effect = CausalTest(np.full(20, 4.0), 0.0), effect_of_costs(0.7, 0.0)
+    """The output of another case misleads the model, but zero output in its place costs nothing."""
+    costs, effect = CausalEffectEstimator(np.full(20, 4.0), 0.0), effect_of_costs(0.7, 0.0)
     for lost, needed in ((0.6, True), (0.005, False), (-0.1, False)):
         assert costs.with_mean_ablation(effect, np.full(20, 4 * lost)).is_causal == needed
 
 
 def test_effect_p_value_is_corrected_for_number_of_heads() -> None:
-    """Six cases that all lose: one of 64 flips reaches as much, so p is 1/64; of four heads tried each needs .05/4."""
+    """Six cases with a positive cost: one of 64 sign flips reaches the sum, so p = 1/64. Four heads are tested, so each needs
+    0.05/4."""
     effect = effect_of_costs(0.5, 0.0, texts=6)
     assert effect.p == pytest.approx(1 / 64)
     assert effect.is_causal
@@ -137,7 +143,7 @@ def test_effect_threshold_grows_with_clean_loss() -> None:
 
 
 def test_effect_below_top_heads_of_layer_is_not_causal() -> None:
-    """Above the average of a layer in which five of eight others do nothing, but below the three that do most."""
+    """Above the mean of a layer in which five of eight other heads do nothing, but below its top three heads."""
     effect = effect_of_costs(0.5, 1, 1, 1, 0, 0, 0, 0, 0)
     assert effect.effect == pytest.approx(0.5 - 3 / 8)
     assert effect.effect_interval is not None
@@ -199,7 +205,7 @@ def test_list_trial_at_least_half_of_a_list_is_drawn_from_the_vocabulary() -> No
     assert {*range(len(WORDS))} == {token for ids in lists for token in ids} | {*range(len(WORDS))}, (
         "ordinary tokens alone"
     )
-    rare = {WORDS.index(word) for word in WORDS[:6]}  # digits, which no text asks for
+    rare = {WORDS.index(word) for word in WORDS[:6]}  # digits, which never occur as an answer
     assert any({*ids} & rare for ids in lists)
 
 
@@ -243,7 +249,7 @@ def test_list_trial_uninformed_model_has_no_controls() -> None:
 
 
 def add_closer_logits(model: Transformer) -> Transformer:
-    """Say each closer behind any of two words, `5` and `6`: twelve of them, so that each is one in twelve."""
+    """Predict each closing word after the words `5` and `6`: one of twelve."""
     assert model.output is not None
     with torch.no_grad():
         for word in ("5", "6"):
@@ -254,7 +260,7 @@ def add_closer_logits(model: Transformer) -> Transformer:
 
 @torch.no_grad()
 def test_word_trial_controls_have_closer_without_opener() -> None:
-    """Closers behind a word that calls for them, once with their opener in the text and once without."""
+    """Closing words after a word that predicts them, with and without their opening word in the text."""
     model = add_closer_logits(blank_model(heads=2, layers=1))
     with_pairs = [Document.of(["w1x", f"a{k}x", "w3x", "5", f"b{k}x"], [Relation("bracket", 4, 1)]) for k in range(6)]
     without = [Document.of(["w1x", f"a{(k + 1) % 12}x", "w5x", "6", f"b{k}x"], []) for k in range(6)]
@@ -271,7 +277,7 @@ def test_word_trial_controls_have_closer_without_opener() -> None:
 
 @torch.no_grad()
 def test_ablation_loss_equals_resample_and_mean_ablation() -> None:
-    """What the sweep loses is what the model loses with the head patched from the row before."""
+    """The loss of the sweep equals the loss of the model with the head patched from the previous row."""
     model = decoder()
     trial = repeated_list_trial(model, list(tokenized_documents(model)), seed=3)
     heads = [Address.parse("0.0"), Address.parse("1.0")]
@@ -293,11 +299,12 @@ def test_ablation_loss_equals_resample_and_mean_ablation() -> None:
                 assert means[index, head_index] == pytest.approx(answer_loss(row) - clean[index], abs=1e-4)
 
 
-# Built heads.
+# Hand-built heads.
 
 
 def nearly_idle_model(size: float) -> Transformer:
-    """One layer: a previous-token head that makes the token before a little less likely, and five that write nothing."""
+    """One layer: a previous-token head that slightly reduces the probability of the previous token, and five heads without
+    output."""
     model = blank_model(heads=6, layers=1)
     (layer,) = model.attention_layers()
     HeadBuilder(layer, 0).attend_offsets(1).write(OUT, -size)
@@ -305,7 +312,7 @@ def nearly_idle_model(size: float) -> Transformer:
 
 
 def test_profile_idle_layer_has_no_causal_head() -> None:
-    """Another case's token is taken away in place of its own: the answers lose next to nothing, and no control is found."""
+    """The token of another case is suppressed instead: the answers lose almost nothing, and no control is found."""
     head = profile(nearly_idle_model(0.1), documents(40))["0.0"].evidence[0]
     assert head.role == "previous token"
     assert head.cost is not None
@@ -327,7 +334,7 @@ def first_evidence(profiled: Profile, address: str) -> RoleEvidence:
 
 
 def test_profile_copying_heads_are_causal(causal_profile: Profile) -> None:
-    """Both links of the chain; the duplicate-token head is asked the same, and nothing hangs on it."""
+    """Both heads of the copying chain are causal. The duplicate-token head is tested on the same prompts without effect."""
     for address in ("0.0", "1.0"):
         head = first_evidence(causal_profile, address)
         assert head.evidence_level == "causal"
@@ -350,7 +357,7 @@ def test_profile_copying_heads_are_causal(causal_profile: Profile) -> None:
 
 
 def test_profile_two_heads_sharing_work_are_both_causal() -> None:
-    """Half each: both are needed, and both are told; without a second one the work would all be one's."""
+    """Each head does half of the work: both are needed, and both are reported."""
     model = decoder()
     _, second_layer = model.attention_layers()
     HeadBuilder(second_layer, 0).attend_tokens(torch.eye(V), key_part=PREVIOUS).attend_first().write(OUT, 1.0)
@@ -362,8 +369,8 @@ def test_profile_two_heads_sharing_work_are_both_causal() -> None:
 
 @torch.no_grad()
 def test_profile_redundant_heads_are_not_causal() -> None:
-    """Each says the answer loud enough. One that says another case's answer misleads; one that says nothing is not missed.
-    Lists are made of followers alone, so that nothing but these heads has a part in them."""
+    """Each head alone suffices. Resampling its output misleads the model, but zero output is not missed. The lists consist of
+    followers only, so that only these heads are involved."""
     model = decoder()
     _, second_layer = model.attention_layers()
     for index in (0, 4):
@@ -389,14 +396,14 @@ def test_profile_redundant_heads_are_not_causal() -> None:
 
 
 def prompt_with_answers(ids: list[int], places: Iterable[int]) -> TrialPrompt:
-    """A text of built words, and the tokens asked for."""
+    """Make a prompt of built words with the expected tokens."""
     return TrialPrompt(sample_from_ids(0, tuple(ids), word_tokenizer(WORDS)), {place: ids[place] for place in places})
 
 
 def test_profile_head_writing_every_answer_is_not_causal() -> None:
-    """Where a token was said before it looks behind it, elsewhere at itself, and it writes what follows: every answer of the
-    model, however it was found, is written by this head. Its pattern is induction's, and lists lose all without it; texts
-    in which nothing is repeated lose as much."""
+    """If a token occurred before, the head attends to the token after it, otherwise to itself, and writes the follower. So it
+    writes every answer of the model. Its attention pattern is induction and lists need it, but texts without repetition need
+    it just as much."""
     model = blank_model(heads=6, layers=2)
     first_layer, second_layer = model.attention_layers()
     HeadBuilder(first_layer, 0).attend_offsets(1).write(PREVIOUS, 1.0)
@@ -414,8 +421,9 @@ def test_profile_head_writing_every_answer_is_not_causal() -> None:
 
 
 def test_profile_head_writing_constant_is_not_causal() -> None:
-    """One word would be said everywhere, and a head with the pattern of induction keeps it down, wherever it looks. Nothing
-    stands in its place: no answer is left. But it says nothing about any case, and another case's is as good."""
+    """The model would predict one word everywhere, and a head with the attention pattern of induction suppresses it wherever
+    it attends. Without output no answer is correct, but the output does not depend on the case, so that of another case works
+    equally well."""
     model = decoder()
     _, second_layer = model.attention_layers()
     HeadBuilder(second_layer, 4).attend_tokens(torch.eye(V), key_part=PREVIOUS).attend_first().write(OUT, 0.0)
@@ -439,8 +447,8 @@ def test_profile_head_writing_constant_is_not_causal() -> None:
 
 
 def test_causal_test_head_that_copies_texts_alone_names_the_set(tmp_path: Path) -> None:
-    """An induction head for tokens that have a follower: texts are made of such pairs, random tokens are not. It is
-    causal on one set. The level is not causal, and the set is named, saved, merged and printed."""
+    """An induction head for tokens that have a follower: texts consist of such pairs, random tokens do not. The head is
+    causal on one token set. So the level is not causal, and the set is reported, saved, merged and printed."""
     model = decoder()
     _, two = model.attention_layers()
     HeadBuilder(two, 0).attend_tokens(
@@ -471,7 +479,7 @@ def test_causal_test_head_that_copies_texts_alone_names_the_set(tmp_path: Path) 
 @pytest.mark.parametrize("seed", range(1, 3))
 @torch.no_grad()
 def test_causal_test_random_heads_are_not_causal(seed: int) -> None:
-    """Beside the two heads of a copying chain, 18 with random weights, that write everywhere; all are tried for induction."""
+    """Two heads of a copying chain and 18 random heads that write everywhere. All are tested for induction."""
     model = add_follower_logits(blank_model(heads=10, layers=2))
     first_layer, second_layer = model.attention_layers()
     HeadBuilder(first_layer, 0).attend_offsets(1).write(PREVIOUS, 1.0)

@@ -1,4 +1,4 @@
-"""Heads beside each other: closed forms, scipy and dense recomputation, and heads that are built to be alike."""
+"""Comparison of heads: closed forms, scipy, dense recomputation, and heads that are built to be equal."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -106,11 +106,11 @@ def test_compare_heads_composition_follows_norm_placement(
     comparison = compare_heads(model, TEXTS, rows=32)
     at = {str(head.address): i for i, head in enumerate(head_weights)}
     v, q = comparison["v_composition"], comparison["q_composition"]
-    assert np.isfinite(v[at["enc.0.1"], at["cross.1.2"]])  # the source is read across
-    assert np.isnan(q[at["enc.0.1"], at["cross.1.2"]])  # but asked about from the target's stream
+    assert np.isfinite(v[at["enc.0.1"], at["cross.1.2"]])  # cross-attention reads values from the encoder
+    assert np.isnan(q[at["enc.0.1"], at["cross.1.2"]])  # but queries come from the decoder stream
     assert np.isfinite(q[at["cross.0.0"], at["dec.1.4"]])
     assert np.isnan(v[at["cross.0.0"], at["cross.1.4"]])
-    assert np.isnan(q[at["dec.1.4"], at["cross.0.0"]])  # nobody reads what is not yet written
+    assert np.isnan(q[at["dec.1.4"], at["cross.0.0"]])  # a head cannot read the output of a later one
     assert np.isnan(q[at["dec.1.4"], at["dec.1.3"]])
     assert np.isnan(q[at["dec.1.4"], at["cross.1.3"]]) == (norm_placement == "parallel")
     assert np.isnan(comparison["write"][at["enc.0.1"], at["dec.0.1"]])
@@ -166,7 +166,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def record_calls(model: Transformer, ids: Tensor) -> dict[HookPoint, AttentionCall]:
-    """One text alone, without padding, every call kept."""
+    """Record every call of one text, without padding."""
     calls: dict[HookPoint, AttentionCall] = {}
     stack = [
         hook_point.listen(lambda call: calls.__setitem__(call.hook_point, call)) for hook_point in model.hook_points()
@@ -233,7 +233,7 @@ def test_sample_rows_is_reproducible_and_skips_padding(make: Callable[..., Trans
     assert sum(len(text_samples) * len(positions) for text_samples, positions in sampled) == 100
     for text_samples, positions in sampled:
         assert positions[0] >= 1
-        assert positions[-1] < min(len(text_sample.ids) for text_sample in text_samples)  # padding is never a row
+        assert positions[-1] < min(len(text_sample.ids) for text_sample in text_samples)  # padding is never selected
         assert len(set(positions)) == len(positions)
     again = list(sample_row_positions(model, TEXTS * 9, 100, 256, 10, 0))
     assert (
@@ -244,7 +244,7 @@ def test_sample_rows_is_reproducible_and_skips_padding(make: Callable[..., Trans
     assert sum(len(u) * len(p) for u, p in sample_row_positions(model, TEXTS * 9, 5, 256, 10, 0)) == 5
     few = list(sample_row_positions(model, TEXTS[0], 500, 256, 10, 0))
     assert len(few) == 1
-    assert len(few[0][1]) == len(few[0][0][0].ids) - 1  # all there is
+    assert len(few[0][1]) == len(few[0][0][0].ids) - 1  # all available rows
     long = list(sample_row_positions(model, " ".join(TEXTS * 4), 64, 16, 10, 0))
     assert all(len(text_sample.ids) <= 16 for text_samples, _ in long for text_sample in text_samples)
     rows = record_rows(model, sampled[0][0], sampled[0][1], set(model.heads.addresses))
@@ -269,7 +269,7 @@ def test_compare_heads_leaves_model_unchanged(make: Callable[..., Transformer]) 
 
 
 def duplicate_head(model: Transformer) -> Transformer:
-    """Head 0.3 becomes head 0.1, in coordinates of its own."""
+    """Set head 0.3 to head 0.1 in another basis."""
     original, duplicate = model.heads[Address.parse("0.1")], model.heads[Address.parse("0.3")]
     rotation, _ = torch.linalg.qr(randn(6, 6, seed=9))
     with torch.no_grad():
@@ -311,7 +311,7 @@ def test_comparison_clusters_and_embedding_match_distances() -> None:
     positions = comparison.head_coordinates()
     np.testing.assert_allclose(np.linalg.norm(positions[:, None] - positions, axis=-1), distances, atol=1e-7)
     assert comparison.head_coordinates(8).shape == (6, 8)
-    with pytest.raises(HeadwiseError, match="baseline"):
+    with pytest.raises(HeadwiseError, match="a single text"):
         make_comparison(distances, baseline=np.nan).clusters()
 
 
@@ -319,7 +319,8 @@ def test_comparison_js_embeds_exactly(make: Callable[..., Transformer]) -> None:
     comparison = compare_heads(make(), TEXTS, rows=40)
     positions = comparison.head_coordinates(10)
     squared = ((positions[:, None] - positions) ** 2).sum(-1)
-    np.testing.assert_allclose(squared, comparison["js"], atol=1e-9)  # embeds exactly: no eigenvalue is below 0
+    # a metric that can be embedded: no eigenvalue is negative
+    np.testing.assert_allclose(squared, comparison["js"], atol=1e-9)
 
 
 def test_comparison_by_layer_averages_pairs_within_layer(make: Callable[..., Transformer]) -> None:
@@ -349,7 +350,7 @@ def test_comparison_missing_values_have_notes(make: Callable[..., Transformer]) 
     assert "offset" in comparison.notes["q_composition"]
     assert "share" in comparison.notes["read_k"]
     alone = compare_heads(make(), TEXTS[0], rows=8)
-    assert np.isnan(alone.baselines["js"]).all()  # one text has no other
+    assert np.isnan(alone.baselines["js"]).all()  # a single text has no other text to compare with
     assert alone.texts == 1
 
 
@@ -358,13 +359,13 @@ def test_compare_heads_invalid_request_raises(make: Callable[..., Transformer]) 
     comparison = compare_heads(model, TEXTS, rows=16)
     with pytest.raises(HeadwiseError, match="two heads"):
         compare_heads(model, TEXTS, heads="0.1")
-    with pytest.raises(HeadwiseError, match="at least 2 rows"):
+    with pytest.raises(HeadwiseError, match="must be at least 2"):
         compare_heads(model, TEXTS, rows=1)
     with pytest.raises(HeadwiseError, match="did you mean js"):
         comparison.most_similar_pairs(metric="jss")
-    with pytest.raises(HeadwiseError, match="not measured"):
+    with pytest.raises(HeadwiseError, match="unknown metric"):
         comparison["entropy"]
-    with pytest.raises(HeadwiseError, match="no head"):
+    with pytest.raises(HeadwiseError, match="does not have head"):
         comparison.nearest_heads("7.1")
 
 

@@ -1,4 +1,4 @@
-"""Words that come in pairs: heads that follow the words and not the pair have no role. Heads are made by hand."""
+"""Controls of paired words: hand-built heads that follow the words instead of the pair get no role."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ from tests.analysis.models import documents_of
 
 
 def bracket_document(index: int) -> Document:
-    """Two pairs of brackets of random lengths, and commas between; words are numbered, so that no text is another."""
+    """Two pairs of brackets of random lengths with commas between them. Words are numbered, so that all texts differ."""
     rng = np.random.default_rng(index)
     words, arcs = [f"x{index}"], []
     for _ in range(2):
@@ -34,14 +34,15 @@ def bracket_document(index: int) -> Document:
 
 
 def conditional_document(index: int) -> Document:
-    """An if and a then, by turns a pair and none."""
+    """Sentences with if and then, which are alternately a pair and not a pair."""
     rng = np.random.default_rng(index)
     words = [f"x{index}", "if", *(f"w{i}" for i in range(int(rng.integers(1, 12)))), "then", "y"]
     return Document.of(words, [Relation("if-then" if index % 2 else "unconditional", 1, len(words) - 2)])
 
 
 def scores_to_arcs(document: Document, *kinds: str) -> torch.Tensor:
-    """A head that looks from the later to the earlier word of arcs of these kinds, and else at the first: (T, T)."""
+    """Scores of a head that attends from the later to the earlier word of arcs of some kinds, otherwise to the first token:
+    (T, T)."""
     words = document.words
     target = [0] * len(words)
     for name, s, t in document.relations:
@@ -57,7 +58,7 @@ def scores_to_arcs(document: Document, *kinds: str) -> torch.Tensor:
 
 
 def roles_of_heads(documents: list[Document], heads: list[tuple[str, ...]]) -> list[dict[str, tuple[float, float]]]:
-    """For each head its roles that stand, with score and baseline."""
+    """Return the confirmed roles of each head with score and baseline."""
     samples = []
     for index, document in enumerate(documents):
         spans = find_word_spans(document.text, document.words)
@@ -83,7 +84,8 @@ def roles_of_heads(documents: list[Document], heads: list[tuple[str, ...]]) -> l
 
 
 def test_roles_bracket_head_following_marks_has_no_role() -> None:
-    """Who also jumps from comma to comma follows marks; who takes the first opener is right for the first pair alone."""
+    """A head that also attends from comma to comma follows punctuation. A head that takes the first opening bracket is right
+    for the first pair only."""
     head_roles = roles_of_heads(
         [bracket_document(i) for i in range(120)], [("bracket",), ("bracket", "comma"), ("first opener",), ("comma",)]
     )
@@ -101,7 +103,7 @@ def test_roles_if_then_head_following_any_pair_has_no_role() -> None:
 
 
 def test_roles_without_control_texts_cannot_separate_heads() -> None:
-    """Without sentences in which if and then are no pair, nobody can tell the two heads apart."""
+    """Without sentences in which if and then are not a pair, the two heads cannot be distinguished."""
     head_roles = roles_of_heads(
         [conditional_document(i) for i in range(1, 160, 2)], [("if-then",), ("if-then", "unconditional")]
     )
@@ -110,7 +112,7 @@ def test_roles_without_control_texts_cannot_separate_heads() -> None:
 
 
 def test_relation_metric_counts_control_pairs() -> None:
-    """`)` at openers that are not its own, commas at earlier commas; pairs of any relation are none."""
+    """`)` with opening brackets of other pairs, commas with earlier commas. Annotated pairs are excluded."""
     document = Document.of(
         ["a", "(", "b", ")", ",", "(", "c", ")", ","], [Relation("bracket", 3, 1), Relation("bracket", 7, 5)]
     )

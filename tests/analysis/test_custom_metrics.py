@@ -1,4 +1,4 @@
-"""Measures and roles that somebody brings: as exact as ours, and wherever ours are."""
+"""User-defined metrics and roles: as exact as the built-in ones, and supported everywhere."""
 
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -28,7 +28,7 @@ N = 13
 
 
 def every_third_token(text: TextSample) -> list[float]:
-    """Every third token."""
+    """Mark every third token."""
     return [float(position % 3 == 0) for position in range(len(text.ids))]
 
 
@@ -45,10 +45,10 @@ def run_metric(metric: Metric, scores: torch.Tensor, norms: torch.Tensor | None 
 
 @pytest.mark.parametrize("detail", ["full", "light"])
 def test_attention_to_tokens_uniform_head_matches_closed_form(detail: str) -> None:
-    """A causal head that looks at all it sees alike: row i has ⌊i/3⌋ marked tokens behind the first, of i + 1."""
+    """Uniform causal attention: row i sees ⌊i/3⌋ marked tokens after the first one, out of i + 1."""
     norms = torch.arange(1.0, N + 1)
     accumulator = run_metric(AttentionToTokens("third", every_third_token), torch.zeros(N, N), norms, detail=detail)
-    rows = [i for i in range(N) if i >= 3]  # the first token is marked, and no target
+    rows = [i for i in range(N) if i >= 3]  # the first token is marked, but never a target
     expected = np.mean([(i // 3) / (i + 1) for i in rows])
     expected_value_weighted = np.mean([sum(j + 1 for j in range(3, i + 1, 3)) / sum(range(1, i + 2)) for i in rows])
     assert accumulator.mean("third") == pytest.approx([expected])
@@ -59,12 +59,13 @@ def test_attention_to_tokens_uniform_head_matches_closed_form(detail: str) -> No
 
 @pytest.mark.parametrize("detail", ["full", "light"])
 def test_attention_to_position_matches_closed_form(detail: str) -> None:
-    """Score β two back, 0 elsewhere: e^β / (e^β + i) in row i; and of what is fetched, in proportion to lengths."""
+    """Score β two tokens back, 0 elsewhere: the weight is e^β / (e^β + i) in row i. The value-weighted score is proportional
+    to norms."""
     beta, scores = 1.7, torch.zeros(N, N)
     scores[torch.arange(2, N), torch.arange(N - 2)] = beta
     norms = torch.arange(1.0, N + 1)
     accumulator = run_metric(AttentionToPosition("two back", two_tokens_back), scores, norms, detail=detail)
-    rows = range(3, N)  # row 2 would look at the first token
+    rows = range(3, N)  # the target of row 2 would be the first token
     top = np.exp(beta)
     assert accumulator.mean("two back") == pytest.approx([np.mean([top / (top + i) for i in rows])])
     assert accumulator.mean("two back baseline") == pytest.approx([np.mean([1 / (i + 1) for i in rows])])
@@ -73,7 +74,8 @@ def test_attention_to_position_matches_closed_form(detail: str) -> None:
 
 
 def test_attention_to_position_hits_are_shared_by_ties() -> None:
-    """Hits: a head that looks everywhere alike has one in all it sees, one that looks two back in every other row, half."""
+    """Hits: uniform attention shares one hit over all visible keys; a head that attends two back in every other row scores
+    half."""
     hits = AttentionToPosition("two back", two_tokens_back, hits=True)
     rows = range(3, N)
     assert run_metric(hits, torch.zeros(N, N)).mean("two back") == pytest.approx([np.mean([1 / (i + 1) for i in rows])])
@@ -111,7 +113,7 @@ def custom_profile() -> Profile:
 
 
 def test_custom_metric_equals_builtin_previous_token(custom_profile: Profile) -> None:
-    """One token back, brought by somebody: the numbers, the role, its cases and its heads are those of `previous token`."""
+    """A custom metric for one token back: scores, role, examples and heads equal those of `previous token`."""
     for custom_name, builtin_name in (
         ("one back", "aimed 1"),
         ("one back baseline", "aimed baseline 1"),
@@ -173,17 +175,17 @@ class ExtraMetric(Metric):
 @pytest.mark.parametrize(
     ("metrics", "roles", "message"),
     [
-        ([AttentionToTokens("digit", every_third_token)], [], "there is a metric 'digit' already"),
-        ([ONE_BACK, ONE_BACK], [], "there is a metric 'one back' already"),
-        ([AttentionToTokens("short", lambda text: [1.0])], [], r"'short' gave \(1,\) numbers for a text of"),
-        ([AttentionToPosition("far", lambda text: [999] * len(text.ids))], [], "'far' aims at a token behind the end"),
-        ([ExtraMetric()], [], "'odd' took"),
-        ([], [LOOKS_BACK], "needs 'one back' to be measured"),
+        ([AttentionToTokens("digit", every_third_token)], [], "'digit' is already used"),
+        ([ONE_BACK, ONE_BACK], [], "'one back' is already used"),
+        ([AttentionToTokens("short", lambda text: [1.0])], [], r"'short'.*shape \(1,\) for a text of"),
+        ([AttentionToPosition("far", lambda text: [999] * len(text.ids))], [], "'far'.*after the end"),
+        ([ExtraMetric()], [], "'odd'.*returned sums of shape"),
+        ([], [LOOKS_BACK], "needs the metric 'one back'"),
         (
             [ExtraMetric()], [Role("odd", ExtraMetric.metric_specs[0], 0.3)],
-            "a baseline and a value-weighted twin; 'odd' has none",
+            "metric 'odd', which has no baseline",
         ),
-        ([ONE_BACK], [Role("local", ONE_BACK.score_spec, 0.3, None, "within 3")], "there is a role 'local' already"),
+        ([ONE_BACK], [Role("local", ONE_BACK.score_spec, 0.3, None, "within 3")], "a role named 'local'"),
         ([ONE_BACK], [Role("mine", ONE_BACK.score_spec, 1.3)], "a threshold between 0 and 1"),
     ],
 )  # fmt: skip
@@ -194,7 +196,7 @@ def test_profile_invalid_custom_metric_or_role_raises(metrics: list[Metric], rol
 
 # Retrieval.
 
-DISJOINT_DOCUMENTS = [Document.of(WORDS[start : start + 20]) for start in (0, 20, 40)]  # no word is in two of them
+DISJOINT_DOCUMENTS = [Document.of(WORDS[start : start + 20]) for start in (0, 20, 40)]  # no word occurs in two of them
 
 
 def test_make_needles_positions_match_copies() -> None:
@@ -215,8 +217,8 @@ def test_make_needles_positions_match_copies() -> None:
 
 
 def test_retrieval_metric_copying_head_scores_one() -> None:
-    """A model that repeats by one head: it looks at every token that is copied, and at none where another needle stands; a
-    head that looks at the same token, or one back, at none."""
+    """A model that copies with one head: the head attends to every copied token, and to none with another needle. Heads that
+    attend to the same token or one token back score zero."""
     model, accumulator = decoder(), Accumulator(12)
     with torch.no_grad():
         run_task(model, RetrievalMetric(DISJOINT_DOCUMENTS), accumulator)

@@ -1,4 +1,4 @@
-"""Direct effect on the attended token's logit: closed forms for built heads, direct logit attribution, random heads."""
+"""Direct effect on the logit of the attended token: closed forms of built heads, direct logit attribution, random heads."""
 
 import math
 from dataclasses import replace
@@ -30,8 +30,8 @@ def sentences(count: int, words: list[str], length: int = 9, seed: int = 0) -> l
 
 @pytest.mark.parametrize("gain", [0.3, -0.3, 2.0])
 def test_direct_effect_built_copy_head_equals_closed_form(gain: float) -> None:
-    """Token and place are unit vectors, so the norm multiplies by √(D/2) and the value is √(D/2) e_a. The head adds
-    g = gain √(D/2) along the unembedding of a, and the final norm divides by √((2 + g²)/D)."""
+    """Token and position are unit vectors, so the norm multiplies by √(D/2) and the value is √(D/2) e_a. The head adds g =
+    gain √(D/2) along the unembedding of a, and the final norm divides by √((2 + g²)/D)."""
     built = WordModel(WORDS, heads=2)
     built.set_head("0.0", position_scores=scores_to_offset(1), output_map=gain * torch.eye(built.V))
     built.set_head("0.1", position_scores=scores_to_position(0))
@@ -57,7 +57,7 @@ def test_direct_effect_constant_shift_of_all_logits_is_zero() -> None:
 
 
 def attributed(model: ModelProtocol, texts: list[str]) -> dict[str, list[float]]:
-    """By hand, text by text: the largest weight of each row, and the head's share in every logit there."""
+    """Compute by hand, text by text: the largest weight of each row, and the contribution of the head to the logits."""
     tokenizer = model.tokenizer
     assert isinstance(tokenizer, Tokenizer)
     special = {i for i in tokenizer.special.values() if i is not None}
@@ -102,7 +102,7 @@ def test_direct_effect_attached_model_equals_logit_attribution(name: str) -> Non
 
 
 def test_direct_effect_random_heads_intervals_cover_zero() -> None:
-    """96 heads of random weights, on texts that share all their tokens. Resampling texts alone would miss 0 for 81."""
+    """96 random heads on texts that share all their tokens. Resampling texts alone would exclude 0 for 81 of them."""
     torch.manual_seed(0)
     attention = AttentionSpec(width=32, heads=16, head_dim=8)
     spec = ModelSpec(vocab=257, context=64, layers=6, attention=attention, norm="rms", tied=False)

@@ -1,4 +1,4 @@
-"""Two processes that share the texts tell what one would, and both tell the same."""
+"""Two processes that share the texts produce the result of one process, and both produce the same."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_profile_two_processes_equal_one(two: WorkerGroup, kind: str, tmp_path: 
 def test_profile_fewer_texts_than_processes_raises(tmp_path: Path) -> None:
     done = run_two_processes("tests.analysis.team_script", str(tmp_path), "few")
     assert done.returncode != 0
-    assert "1 texts cannot be shared out over 2 processes; start fewer" in done.stderr
+    assert "1 texts cannot be split over 2 processes" in done.stderr
 
 
 @pytest.mark.slow
@@ -59,6 +59,6 @@ def test_profile_command_only_rank_zero_prints(tmp_path: Path) -> None:
     gold.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     done = run_two_processes("headwise", "profile", folder, "--treebank", str(gold), "--json", "--save", str(saved))
     assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)  # one record, so one process printed it
+    data = json.loads(done.stdout)  # one record: only one process printed
     assert [head["address"] for head in data["heads"]] == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
     assert_same(Profile.load(saved), profile(model, gold))

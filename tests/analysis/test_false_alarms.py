@@ -1,4 +1,4 @@
-"""Models that learned nothing: how many of their heads are said to have a role. Run it with -s to see the counts."""
+"""False positives: the number of heads of untrained models that get a role. Run with -s to see the counts."""
 
 import json
 from collections import Counter
@@ -20,13 +20,13 @@ from headwise.text.probe import probe_set
 from headwise.text.synthetic import VOCABULARY
 
 SEEDS, LAYERS, HEADS = range(200, 220), 3, 6
-GAINS = (0.0, 1.0, 4.0)  # as models begin; at unit gain; at unit gain with queries so many times as large
+GAINS = (0.0, 1.0, 4.0)  # scale of queries: initial weights; unit gain; unit gain with larger queries
 
 
 @cache
 def sentencepiece_tokenizer() -> Tokenizer:
-    """As SentencePiece numbers tokens: special ones, then merges in the order in which they were learned; single
-    characters and punctuation last."""
+    """Number tokens like SentencePiece: special tokens, then merges in the order in which they were learned, then single
+    characters and punctuation."""
     texts = [document.text for document in Corpus.probe_set().items() if isinstance(document, Document)]
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
@@ -47,8 +47,8 @@ def sentencepiece_tokenizer() -> Tokenizer:
 def untrained_model(
     seed: int, gain: float, tokenizer: Tokenizer, layers: int = LAYERS, heads: int = HEADS, width: int = 48
 ) -> Transformer:
-    """As models begin, when attention is nearly even; or redrawn so that each layer keeps the length of what it reads, when
-    heads pick and choose for no reason, the sharper the larger their queries are."""
+    """Make a model with initial weights, whose attention is nearly uniform; or with weights redrawn so that each layer
+    preserves the norm of its input. Then heads have random preferences, which are sharper for larger queries."""
     torch.manual_seed(seed)
     attention = AttentionSpec(width=width, heads=heads)
     model = Transformer(ModelSpec(vocab=len(tokenizer), context=160, layers=layers, attention=attention))
@@ -94,7 +94,7 @@ def test_profile_sharp_random_heads_have_no_role(vocabulary: str) -> None:
 @pytest.mark.parametrize("vocabulary", ["words", "pieces"])
 @pytest.mark.parametrize("gain", GAINS)
 def test_profile_random_models_have_no_roles(gain: float, vocabulary: str) -> None:
-    """None, ablations and all."""
+    """No role is found, with ablation included."""
     alarms = false_alarms(SEEDS, gain, vocabulary)
     print(f"gain {gain:g}, {vocabulary}: {alarms.total()} of {len(SEEDS) * LAYERS * HEADS}: {dict(alarms)}")
     assert alarms == {}

@@ -1,4 +1,5 @@
-"""Looking at less: the same numbers from the fused kernel as from whole maps, and from some rows as from those of a map."""
+"""Reduced detail: the fused kernel gives the same scores as full maps, and a row stride gives the scores of the selected
+rows."""
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from tests.analysis.light_profile import light_profile
 from tests.analysis.test_surface import FLAGS, VARIANTS, each_variant, random_samples
 from tests.contract.layers import make_model
 
-FULL_DETAIL_METRICS = ("confidence", "argmax", "distance ", "long range")  # what the light way does not tell
+# metrics that detail="light" does not compute
+FULL_DETAIL_METRICS = ("confidence", "argmax", "distance ", "long range")
 WIDE = AttentionSpec(width=32, heads=2, head_dim=16)
 
 
@@ -48,8 +50,8 @@ def test_light_detail_uses_fused_kernel(kind: str, monkeypatch: pytest.MonkeyPat
 
 @each_variant
 def test_row_stride_uses_middle_block_of_each_run(variant: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whole maps of the same rows: the middle block of each run of three, and no other. Repeated tokens are kept for the
-    next layer while they are few, and found again where there are more."""
+    """Compare with full maps of the same rows: the middle block of each group of three. Repeated tokens are cached for the
+    next layer while they are few, otherwise they are computed again."""
     monkeypatch.setattr(row_blocks, "BLOCK_ROWS", 5)
     monkeypatch.setattr(batch_context, "MAX_CACHED_PAIRS", 40)
     batches = list(make_batches(random_samples(), 900, side=side))
@@ -71,7 +73,7 @@ def test_profile_light_detail_has_no_unmeasured_role() -> None:
 
 def test_profile_invalid_detail_or_stride_raises() -> None:
     model = hw.load("minilm")
-    with pytest.raises(HeadwiseError, match="detail is 'full' or 'light'"):
+    with pytest.raises(HeadwiseError, match="must be 'full' or 'light'"):
         CollectOptions(detail="some")
     with pytest.raises(HeadwiseError, match="row_stride at least 1"):
         hw.profile(model, "text", row_stride=0)

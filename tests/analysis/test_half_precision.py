@@ -1,8 +1,6 @@
-"""Metrics of models in float16 and bfloat16, beside the same rounded weights in float32.
-
-The bound of a metric is a number of roundings in the dtype (`UNITS` times eps) times its size: 1 for shares, its value for
-lengths and counts. Argmax metrics jump where two weights are nearly equal, so they are only required to be finite alike.
-"""
+"""Metrics of models in float16 and bfloat16, compared with the same rounded weights in float32. The bound of a metric is a
+number of rounding errors of the dtype (`UNITS` times eps) times its size: 1 for shares, its value for norms and counts.
+Argmax metrics change abruptly if two weights are nearly equal, so only the pattern of finite values is compared."""
 
 import copy
 from dataclasses import replace
@@ -42,7 +40,7 @@ def attached() -> Any:
 
 @pytest.fixture(scope="module", params=[f"{kind} {dtype}" for kind in ("native", "attached") for dtype in HALVES])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any, float]:
-    """A model in half precision, the same weights in float32, and eps of the half precision."""
+    """A model in half precision, a model with the same weights in float32, and eps of the half precision."""
     kind, name = request.param.split()
     half = (native() if kind == "native" else attached()).to(HALVES[name])
     models = [half, copy.deepcopy(half).float()]
@@ -124,7 +122,7 @@ def test_output_shares_in_half_precision_equal_float32(pair: tuple[Any, Any, flo
     assert token_effects(half, head, [40], k=2)[0].promotes
     assert half.heads[head].OV.singular_values().dtype == torch.float32
     a, b = (model.heads[head].OV.singular_values() for model in (half, full))
-    assert torch.equal(a, b)  # the same numbers, computed alike
+    assert torch.equal(a, b)  # the same values, computed in the same way
 
 
 def projections(bias: float) -> dict[str, torch.Tensor]:
@@ -152,7 +150,7 @@ def test_infer_qk_transform_under_large_biases_finds_the_rotation(name: str) -> 
     )
     assert transform.layout == "half"
     assert transform.cos is not None
-    # from values of 1 beside 100
+    # computed from values of 1 next to 100
     assert float((transform.cos[1] - angles[1].cos()).abs().max()) <= 100 * torch.finfo(dtype).eps
 
 
@@ -160,13 +158,13 @@ def test_infer_qk_transform_under_large_biases_finds_the_rotation(name: str) -> 
 def test_infer_qk_transform_of_something_else_raises(name: str) -> None:
     before = projections(0.0)
     score_inputs = {projection: x.tanh().to(HALVES[name]).double() for projection, x in before.items()}
-    with pytest.raises(HeadwiseError, match="something other than a norm"):
+    with pytest.raises(HeadwiseError, match="not a combination of QK norm"):
         infer_qk_transform(SimpleNamespace(hook_point=SimpleNamespace(address="0")), before, score_inputs, HALVES[name])
 
 
 @pytest.mark.parametrize("kind", ["native", "attached"])
 def test_profile_of_large_float16_activations_is_finite(kind: str) -> None:
-    """Values of some hundreds: their squares, and the lengths of what heads write, are above float16's 65,504."""
+    """Values of some hundreds: their squares and the norms of head outputs exceed the float16 maximum of 65,504."""
     model: Any = native() if kind == "native" else attached()
     with torch.no_grad():
         if kind == "native":
@@ -181,7 +179,7 @@ def test_profile_of_large_float16_activations_is_finite(kind: str) -> None:
     with hw.record(model, "*", tensors="v") as recording, torch.no_grad():
         model(torch.tensor([IDS]))
     largest = max(float(head.v.abs().max()) for head in recording)
-    assert 256 < largest < 65504  # so squares overflow, and the values themselves do not
+    assert 256 < largest < 65504  # squares overflow, the values themselves do not
     profile = hw.profile(model, TEXTS)
     for name in ("output norm", "output share", "local value-weighted", "entropy"):
         assert np.isfinite(profile.accumulator.mean(name)).all(), name

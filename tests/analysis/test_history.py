@@ -1,4 +1,4 @@
-"""Biographies: the same numbers as maps give, a run that is not disturbed, files that come back or are refused."""
+"""Head histories: scores equal those of maps, training is not affected, files can be loaded or raise an error."""
 
 import json
 from dataclasses import replace
@@ -32,12 +32,12 @@ def make_model(spec: ModelSpec = SPEC, seed: int = 3) -> Transformer:
     model = Transformer(spec)
     model.tokenizer = byte_tokenizer()
     for value in model.parameters():
-        value.data += 0.2 * torch.randn_like(value)  # heads that differ
+        value.data += 0.2 * torch.randn_like(value)  # make the heads differ
     return model
 
 
 def make_history(values: np.ndarray, steps: list[int]) -> HeadHistory:
-    """A history with numbers put in by hand: (steps, heads, measures)."""
+    """Make a history with given values, (steps, heads, metrics)."""
     history = HeadHistory()
     history.addresses = tuple(f"{i // 2}.{i % 2}" for i in range(values.shape[1]))
     history.metric_names = DEFAULT_METRICS[: values.shape[2]]
@@ -47,7 +47,7 @@ def make_history(values: np.ndarray, steps: list[int]) -> HeadHistory:
 
 
 def token_maps(model: Transformer, text: str) -> torch.Tensor:
-    """Every head's whole map of one text: (heads, T, T)."""
+    """Return the full map of every head for one text, (heads, T, T)."""
     view = hw.attention_maps(model, text, words=False)
     return torch.stack(
         [view.map(str(head)).double() for hook_point in model.hook_points() for head in hook_point.head_addresses]
@@ -84,11 +84,11 @@ def test_head_history_uniform_heads_match_closed_form() -> None:
         value.data.zero_()
     history = HeadHistory("to be")
     history(model, 0)
-    rows = 1 / np.arange(1, 33)  # what row i gives each key; R has 16 tokens, no start token before it
+    rows = 1 / np.arange(1, 33)  # weight of row i on each key; R has 16 tokens and no start token
     expected = {
         "induction": rows[16:].mean(),
         "duplicate": rows[17:].mean(),
-    }  # row 16 looks for the first token: not asked
+    }  # the target of row 16 is the first token, so the row does not count
     for name, value in expected.items():
         assert history.curve("1.5", name) == pytest.approx([value], abs=1e-6), name
 
@@ -100,7 +100,7 @@ def test_head_history_relations_count_argmax_word_hits() -> None:
     hits: dict[str, list[torch.Tensor]] = {}
     for document in RELATION_DOCUMENTS:
         view = hw.attention_maps(model, document.text, words=False)
-        ends = np.cumsum([len(word) + 1 for word in document.words])  # a byte is a token, a space lies between words
+        ends = np.cumsum([len(word) + 1 for word in document.words])  # a byte is a token; a space separates words
         word_tokens = [range(end - 1 - len(word), end - 1) for word, end in zip(document.words, ends, strict=True)]
         p = torch.stack([view.map(head) for head in history.addresses])
         to = torch.stack([p[..., list(token_range)].sum(-1) for token_range in word_tokens], -1)
@@ -180,7 +180,7 @@ def test_head_history_leaves_model_unchanged() -> None:
 def test_head_history_error_restores_mode() -> None:
     model = make_model()
     model.train()
-    with pytest.raises(hw.HeadwiseError, match="more than the 48 positions"):
+    with pytest.raises(hw.HeadwiseError, match="48 positions"):
         HeadHistory([Document.of(["word"] * 30)])(model, 0)
     assert model.training
 
@@ -195,7 +195,7 @@ def test_head_history_born_and_best_follow_values() -> None:
     assert history.curve("0.0", "entropy") == pytest.approx([0.1, 0.5, 0.9])
     with pytest.raises(hw.HeadwiseError, match="did you mean entropy"):
         history.curve("0.0", "entropi")
-    with pytest.raises(hw.HeadwiseError, match=r"no head '7\.1'"):
+    with pytest.raises(hw.HeadwiseError, match=r"unknown head '7\.1'"):
         history.curve("7.1", "entropy")
     with pytest.raises(hw.HeadwiseError, match="empty"):
         HeadHistory().best_head("entropy")
@@ -220,9 +220,9 @@ def test_head_history_load_continues_recording(tmp_path: Path) -> None:
     assert (loaded.steps, loaded.addresses, loaded.metric_names) == (full.steps, full.addresses, full.metric_names)
     assert np.array_equal(loaded.values, full.values)
     assert [path.name for path in tmp_path.iterdir()] == ["heads.npz"]
-    with pytest.raises(hw.HeadwiseError, match="other texts"):
+    with pytest.raises(hw.HeadwiseError, match="the texts differ"):
         HeadHistory.load(tmp_path / "heads.npz", "another text")(second, 9)
-    with pytest.raises(hw.HeadwiseError, match="not the same"):
+    with pytest.raises(hw.HeadwiseError, match="its heads differ"):
         loaded(make_model(replace(SPEC, layers=1)), 9)
 
 
@@ -242,9 +242,9 @@ def test_head_history_load_damaged_file_raises(tmp_path: Path) -> None:
         damaged.append(buffer.getvalue())
     for bad in damaged:
         path.write_bytes(bad)
-        with pytest.raises(hw.HeadwiseError, match="not a history that can be read here"):
+        with pytest.raises(hw.HeadwiseError, match="not a head history"):
             HeadHistory.load(path)
-    with pytest.raises(hw.HeadwiseError, match="there is no file"):
+    with pytest.raises(hw.HeadwiseError, match="file not found"):
         HeadHistory.load(tmp_path / "none.npz")
 
 
@@ -272,7 +272,7 @@ def test_train_command_watch_heads_writes_history(tmp_path: Path) -> None:
     def run(*arguments: str) -> str:
         return run_command("train", str(text), *sizes, "--out", str(out), *arguments).output
 
-    assert "half of it at step" in run("--watch-heads")
+    assert "step at half the value" in run("--watch-heads")
     history = HeadHistory.load(out / "heads.npz")
     assert history.steps == [0, 2, 4, 5]
     rows = json.loads(run("--watch-heads", "--json"))["heads"]

@@ -1,4 +1,4 @@
-"""Pictures: which token is which patch, and what heads do with them, beside maps that transformers' own eager path gives."""
+"""Image models: positions of patches and metrics of heads, compared with maps from the eager attention of transformers."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ def grid_of(attached: AttachedModel) -> PatchGrid:
 
 
 def make_vision_model(seed: int = 0, gain: float = 1.0, kind: str = "ViT", **sizes):
-    """A random model; `gain`: queries and keys that much larger, so that heads pick and choose."""
+    """Make a random model. `gain` scales queries and keys, so that attention is less uniform."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **sizes})
     model = getattr(transformers, f"{kind}Model")(config).eval()
@@ -43,7 +43,7 @@ def make_vision_model(seed: int = 0, gain: float = 1.0, kind: str = "ViT", **siz
 
 
 def eager_maps(model, pixels: torch.Tensor) -> torch.Tensor:
-    """Every map by the eager path: (layers, B, H, T, T)."""
+    """Return every map from eager attention, (layers, B, H, T, T)."""
     own = type(model)(copy.deepcopy(model.config))
     own.load_state_dict(model.state_dict())
     own.set_attn_implementation("eager")
@@ -124,12 +124,12 @@ def test_attention_maps_of_image_equal_eager_maps(tmp_path: Path) -> None:
         assert torch.equal(model(pixels).last_hidden_state, before)
     back = hw.load(tmp_path / "saved")
     assert isinstance(back, AttachedModel)
-    with back:  # it knows how to read pictures
+    with back:  # the loaded model can preprocess images
         torch.testing.assert_close(hw.attention_maps(back, file).map("1.3"), maps[1, 0, 3], atol=1e-5, rtol=0)
 
 
 def naive_patch_metrics(maps: torch.Tensor, grid: PatchGrid) -> dict[str, np.ndarray]:
-    """Every measure of patches, by loops over a dense map (B, T, T) of one head."""
+    """Compute every patch metric with loops over a dense map (B, T, T) of one head."""
     coordinates = [divmod(cell, grid.columns) if cell >= 0 else None for cell in grid.patch_of_token]
     collected: dict[str, list[float]] = {}
 
@@ -190,12 +190,12 @@ def test_image_profile_merges_and_saves(tmp_path: Path) -> None:
         for name in full.metric_specs:
             np.testing.assert_allclose(merged.metric(name), full.metric(name), atol=1e-5)
         assert Profile.load(full.save(tmp_path / "p.npz")).to_dict() == full.to_dict()
-        assert full["0.1"].top_contexts[0].text.startswith("picture ")
+        assert full["0.1"].top_contexts[0].text.startswith("image ")
         assert len(full.table()[0]) > 10
 
 
 def constructed_vit():
-    """Heads that do what they are called by construction: row, column, local, global, and, in a second layer, class token."""
+    """Make heads for known roles: row, column, local, global, and class token in a second layer."""
     rows = columns = 5
     cells, width = rows * columns, 160
     model = make_vision_model(
@@ -219,12 +219,12 @@ def constructed_vit():
         for head, pattern in enumerate(patterns):
             rows_ = slice(head * 32, (head + 1) * 32)
             q, k = torch.zeros(32, width), torch.zeros(32, width)
-            q[:cells, :cells] = pattern.T * 0.6  # what a query looks for, by cell
+            q[:cells, :cells] = pattern.T * 0.6  # keys that a query attends to, by grid cell
             k[:cells, :cells] = torch.eye(cells)
             if head == 4:
                 q[cells, :cells] = 0.6
                 k[cells, cells] = 1.0
-            q[-1, -32:] = 0.02  # and a little of the pixels, so that tokens can be told apart
+            q[-1, -32:] = 0.02  # some of the pixels, so that tokens differ
             k[-1, -32:] = 0.02
             layer.attention.q_proj.weight[rows_], layer.attention.k_proj.weight[rows_] = q, k
             layer.attention.v_proj.weight[rows_] = torch.randn(32, width) * 0.1
@@ -238,10 +238,16 @@ def test_image_profile_constructed_heads_get_their_roles() -> None:
         profiled = hw.profile(attached, pixels)
     assert [profiled[f"0.{head}"].role for head in range(5)] == ["row", "column", "local", "global", "class token"]
     assert all(profiled[f"0.{head}"].evidence_level == "value-weighted" for head in range(5))
-    assert {role.role for role in profiled["0.0"].roles} <= {"row"}  # nothing besides
+    assert {role.role for role in profiled["0.0"].roles} <= {"row"}  # no other role
     assert {role.role for role in profiled["0.1"].roles} <= {"column"}
     for head, words in enumerate(
-        ("of its row", "of its column", "eight patches around", "half of the longer side", "class token")
+        (
+            "in its row",
+            "attends to patches in its column more",
+            "eight patches around",
+            "attends to patches farther away than",
+            "class token",
+        )
     ):
         assert words in str(summarize_head(profiled, profiled[f"0.{head}"])), "a story speaks of patches"
 
@@ -274,25 +280,25 @@ def test_image_input_invalid_images_raise(tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
         (tmp_path / "not.png").write_bytes(b"no picture")
         for image, words in (
-            (tmp_path / "not.png", "processor"), (torch.zeros(3, 8, 8), "channels first"),
-            (torch.zeros(3, 20, 28).long(), "ready"),
+            (tmp_path / "not.png", "processor"), (torch.zeros(3, 8, 8), "channels, height, width"),
+            (torch.zeros(3, 20, 28).long(), "preprocessed float tensor"),
         ):  # fmt: skip
             with pytest.raises(HeadwiseError, match=words):
                 hw.attention_maps(attached, image)
-        for image, words in ((None, "none come along"), (tmp_path / "empty", "holds no picture"), ([], "empty")):
+        for image, words in ((None, "needs images"), (tmp_path / "empty", "contains no images"), ([], "empty")):
             with pytest.raises(HeadwiseError, match=words):
                 hw.profile(attached, image)
-        with pytest.raises(HeadwiseError, match="no patch"):
+        with pytest.raises(HeadwiseError, match="does not exist"):
             hw.attention_maps(attached, torch.zeros(3, 20, 28)).image_map("0.0", (5, 0))
         for ask in (lambda: hw.importance(attached, ["a text"]), lambda: LiveSession(attached).predict("a text")):
-            with pytest.raises(HeadwiseError, match="reads pictures"):
+            with pytest.raises(HeadwiseError, match="reads images"):
                 ask()
     processor = transformers.ViTImageProcessorPil(size={"height": 20, "width": 28})
     with hw.attach(make_vision_model(), processor) as attached:
         for image, words in (
-            (tmp_path / "not.png", "no picture that"),
-            (tmp_path / "gone.png", "no picture"),
-            (tmp_path, "is a folder; give one of its pictures"),
+            (tmp_path / "not.png", "not a readable image"),
+            (tmp_path / "gone.png", "image not found"),
+            (tmp_path, "this is a folder"),
             (3, "a path"),
         ):
             with pytest.raises(HeadwiseError, match=words):

@@ -1,4 +1,4 @@
-"""What heads are worth: slopes against autograd, closed forms, dead heads and twins, and the result with its intervals."""
+"""Importance of heads: gradients compared with autograd, closed forms, inactive and duplicate heads, intervals."""
 
 import json
 from dataclasses import replace
@@ -55,14 +55,14 @@ def test_importance_subset_equals_full_run() -> None:
         assert head_importance.importance == pytest.approx(full[head_importance.head].importance, abs=1e-12)
 
 
-# What the numbers mean.
+# Meaning of the values.
 
 
 def test_importance_constant_or_dead_head_is_zero_and_twins_equal() -> None:
     model = character_model(MODELS["decoder"])
     with torch.no_grad():
-        model.heads["0.1"].W_V.zero_()  # constant: b_V alone  # pyright: ignore
-        model.heads["1.2"].W_O.zero_()  # dead  # pyright: ignore
+        model.heads["0.1"].W_V.zero_()  # constant output: b_V only  # pyright: ignore
+        model.heads["1.2"].W_O.zero_()  # inactive  # pyright: ignore
         twin, of = model.heads["0.3"], model.heads["0.2"]
         for weight_name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V"):
             getattr(twin, weight_name).copy_(getattr(of, weight_name))
@@ -103,7 +103,7 @@ def test_importance_gradient_equals_autograd_per_text(name: str) -> None:
         total += torch.cat([gate.grad.abs() for gate in gates.values() if gate.grad is not None]).numpy()
     np.testing.assert_allclose(result.mean, total / len(TEXTS), atol=1e-6)  # the gates are in single precision
     again = importance(model, TEXTS, ranking="gradient")
-    np.testing.assert_array_equal(again.mean, result.mean)  # nothing was added up anywhere
+    np.testing.assert_array_equal(again.mean, result.mean)  # gradients are not accumulated between calls
     assert result["0.0"].importance > 1e-6
 
 
@@ -133,20 +133,21 @@ def test_importance_respects_silenced_heads() -> None:
     np.testing.assert_allclose(got.mean, importance(without, TEXTS, ablation="zero").mean, atol=1e-12)
 
 
-# Closed forms, on models written by hand: the four dimensions are what a head says, the answer, the token, a big constant.
+# Closed forms on hand-built models with four channels: message of a head, answer, token, and a large constant.
 
 MESSAGE, ANSWER, TOKEN, BIG = range(4)
-LARGE = 1e5  # so large that the norms divide by it alone
+LARGE = 1e5  # so large that it determines the norm
 
 
 def blank_two_token_model(layers: int) -> Transformer:
-    """All zeros but the embeddings of tokens 0 (+1) and 1 (−1) and an output whose logits are +answer and −answer."""
+    """All weights are zero except the embeddings of tokens 0 (+1) and 1 (−1) and an output with the logits +answer and
+    −answer."""
     attention = AttentionSpec(width=4, heads=1, head_dim=2, bias=True, out_bias=True, scale=1.0)
     spec = ModelSpec(2, 8, layers, attention, norm="rms", positions="none", tied=False, mlp_bias=False)
     model = Transformer(spec).double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.fill_(LARGE / 2 if "norm" in name else 0.0)  # a norm leaves the stream as it is
+            parameter.fill_(LARGE / 2 if "norm" in name else 0.0)  # the norm leaves the stream unchanged
         model.embed.tokens.weight[:, TOKEN] = torch.tensor([1.0, -1.0])
         model.embed.tokens.weight[:, BIG] = LARGE
         model.output.vocabulary.weight[:, ANSWER] = torch.tensor([1.0, -1.0])  # pyright: ignore
@@ -159,18 +160,20 @@ def test_importance_alternating_gradients_do_not_cancel() -> None:
     with torch.no_grad():
         head.b_V[0] = 1.0  # pyright: ignore
         head.W_O[0, ANSWER] = 1.0  # pyright: ignore
-        head.layer.b_O[ANSWER] = -1.0  # the answer is 0, and its slope is −1 or +1 by the token asked for  # pyright: ignore
+        # the answer is 0, and its gradient is −1 or +1 depending on the target token
+        head.layer.b_O[ANSWER] = -1.0  # pyright: ignore
     model.tokenizer = character_tokenizer("ab")
     result = importance(model, ["aa", "ab"], ranking="gradient")
     assert result.mean == pytest.approx(1.0, abs=1e-6)
     signed = importance(model, ["aa", "ab"], ranking="attribution", ablation="zero")
-    assert signed.mean == pytest.approx(0.0, abs=1e-9)  # what taking the absolute value per batch would have seen
-    exact = np.log((1 + np.exp(2)) * (1 + np.exp(-2)) / 4) / 2  # softplus(±2) − ln 2, half of each
+    assert signed.mean == pytest.approx(0.0, abs=1e-9)  # an absolute value per batch would be nonzero
+    exact = np.log((1 + np.exp(2)) * (1 + np.exp(-2)) / 4) / 2  # softplus(±2) − ln 2, half of the texts each
     assert importance(model, ["aa", "ab"], ablation="zero").mean == pytest.approx(exact, abs=1e-6)
 
 
 def test_importance_attribution_can_miss_saturated_effect() -> None:
-    """Head 0.0 turns a later score gap over two keys from +10 to −10: p falls by .9999, its slope promises .0009."""
+    """Head 0.0 changes a later score difference of two keys from +10 to −10: p falls by 0.9999, but the gradient predicts
+    0.0009."""
     model = blank_two_token_model(layers=2)
     first, second = model.heads["0.0"], model.heads["1.0"]
     with torch.no_grad():
@@ -195,7 +198,7 @@ def test_importance_attribution_can_miss_saturated_effect() -> None:
     high, low = 1 / (1 + np.exp(-10.0)), 1 / (1 + np.exp(10.0))
     assert (low - high, -20 * high * low) == pytest.approx((-0.9999, -0.0009), abs=1e-4)
     exact = np.log1p(np.exp(-2 * low)) - np.log1p(np.exp(-2 * high))
-    estimate = -2 / (1 + np.exp(2 * high)) * (-20 * high * low)  # ∂loss/∂p · ∂p/∂gap · the change of the gap
+    estimate = -2 / (1 + np.exp(2 * high)) * (-20 * high * low)  # ∂loss/∂p · ∂p/∂gap · change of the gap
     assert float(ablation_sweep(model, batch, heads, replacement)[0]) == pytest.approx(exact, abs=1e-6)
     assert float(ablation_gradients(model, batch, heads, replacement)) == pytest.approx(estimate, abs=1e-6)
     model.tokenizer = character_tokenizer("ab")
@@ -210,7 +213,7 @@ def test_importance_attribution_equals_slope_and_is_checked() -> None:
     result = importance(model, TEXTS, ranking="attribution", check_heads=5)
     exact = importance(model, TEXTS)
     tokens = sum(ids.shape[1] - 1 for ids in encode_texts(model))
-    for head in model.heads:  # the slope, by a small step of the head towards its mean
+    for head in model.heads:  # the gradient, from a small step of the head towards its mean
         ends = []
         for step in (1e-5, -1e-5):
             with torch.no_grad(), head.layer.hook_point.replaced(_step(head.index, means[head.address], step)):
@@ -257,27 +260,27 @@ def test_importance_intervals_and_layer_differences_are_consistent() -> None:
 def test_importance_reports_progress() -> None:
     updates: list[tuple[str, int, int | None]] = []
     importance(character_model(MODELS["decoder"]), TEXTS, batch_tokens=90, progress=lambda *now: updates.append(now))
-    assert updates[-1] == ("what heads are worth", 4, 4)
+    assert updates[-1] == ("head importance", 4, 4)
     assert len(updates) > 1
 
 
 def test_importance_invalid_arguments_raise() -> None:
     decoder, encoder = character_model(MODELS["decoder"]), character_model(HEADLESS)
     for model, options, message in (
-        (decoder, {"ranking": "magic"}, "there is no ranking='magic'"),
-        (decoder, {"ablation": "magic"}, "there is no ablation='magic'"),
-        (decoder, {"metric": "first"}, "the metric is"),
-        (decoder, {"heads": "7.1"}, "names no head"),
-        (decoder, {"batch_tokens": 0}, "at least one token"),
+        (decoder, {"ranking": "magic"}, "ranking='magic': unknown"),
+        (decoder, {"ablation": "magic"}, "mean, resample, zero"),
+        (decoder, {"metric": "first"}, "last token of each text"),
+        (decoder, {"heads": "7.1"}, "no such head"),
+        (decoder, {"batch_tokens": 0}, "must be at least 1"),
         (decoder, {"ablation": "resample", "corpus": "the cat"}, "only one"),
-        (decoder, {"corpus": "t"}, "two tokens"),
+        (decoder, {"corpus": "t"}, "at least 2 tokens"),
         (encoder, {"metric": "last"}, "needs a decoder"),
-        (encoder, {"ranking": "gradient"}, "the slope is 0"),
+        (encoder, {"ranking": "gradient"}, "has gradient 0"),
         (character_model(MODELS["encoder-decoder"]), {}, "needs pairs"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             importance(model, **({"corpus": TEXTS} | options))  # pyright: ignore
-    with pytest.raises(HeadwiseError, match=r"head 0\.9 was not measured"):
+    with pytest.raises(HeadwiseError, match=r"head: 0\.9 was not measured"):
         importance(decoder, TEXTS)["0.9"]
-    with pytest.raises(HeadwiseError, match="measured alike"):
+    with pytest.raises(HeadwiseError, match="different measurements"):
         importance(decoder, TEXTS).merge(importance(decoder, TEXTS, ablation="zero"))

@@ -1,4 +1,4 @@
-"""Random tokens said twice: heads built by hand score what their closed forms say, whatever the length."""
+"""Induction scores on repeated random tokens: hand-built heads match their closed forms at any length."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,19 +24,19 @@ from tests.contract.layers import make_model
 
 
 def harmonic(low: int, high: int) -> float:
-    """1/(low + 1) + … + 1/high"""
+    """Return 1/(low + 1) + … + 1/high."""
     return float((1 / np.arange(low + 1, high + 1)).sum())
 
 
 def make_sequences(m: int, start: int) -> RepeatedSequences:
-    """R R and R R′ behind `start` tokens."""
+    """Make sequences R R and R R′ after `start` tokens."""
     prefix, R = torch.arange(start), torch.arange(start, start + 2 * m)
     repeated, control = torch.cat((prefix, R[:m], R[:m])), torch.cat((prefix, R))
     return RepeatedSequences(repeated[None], control[None], start, m)
 
 
 def run_induction(scores: Tensor, m: int, start: int, plain: Tensor | None = None, **options: Tensor) -> Accumulator:
-    """A causal head with these scores on R R, and with others, or none, on R R′."""
+    """Run a causal head with given scores on R R, and with other scores or zeros on R R′."""
     accumulator = Accumulator(1)
     scores_by_kind = {True: scores, False: torch.zeros_like(scores) if plain is None else plain}
     calls = {
@@ -48,7 +48,7 @@ def run_induction(scores: Tensor, m: int, start: int, plain: Tensor | None = Non
 
 
 class ReplayModel:
-    """A model of one site that gives these calls: for R R, in which a token comes twice, and for R R′."""
+    """A model with one hook point that replays calls: for R R, in which tokens repeat, and for R R′."""
 
     tokenizer = word_tokenizer([f"w{i}" for i in range(200)])
     spec, device, image_input = SimpleNamespace(kind="decoder", stacks=()), "cpu", None
@@ -82,7 +82,7 @@ def mean_of_head(accumulator: Accumulator, name: str) -> float:
 @pytest.mark.parametrize("start", [0, 1, 3])
 @pytest.mark.parametrize("m", [2, 5, 32, 90])
 def test_induction_metric_perfect_head_scores_one(m: int, start: int) -> None:
-    """Also behind a start token: a detector that divided by all rows would say .495, one with a row too many m/(m + 1)."""
+    """Also after a start token. A metric that divided by all rows would give 0.495, one with an additional row m/(m + 1)."""
     n = start + 2 * m
     induction = run_induction(scores_to_offset(n, m - 1, 90.0), m, start)
     assert mean_of_head(induction, "induction") == pytest.approx(1, abs=1e-6)
@@ -98,7 +98,8 @@ def test_induction_metric_uniform_head_matches_closed_form(m: int) -> None:
     accumulator = run_induction(torch.zeros(2 * m, 2 * m), m, 0)
     for name in ("induction", "induction baseline", "induction value-weighted"):
         assert mean_of_head(accumulator, name) == pytest.approx((harmonic(m, 2 * m)) / m, abs=1e-6), name
-    behind_first = harmonic(m + 1, 2 * m) / (m - 1)  # the first row's target is the first token: not asked
+    # the target of the first row is the first token, so the row does not count
+    behind_first = harmonic(m + 1, 2 * m) / (m - 1)
     for name in ("duplicate", "duplicate baseline", "duplicate value-weighted"):
         assert mean_of_head(accumulator, name) == pytest.approx(behind_first, abs=1e-6), name
     assert accumulator.bucket_sums_and_counts("induction")[1].sum() == m
@@ -110,11 +111,11 @@ def test_induction_metric_uniform_head_matches_closed_form(m: int) -> None:
 def test_induction_metric_constructed_heads_match_closed_form(
     m: int, beta: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_blocks, "BLOCK_ROWS", 11)  # targets in blocks of their own
+    monkeypatch.setattr(row_blocks, "BLOCK_ROWS", 11)  # targets in other blocks than their queries
     e, query_rows = np.exp(beta), range(m, 2 * m)
     induction = run_induction(scores_to_offset(2 * m, m - 1, beta), m, 0)
     assert mean_of_head(induction, "induction") == pytest.approx(np.mean([e / (e + i) for i in query_rows]), abs=1e-6)
-    # its own copy fits as well as the first one
+    # the head matches its own position as well as the first copy
     duplicate = run_induction(scores_to_offset(2 * m, m, beta) + beta * torch.eye(2 * m), m, 0)
     want = np.mean([e / (2 * e + i - 1) for i in query_rows[1:]])
     assert mean_of_head(duplicate, "duplicate") == pytest.approx(want, abs=1e-6)
@@ -122,7 +123,7 @@ def test_induction_metric_constructed_heads_match_closed_form(
 
 def test_induction_metric_baseline_is_same_offset_on_control() -> None:
     m, e = 13, np.exp(2.0)
-    fixed = scores_to_offset(2 * m, m - 1, 2.0)  # looks m − 1 back whatever it reads: no induction
+    fixed = scores_to_offset(2 * m, m - 1, 2.0)  # attends m − 1 tokens back in every text, which is not induction
     accumulator = run_induction(fixed, m, 0, plain=fixed)
     assert mean_of_head(accumulator, "induction") == pytest.approx(
         mean_of_head(accumulator, "induction baseline"), abs=1e-9
@@ -143,7 +144,8 @@ def test_induction_metric_sink_logit_halves_score() -> None:
 
 @pytest.mark.parametrize("n", [5, 60, 170])
 def test_offset_metric_first_token_head_is_not_previous_token(n: int) -> None:
-    """99.9 % on the first token and the rest on the previous: renormalised without it, that would be a perfect head."""
+    """99.9% on the first token and the remainder on the previous token: normalized without the first token, this would be a
+    perfect previous-token head."""
     scores = torch.full((n, n), -60.0)
     scores[:, 0] = np.log(0.999)
     scores += torch.eye(n).roll(-1, 1).tril() * (60 + np.log(0.001))
@@ -170,7 +172,7 @@ def test_induction_metric_sink_head_scores_zero(n: int) -> None:
 
 @torch.no_grad()
 def test_induction_metric_equals_dense_maps() -> None:
-    """A grouped rotary model with a window: the streamed scores are those of its maps."""
+    """A grouped-query rotary model with a window: streamed scores equal those of its maps."""
     attention = AttentionSpec(width=20, heads=4, kv_heads=2, head_dim=6, rotary=Rotary(), window=11)
     model = make_model(ModelSpec(vocab=19, context=16, layers=1, attention=attention, positions="none"))
     model.tokenizer = word_tokenizer([f"w{i}" for i in range(17)])

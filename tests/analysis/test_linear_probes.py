@@ -1,4 +1,4 @@
-"""What can be read out of a head: heads built to carry one thing and nothing else."""
+"""Linear probes: heads that carry one property and nothing else."""
 
 import hashlib
 
@@ -26,15 +26,15 @@ LENGTH = 16
 
 
 def documents(count: int = 40, seed: int = 0) -> list[Document]:
-    """Random words, so that position and class have nothing to do with each other."""
+    """Random words, so that position and class are independent."""
     rng = np.random.default_rng(seed)
     sentences = [[(NOUNS + VERBS)[i] for i in rng.integers(5, size=LENGTH)] for _ in range(count)]
     return [Document.of(words, classes=["noun" if w in NOUNS else "verb" for w in words]) for words in sentences]
 
 
 def one_hot_model() -> Transformer:
-    """A stream of 10 word channels and 20 position channels, one-hot. q reads positions two by two, which is enough for
-    eight ranges of sixteen; k reads words."""
+    """A one-hot residual stream of 10 word channels and 20 position channels. q reads pairs of positions, which suffices for
+    eight ranges of sixteen positions; k reads words."""
     spec = ModelSpec(
         vocab=10,
         context=20,
@@ -53,7 +53,7 @@ def one_hot_model() -> Transformer:
         for head in (0, 1):
             q, k, v = (model.heads[f"0.{head}"].__getattribute__(f"W_{projection}") for projection in "QKV")
             for position in range(1, 17):  # [CLS] is at 0
-                q[10 + position, (position - 1) // 2] = 1.0  # two places a channel
+                q[10 + position, (position - 1) // 2] = 1.0  # two positions per channel
             for word in range(9):
                 k[1 + word, word] = 1.0
             v.copy_(k)
@@ -112,7 +112,7 @@ def test_ridge_accumulator_equals_ridge_regression_with_intercept() -> None:
     fit.add(x[:20], labels[:20], 3)
     fit.add(x[20:], labels[20:], 3)
     weight, bias = fit.solution()
-    shrink = np.sqrt(RIDGE * x.var(0).mean() * len(x))  # as rows of data that pull towards zero
+    shrink = np.sqrt(RIDGE * x.var(0).mean() * len(x))  # ridge penalty as additional data rows with target zero
     a = np.vstack((np.hstack((x, np.ones((50, 1)))), np.hstack((shrink * np.eye(7), np.zeros((7, 1))))))
     b = np.vstack((np.eye(3)[labels], np.zeros((7, 3))))
     want = np.linalg.lstsq(a, b, rcond=None)[0]
@@ -132,11 +132,11 @@ def test_linear_probe_leaves_model_unchanged() -> None:
 
 def test_linear_probe_invalid_request_raises() -> None:
     model = one_hot_model()
-    with pytest.raises(HeadwiseError, match="'place' cannot be decoded"):
+    with pytest.raises(HeadwiseError, match="targets: unknown value 'place'"):
         linear_probe(model, documents(4), targets="place")
-    with pytest.raises(HeadwiseError, match="'v' cannot be decoded from"):
+    with pytest.raises(HeadwiseError, match="tensors: unknown value 'v'"):
         linear_probe(model, documents(4), tensors=("q", "v"))
-    with pytest.raises(HeadwiseError, match="these texts have no word classes"):
+    with pytest.raises(HeadwiseError, match="needs texts with parts of speech"):
         linear_probe(model, ["cat sat", "dog ran"])
-    with pytest.raises(HeadwiseError, match="got 1, need 2 or more"):
+    with pytest.raises(HeadwiseError, match="at least 2 different texts"):
         linear_probe(model, ["cat sat"], targets="position")

@@ -1,4 +1,4 @@
-"""Long texts: what a walk holds does not grow while it goes on, and what it takes grows as the text, not as its square."""
+"""Long texts: memory is constant between blocks, and total memory grows linearly with the text, not quadratically."""
 
 import gc
 import subprocess
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class TensorCounter(AttentionObserver):
-    """How many tensors there are, and how many numbers in them, whenever a block goes by."""
+    """Count the live tensors and their elements at every block."""
 
     def __init__(self) -> None:
         self.counts: list[tuple[int, int]] = []
@@ -34,21 +34,21 @@ class TensorCounter(AttentionObserver):
 
     def count_tensors(self, block: RowBlock) -> None:
         """Count the tensors that are alive."""
-        # asks no object anything
+        # issubclass does not call methods of the objects
         alive = [tensor for tensor in gc.get_objects() if issubclass(type(tensor), torch.Tensor)]
         self.counts.append((len(alive), sum(tensor.numel() for tensor in alive)))
 
 
 def test_metric_runner_holds_no_tensors_between_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept between blocks that grow leaves holes behind, which grow with the square of a text."""
+    """Tensors that are allocated between growing blocks fragment the memory, quadratically in the length of the text."""
     monkeypatch.setattr(batch_context, "MAX_CACHED_PAIRS", 0)
     counter = TensorCounter()
-    gc.collect()  # garbage of other tests would go while this one counts
+    gc.collect()  # garbage of other tests would change the count
     with torch.no_grad():
         MetricRunner(Accumulator(1), default_metrics(FLAGS), observers=[counter]).run(long_model(), [batch_of(2048)])
     assert len(counter.counts) == 2048 // row_blocks.BLOCK_ROWS
     assert {later - count for (count, _), (later, _) in pairwise(counter.counts)} == {0}
-    # cells that a block has more than the last, in a dozen tensors
+    # growth of a block in elements, in a dozen tensors
     max_growth = 12 * row_blocks.BLOCK_ROWS * row_blocks.BLOCK_ROWS
     assert max(later - numbers for (_, numbers), (_, later) in pairwise(counter.counts)) < max_growth
 
@@ -57,11 +57,11 @@ def test_metric_runner_holds_no_tensors_between_blocks(monkeypatch: pytest.Monke
 def test_metric_runner_memory_grows_linearly() -> None:
     command = [sys.executable, "-m", "tests.analysis.long_script", "32768"]
     took = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert took < 1000  # 3,030 where pairs of repeated tokens and holes between blocks were left behind
+    assert took < 1000  # 3,030 MB with cached pairs of repeated tokens and fragmented memory
 
 
 def test_profile_examples_do_not_grow_with_text() -> None:
-    """A head that looks back sees none of a text behind the place that is shown."""
+    """For a causal head the tokens after an example are not stored."""
     model, text = long_model(), " ".join(f"w{7 * index % 61}" for index in range(1500))
     model.tokenizer = TOKENIZER
     profiled = hw.profile(model, [text], max_length=2000, relations=False, causal=False)
@@ -122,10 +122,10 @@ def test_visibility_cache_respects_cell_limit(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(row_blocks, "MAX_CACHED_CELLS", 64 * 61)
     cache, params = VisibilityCache(), ScoreParams(1.0, (0, 1, 2), mask=MASKS["anything"])
     once, twice = (list(visible_blocks(params, 61, 61, CPU, cache=cache)) for _ in range(2))
-    assert cache.cached_cells == 0  # six planes of 61 × 61 are more
+    assert cache.cached_cells == 0  # six planes of 61 × 61 exceed the limit
     assert torch.equal(once[0].partial_mask, twice[0].partial_mask)
     params = ScoreParams(1.0, (0, 1, 2), mask=causal())
     assert list(visible_blocks(params, 61, 61, CPU, cache=cache)) == list(
         visible_blocks(params, 61, 61, CPU, cache=cache)
     )
-    assert cache.cached_cells == 61 * 60  # but for the first column, which all see
+    assert cache.cached_cells == 61 * 60  # without the first column, which all rows see

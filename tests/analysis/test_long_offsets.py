@@ -1,4 +1,4 @@
-"""Farther back than the window: heads built by hand score what their closed forms say."""
+"""Attention outside the window: hand-built heads match their closed forms."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from headwise.analysis.metrics.long_offsets import (
     attention_outside_window,
     concatenated_texts,
 )
-from headwise.analysis.metrics.task_metric import TaskResult
-from headwise.analysis.roles.prompt_roles import PROMPT_ROLES, streaming_candidate_mask
+from headwise.analysis.metrics.task_metric import TaskRunDetails
+from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES, streaming_candidate_mask
 from headwise.analysis.roles.roles import assess, score
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, CachePolicy, ModelSpec, Rotary
@@ -33,7 +33,7 @@ def texts() -> list[str]:
     return [" ".join(rng.choice(WORDS, 14)) for _ in range(60)]
 
 
-def run_far_offset_task(built: WordModel) -> tuple[Accumulator, TaskResult]:
+def run_far_offset_task(built: WordModel) -> tuple[Accumulator, TaskRunDetails]:
     accumulator, metric = Accumulator(built.heads), FarPositionTaskMetric(texts())
     with torch.no_grad():
         result = metric.run(built.model, accumulator)
@@ -43,7 +43,7 @@ def run_far_offset_task(built: WordModel) -> tuple[Accumulator, TaskResult]:
 
 @pytest.mark.parametrize("beta", [3.0, 6.0, 90.0])
 def test_far_offset_task_constructed_heads_match_closed_form(beta: float) -> None:
-    """e^β / (e^β + i) in a row that sees i others; one in all visible is the baseline."""
+    """The weight is e^β / (e^β + i) in a row that sees i other keys. The baseline is 1 / number of visible keys."""
     built = WordModel(WORDS, heads=5, positions=LENGTH)
     eye, e = torch.eye(built.V), np.exp(beta)
     built.set_head("0.0", position_scores=scores_to_offset(OFFSET, beta, LENGTH), output_map=eye)
@@ -55,7 +55,7 @@ def test_far_offset_task_constructed_heads_match_closed_form(beta: float) -> Non
     far, fixed, beyond = (accumulator.mean(name) for name in ("far offset", "fixed position", "outside window"))
     assert result.chosen_offsets["far offset"][0] == OFFSET
     assert result.chosen_offsets["fixed position"][1] == POSITION
-    rows = T[OFFSET + 1 :]  # whose target is not the first token
+    rows = T[OFFSET + 1 :]  # rows whose target is not the first token
     assert far[0] == pytest.approx(np.mean(e / (e + rows)), rel=1e-5)
     assert accumulator.mean("far offset value-weighted")[0] == pytest.approx(far[0], rel=1e-5)
     assert accumulator.mean("far offset baseline")[0] == pytest.approx(np.mean(1 / (rows + 1)), rel=1e-6)
@@ -111,7 +111,7 @@ def test_far_offset_task_encoder_finds_offsets_ahead() -> None:
 
 
 def test_far_offset_task_skips_layers_with_window() -> None:
-    """Layers of one model may see differently far: only those that see a whole text are asked."""
+    """The layers of a model can have different windows. Only layers that see the full text are measured."""
     attention = AttentionSpec(width=12, heads=2, rotary=Rotary(), window=16)
     model = Transformer(ModelSpec(vocab=24, context=LENGTH, layers=1, attention=attention, positions="none"))
     model.tokenizer = word_tokenizer(WORDS)
@@ -129,11 +129,11 @@ def test_concatenated_texts_have_fixed_length_and_follow_seed() -> None:
     assert sequences != concatenated_texts(built.model, texts(), seed=1)
     assert concatenated_texts(WordModel(WORDS, heads=1, positions=LENGTH - 1).model, texts()) == []
     assert concatenated_texts(built.model, ["w1 w2"]) == []
-    assert "no room, or no text" in FarPositionTaskMetric(["w1 w2"]).run(built.model, Accumulator(1)).skip_reason
+    assert "too little context or text" in FarPositionTaskMetric(["w1 w2"]).run(built.model, Accumulator(1)).skip_reason
 
 
 def test_attention_outside_window_equals_hand_count() -> None:
-    """From the fifth token on up to the fourth last, counted by hand."""
+    """Keys from the fifth to the fourth last, counted by hand."""
     weights = torch.arange(1.0, 11.0).expand(2, 10)  # (rows, S)
     assert attention_outside_window(weights, [9, 6], CachePolicy(sink_tokens=2, window=4)).tolist() == [
         3 + 4 + 5 + 6,

@@ -1,4 +1,4 @@
-"""Which head is which: a model and itself, its heads in another order, its cut child; and models that share nothing."""
+"""Matching of heads: a model with itself, with reordered heads, with a pruned copy, and with an unrelated model."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_match_heads_pruned_model_keeps_addresses() -> None:
 
 
 def test_match_heads_random_models_have_no_matches() -> None:
-    """Six pairs of random models of 8 heads, dull ones and sharp ones."""
+    """Six pairs of random models of 8 heads, with nearly uniform and with sharp attention."""
     alarms = [
         pair
         for seed in range(3)
@@ -82,7 +82,7 @@ def test_match_heads_different_tokenizers_align_by_words() -> None:
 
 
 def offset_model(offsets: tuple[int, ...], words: list[str], width: int) -> Transformer:
-    """A model each of whose heads looks so many words back: places are unit vectors, and nothing else is read."""
+    """Make a model whose heads attend to fixed word offsets. Positions are unit vectors; tokens are not read."""
     tokenizer = word_tokenizer(words)
     attention = hw.AttentionSpec(width=width, heads=len(offsets), head_dim=16)
     model = Transformer(hw.ModelSpec(vocab=len(tokenizer), context=16, layers=1, attention=attention)).eval()
@@ -98,7 +98,7 @@ def offset_model(offsets: tuple[int, ...], words: list[str], width: int) -> Tran
 
 
 def test_match_heads_finds_same_offsets_across_families() -> None:
-    """Other ids for other tokens, another width, heads elsewhere: what is alike is where they look."""
+    """The models differ in token ids, width and order of heads. Only the attended positions are equal."""
     words = sorted({word for text in TEXTS for word in text.split()})
     first, second = offset_model((1, 2, 3), words, 20), offset_model((3, 4, 1, 2), words[::-1], 36)
     matching = match_heads(first, second, TEXTS)
@@ -112,7 +112,7 @@ def test_match_heads_finds_same_offsets_across_families() -> None:
 
 @pytest.mark.slow
 def test_match_heads_finds_previous_token_heads_of_real_models() -> None:
-    """MiniLM's 0.2 looks one token back; its partner in SmolLM2, a decoder with another tokenizer, does so, too."""
+    """Head 0.2 of MiniLM is a previous-token head, and so is its match in SmolLM2, a decoder with another tokenizer."""
     smollm2, minilm = hw.load("smollm2"), hw.load("minilm")
     pair = match_heads(smollm2, minilm, max_texts=8)["0.2"]
     assert pair.distance < pair.untrained_distance
@@ -137,7 +137,7 @@ def test_match_heads_invalid_input_raises() -> None:
     model = sharp_model(0)
     with pytest.raises(hw.HeadwiseError, match="at least 4 different texts"):
         match_heads(model, model, ["one two three four"] * 9)
-    with pytest.raises(hw.HeadwiseError, match="there is no head"):
+    with pytest.raises(hw.HeadwiseError, match=r"unknown head 7\.7"):
         match_heads(model, model, TEXTS)["7.7"]
     blind = sharp_model(0)
     blind.tokenizer = None

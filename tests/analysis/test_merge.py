@@ -1,4 +1,4 @@
-"""Profiles merge: of two corpora, each read by itself, comes what one pass over both would have told."""
+"""Merged profiles: two corpora profiled separately give the result of one pass over both."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.analysis.constructed_heads import DECODER, decoder, documents
 DOCUMENTS = documents(60)
 FIRST_TEXTS_ONLY = (
     "variability",
-)  # measured on the first 16 texts; where the first corpus has fewer, the larger sample stays
+)  # measured on the first 16 texts; if the first corpus has fewer, the result of the larger sample is kept
 
 
 def untrained_model(seed: int = 0) -> Transformer:
@@ -33,7 +33,7 @@ def untrained_model(seed: int = 0) -> Transformer:
 
 
 def assert_same(merged: Profile, full: Profile, excluded: tuple[str, ...] = ()) -> None:
-    """All that was counted, bucket by bucket, so in both halves too; and all that follows from it."""
+    """Check that all counts are equal in each bucket, and all results that follow from them."""
     assert merged.metadata == full.metadata
     assert merged.accumulator.fields == full.accumulator.fields
     for group in {*full.accumulator.sums} - {*excluded}:
@@ -97,7 +97,7 @@ def test_profile_merge_is_associative(full_profile: Profile) -> None:
 
 
 def test_profile_merge_counts_shared_relations_once(tmp_path: Any) -> None:
-    """The documents apart are the same in both, so they count once; the texts of both count."""
+    """The relation documents are the same in both profiles, so they count once. The texts of both count."""
     model, gold = untrained_model(), list(Corpus.synthetic("held-out", documents=12, seed=5).items())
     texts = [document.text for document in Corpus.synthetic(documents=30, seed=2).items()]
     options = {"relations": gold, "causal": False}
@@ -113,7 +113,7 @@ def test_profile_merge_adds_different_relations() -> None:
     first = profile(model, texts[:5], relations=gold[:7], causal=False)
     second = profile(model, texts[5:], relations=gold[7:], causal=False)
     merged, full = first.merge(second), profile(model, texts, relations=gold, causal=False)
-    merged.metadata["relations"] = full.metadata["relations"]  # how they are told apart is all that differs
+    merged.metadata["relations"] = full.metadata["relations"]  # only the description of the source differs
     assert_same(merged, full, FIRST_TEXTS_ONLY)
 
 
@@ -149,7 +149,8 @@ def test_profile_merge_keeps_causal_effects() -> None:
 
 
 def test_profile_merge_same_texts_add_no_units() -> None:
-    """The same text falls into the same bucket: twice the rows, but not one more unit, and never one in both halves."""
+    """Equal texts have the same bucket: the number of rows doubles, the number of units does not, and no text is in both
+    halves."""
     once = profile(decoder(), DOCUMENTS[:12], causal=False)
     twice = once.merge(once)
     for name in ("entropy", "aimed 1", "bracket > hits"):
@@ -163,11 +164,11 @@ def test_profile_merge_same_texts_add_no_units() -> None:
 def test_profile_merge_different_profiles_raises(full_profile: Profile) -> None:
     texts = Corpus.synthetic(documents=6)
     profiled = profile(untrained_model(), texts, causal=False)
-    with pytest.raises(HeadwiseError, match="12 and of 6 heads"):
+    with pytest.raises(HeadwiseError, match="12 and 6 heads"):
         full_profile.merge(profiled)
-    with pytest.raises(HeadwiseError, match="two models"):
+    with pytest.raises(HeadwiseError, match="two different models"):
         profiled.merge(profile(untrained_model(1), texts, causal=False))
-    with pytest.raises(HeadwiseError, match=r"control=None and 'shuffled'"):
+    with pytest.raises(HeadwiseError, match=r"different control .* Got None and 'shuffled'"):
         profiled.merge(profile(untrained_model(), texts, control="shuffled", causal=False))
-    with pytest.raises(HeadwiseError, match=r"seed=0 and 1"):
+    with pytest.raises(HeadwiseError, match=r"different seed .* Got 0 and 1"):
         profiled.merge(profile(untrained_model(), texts, seed=1, causal=False))

@@ -1,4 +1,4 @@
-"""Tokens that belong to several words: what heads built by hand give, counted by hand."""
+"""Tokens that belong to several words: hand-built heads, with results counted by hand."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ NEGATION = Alignment.of(
 
 
 def run_head(document: Document, alignment: Alignment, p: list[list[float]], is_causal: bool = False) -> RelationMetric:
-    """One head with the weights p, row by row."""
+    """Run one head with weights p, row by row."""
     sample = TextSample(3, 3, alignment.ids, document, partial(lambda: alignment))
     relations = RelationMetric.of(Accumulator(1), documents_of([sample]), is_causal)
     batch = make_batch([sample])
@@ -45,7 +45,7 @@ def run_head(document: Document, alignment: Alignment, p: list[list[float]], is_
 
 
 def relation_counts(relations: RelationMetric, relation: str) -> tuple[float, float, float]:
-    """Hits, weight and how many arcs were asked."""
+    """Return hits, weight and number of arcs."""
     hits, arcs = relations.accumulator.bucket_sums_and_counts(f"{relation} hits")
     return (
         float(hits.sum()),
@@ -55,7 +55,7 @@ def relation_counts(relations: RelationMetric, relation: str) -> tuple[float, fl
 
 
 def attention_rows(n: int, **rows: list[float]) -> list[list[float]]:
-    """Rows given by their number, r3; the others rest on the first token."""
+    """Make attention rows from given ones such as r3. The other rows attend to the first token."""
     return [rows.get(f"r{i}", [1.0] + [0.0] * (n - 1)) for i in range(n)]
 
 
@@ -66,15 +66,16 @@ def test_relation_metric_second_word_of_token_as_query(is_causal: bool) -> None:
 
 
 def test_relation_metric_second_word_of_token_as_target() -> None:
-    """The comma has the same weight, being the same token: it is no rival."""
+    """The comma has the same weight, because it is the same token. It does not compete with the target."""
     metric = run_head(QUOTE, QUOTED, attention_rows(5, r1=[0, 0, 0.1, 0.9, 0]))
     assert relation_counts(metric, "quote <") == pytest.approx((1, 0.9, 1))
     hits_by_offset = dict(zip(BASELINE_OFFSETS, metric.offsets[3, metric.relations.index("quote <")], strict=True))
-    assert {offset for offset, hits in hits_by_offset.items() if hits} == {2, 3}  # nor can an offset tell the two apart
+    # no offset distinguishes the two either
+    assert {offset for offset, hits in hits_by_offset.items() if hits} == {2, 3}
 
 
 def test_relation_metric_ignores_weight_on_own_token() -> None:
-    """From `,"` .6 stays there; that is no weight on the comma, so the opening quote has the most."""
+    """`,"` has weight 0.6 on itself. This is not weight on the comma, so the opening quote has the largest weight."""
     metric = run_head(QUOTE, QUOTED, attention_rows(5, r3=[0, 0.4, 0, 0.6, 0]))
     assert relation_counts(metric, "quote >") == pytest.approx((1, 0.4, 1))
 
@@ -91,16 +92,17 @@ def test_relation_metric_skips_pairs_within_one_token() -> None:
 
 
 def test_relation_metric_counts_word_pairs_of_merged_tokens() -> None:
-    """Six words, so thirty pairs; five end at the first word, two lie in one token."""
+    """Six words, so thirty pairs. Five end at the first word, and two are in one token."""
     arcs = run_head(QUOTE, QUOTED, attention_rows(5))._batch_arcs
     assert arcs is not None
     assert len(arcs.pairs.text) == 30 - 5 - 2
 
 
 def test_relation_metric_words_sharing_a_token_count_one_direction() -> None:
-    """`do` is all in `don`, which is also of `n't`: the one may be asked about the other, but not the other way round."""
+    """`do` consists of `don` only, which is also part of `n't`. So attention from one to the other is defined in one
+    direction."""
     metric = run_head(NEGATED, NEGATION, attention_rows(4, r1=[0, 0.7, 0.1, 0.2]))
-    assert relation_counts(metric, "not >") == pytest.approx((0, 0.1, 1))  # .7 is on itself, and y has .2
+    assert relation_counts(metric, "not >") == pytest.approx((0, 0.1, 1))  # 0.7 is on itself, 0.2 on y
     assert metric.left_out[3].tolist() == [0, 1]
     metric = run_head(NEGATED, NEGATION, attention_rows(4, r1=[0, 0.7, 0.2, 0.1]))
     assert relation_counts(metric, "not >") == pytest.approx((1, 0.2, 1))
@@ -110,7 +112,7 @@ def test_relation_metric_word_without_token_is_left_out() -> None:
     bare = Alignment.of("x y", [0], ["x"], [(0, 1)])
     metric = run_head(Document.of(["x", "y"], [Relation("det", 0, 1)]), bare, [[1.0]])
     assert metric.arcs.sum() == 0
-    assert metric.left_out.sum(0).tolist() == [1, 0]  # the other way round it is the first word that is pointed at
+    assert metric.left_out.sum(0).tolist() == [1, 0]  # in the other direction the target is the first word
 
 
 def test_token_groups_merge_words_of_one_token() -> None:
@@ -120,7 +122,7 @@ def test_token_groups_merge_words_of_one_token() -> None:
 
 
 def test_relation_metric_keeps_merged_quotes_of_probe_set() -> None:
-    """SmolLM2 writes 36 of the 65 closing quotes in one token with the mark before them: no arc of theirs is lost."""
+    """SmolLM2 has one token for 36 of the 65 closing quotes and the preceding punctuation. Their arcs are not lost."""
     model = hw.load(smollm2_folder())
     samples = list(TokenizedCorpus.of(model, probe_set("quote")))
     aligned_arcs = [

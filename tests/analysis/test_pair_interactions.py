@@ -1,11 +1,11 @@
-"""Heads at few bits together: as a copy of the model with both rounded says, and nothing stays changed."""
+"""Joint quantization of two heads: equal to a copy of the model with both quantized, and the model is restored."""
 
 import pytest
 import torch
 
 from headwise.analysis.ablation import ablated_rerun
 from headwise.analysis.ablation.joint_quantization_cost import joint_quantization_costs
-from headwise.analysis.ablation.sensitivity import sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import sensitivity
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.compression.quantize import quantize
 from headwise.errors import HeadwiseError
@@ -69,7 +69,7 @@ def test_joint_costs_error_restores_weights(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_joint_costs_invalid_input_raises() -> None:
     model = make_model()
-    with pytest.raises(HeadwiseError, match=r"no key head 7\.1"):
+    with pytest.raises(HeadwiseError, match=r"unknown KV head '7\.1'"):
         joint_quantization_costs(model, TEXTS, [("7.1",)], bits=3)
     with pytest.raises(HeadwiseError, match="empty"):
         joint_quantization_costs(model, TEXTS, [()], bits=3)

@@ -1,4 +1,4 @@
-"""What heads of an encoder-decoder are worth on pairs, and what they give on average, against a plain loop over pairs."""
+"""Importance and mean activations of an encoder-decoder on text pairs, compared with a plain loop over pairs."""
 
 from copy import deepcopy
 from typing import Any
@@ -37,13 +37,13 @@ from tests.contract.layers import MODELS, assert_equal
 from tests.training.tiny import same_weights
 
 TOLERANCE = 1e-10  # the models compute in double precision
-FLOAT32_TOLERANCE = 1e-8  # slopes of a text, below 1 here, are handed over in single precision
+FLOAT32_TOLERANCE = 1e-8  # gradients of a text, below 1 here, are passed on in single precision
 
 each_spec = pytest.mark.parametrize("name", SPECS)
 
 
 def test_ablation_costs_reference_is_nonzero_in_every_stack() -> None:
-    """A head of every stack matters, and so does the source: else the comparisons below would compare noughts."""
+    """A head of every stack matters, and so does the source. Otherwise the comparisons below would compare zeros."""
     model = pair_model(SPECS["plain"])
     lost = dict(zip(map(str, model.spec.head_addresses), ablation_costs(model), strict=True))
     for stack in ("enc", "dec", "cross"):
@@ -52,7 +52,7 @@ def test_ablation_costs_reference_is_nonzero_in_every_stack() -> None:
     assert abs(mean_loss(model, rotated) - mean_loss(model)) > 1e-3
 
 
-# What is read.
+# Inputs.
 
 
 @pytest.mark.parametrize("pieces", [False, True])
@@ -68,7 +68,7 @@ def test_tokenized_corpus_pairs_equal_manual_encoding(pieces: bool) -> None:
         assert aligned.text == PAIRS[index][1]
         assert aligned.words == tuple(PAIRS[index][1].split())
         covered = [aligned.text[a:b] for a, b in aligned.spans]
-        front = 2 if pieces else 1  # the token to start from, and [CLS]
+        front = 2 if pieces else 1  # the start token, and [CLS]
         assert covered[:front] + covered[-1:] == [""] * (front + 1)
         assert covered[front:-1] == (PAIRS[index][1].split() if pieces else list(PAIRS[index][1]))
 
@@ -118,7 +118,7 @@ def test_target_batch_padded_losses_equal_single_pairs(name: str) -> None:
     )
 
 
-# What heads give on average: those of the encoder over sources, the others over texts.
+# Mean activations: of the encoder over sources, of the other stacks over texts.
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_mean_activations_average_over_tokens_of_the_stack(name: str, tokens: in
         assert_equal(position_means[head], torch.stack(want))
 
 
-# What heads are worth.
+# Importance.
 
 
 @each_spec
@@ -211,7 +211,7 @@ def test_importance_gradient_equals_gate_gradient(name: str) -> None:
         gate = torch.ones(1, dtype=torch.float64, requires_grad=True)
         losses = token_losses(model, gates={str(head): gate})
         own = [float(torch.autograd.grad(loss.sum(), gate, retain_graph=True)[0]) for loss in losses]
-        sums.append(-sum(own) / sum(map(len, losses)))  # replaced by nothing: the gate closes
+        sums.append(-sum(own) / sum(map(len, losses)))  # zero ablation: the gate is closed
         each.append(np.mean([abs(slope) / len(loss) for slope, loss in zip(own, losses, strict=True)]))
     np.testing.assert_allclose(importance(model, PAIRS, ranking="gradient").mean, each, atol=FLOAT32_TOLERANCE)
     result = importance(model, PAIRS, ranking="attribution", ablation="zero", check_heads=4)
@@ -222,7 +222,7 @@ def test_importance_gradient_equals_gate_gradient(name: str) -> None:
 
 
 def test_importance_attribution_equals_central_difference() -> None:
-    """Against a central difference: a head a little on its way to its mean, and as much on the other side."""
+    """Compare with a central difference: the head moved slightly towards its mean, and away from it."""
     model, step = pair_model(SPECS["plain"]), 1e-4
 
     def moved(head: Address, shift: float) -> float:
@@ -308,7 +308,7 @@ def test_ablated_own_call_equals_importance() -> None:
             assert result[head].importance == pytest.approx(float(lost) - result.clean_loss, abs=TOLERANCE)
 
 
-# What is refused.
+# Errors.
 
 
 def test_pairs_with_wrong_model_or_texts_raise() -> None:
@@ -319,18 +319,18 @@ def test_pairs_with_wrong_model_or_texts_raise() -> None:
         (encoder_decoder, TEXTS, {}, "needs pairs"),
         (encoder_decoder, "the cat", {}, "needs pairs"),
         (encoder_decoder, None, {}, "needs pairs"),
-        (decoder, PAIRS, {}, "give this decoder texts alone"),
-        (learned, [*PAIRS, ("at", long)], {}, f"pair 6 has {len(long) + 2} tokens, more than the 64 positions"),
-        (learned, [(long, "at")], {}, f"pair 1 has {len(long) + 1} tokens, more than the 64 positions"),
-        (encoder_decoder, PAIRS[:1], {"ablation": "resample"}, "there is only one"),
-        (encoder_decoder, PAIRS, {"heads": "1.1"}, "does not say which stack"),
-        (encoder_decoder, [("at", " ")], {}, "pair 1 lacks a text"),
+        (decoder, PAIRS, {}, "Give it texts alone"),
+        (learned, [*PAIRS, ("at", long)], {}, f"pair 6 has {len(long) + 2} tokens.*64 positions"),
+        (learned, [(long, "at")], {}, f"pair 1 has {len(long) + 1} tokens.*64 positions"),
+        (encoder_decoder, PAIRS[:1], {"ablation": "resample"}, "resample ablation replaces z with that"),
+        (encoder_decoder, PAIRS, {"heads": "1.1"}, "does not name a stack"),
+        (encoder_decoder, [("at", " ")], {}, "pair 1 needs a source and a text"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             importance(model, corpus, **options)  # pyright: ignore
     for model, corpus, message in ((encoder_decoder, TEXTS, "needs pairs"), (decoder, PAIRS, "texts alone")):
         with pytest.raises(HeadwiseError, match=message):
             mean_activations(model, corpus)
-    for model, message in ((encoder_decoder, "pairs are for what is asked"), (decoder, "texts alone")):
+    for model, message in ((encoder_decoder, "does not support text pairs"), (decoder, "texts alone")):
         with pytest.raises(HeadwiseError, match=message):
             hw.profile(model, PAIRS)

@@ -1,4 +1,4 @@
-"""Profiles of small random models: nothing is found where nothing was learned, and no way of reading changes the numbers."""
+"""Profiles of small random models: no roles are found, and the way of reading the corpus does not change the scores."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ HEADS = [f"{layer}.{head}" for layer in range(2) for head in range(4)]
 
 
 def make_model(seed: int = 0, sharpness: float = 1.0) -> Transformer:
-    """Random weights; with sharper queries and keys heads pick and choose, for no reason."""
+    """Make a model with random weights. Larger queries and keys give random but sharper attention."""
     tokenizer = word_tokenizer(VOCABULARY)
     torch.manual_seed(seed)
     spec = ModelSpec(vocab=len(tokenizer), context=128, layers=2, attention=AttentionSpec(width=32, heads=4))
@@ -55,7 +55,7 @@ def random_profile() -> Profile:
 
 @pytest.mark.parametrize("sharpness", [1.0, 4.0])
 def test_profile_random_model_has_no_roles(sharpness: float) -> None:
-    """At most one head in a hundred, over four models: so none of 32."""
+    """At most 1% of the heads of four models: none of 32."""
     alarms = [
         f"seed {seed}, {head.address}: {role_evidence.role} {role_evidence.detail}, {role_evidence.evidence_level}"
         for seed in range(4)
@@ -192,12 +192,12 @@ def test_profile_load_damaged_file_raises(random_profile: Profile, damage: str, 
         path.write_bytes(
             {"short": file_bytes[: len(file_bytes) // 2], "noise": noise, "empty": b"", "text": b"{}"}[damage]
         )
-    with pytest.raises(HeadwiseError, match="not a profile, or is damaged"):
+    with pytest.raises(HeadwiseError, match="not a profile, or damaged"):
         Profile.load(path)
 
 
 def rewrite_metadata(path: Path, **changes: object) -> Path:
-    """The same file with other things told in it."""
+    """Write the file again with changed metadata."""
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     metadata = json.loads(arrays["header"].tobytes()) | changes
@@ -212,7 +212,7 @@ def test_profile_load_other_version_or_missing_data_raises(random_profile: Profi
         Profile.load(rewrite_metadata(path, version=99))
     with pytest.raises(HeadwiseError):
         Profile.load(rewrite_metadata(path, version=1, supports=[[{"role": "x"}]]))
-    with pytest.raises(HeadwiseError, match="no file"):
+    with pytest.raises(HeadwiseError, match="file not found"):
         Profile.load(tmp_path / "nothing.npz")
 
 
@@ -227,7 +227,7 @@ def test_profile_controls_ignore_training_and_relations() -> None:
 
 @pytest.mark.parametrize("attached", [False, True])
 def test_profile_random_attention_equals_profile_of_redrawn_model(attached: bool) -> None:
-    """The control profiles a model with the same embeddings and MLPs and other heads, for ours and for attached models."""
+    """The control profiles a model with the same embeddings and MLPs but other heads, for native and attached models."""
     model = attached_models.new_model("llama") if attached else make_model()
     texts = (
         ["the cat saw the dog and the dog saw the cat", "a dog ran", "the man saw a cat"]
@@ -250,7 +250,7 @@ def test_profile_invalid_arguments_raise() -> None:
     for empty in ([], ""):
         with pytest.raises(HeadwiseError):
             profile(model, empty)
-    with pytest.raises(HeadwiseError, match="choose a smaller length"):
+    with pytest.raises(HeadwiseError, match="larger than the context"):
         profile(model, ["the dog"], max_length=129)
     model.tokenizer = None
     with pytest.raises(HeadwiseError, match="no tokenizer"):

@@ -1,4 +1,4 @@
-"""What a profile answers about layers, those without heads too."""
+"""Methods of a profile for layers, including layers without heads."""
 
 from dataclasses import replace
 from io import StringIO
@@ -46,7 +46,7 @@ def test_role_names_include_relations_of_documents() -> None:
 
 
 def profile_with_several_roles() -> Profile:
-    """Three heads: one that does three things, one that does the third of them better, one that shows a mere pattern."""
+    """Three heads: one with three roles, one that is better at the third, one with attention evidence only."""
     profiled = profile(synthetic_model(layers=3, kept_heads={"0": (0, 3), "1": (), "2": (1,)}), SYNTHETIC, causal=False)
 
     def make_evidence(role: str, score: float, level: str = "value-weighted") -> RoleEvidence:

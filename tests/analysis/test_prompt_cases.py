@@ -1,4 +1,4 @@
-"""The last rung of roles on prompts: prompts and lists that ask for the same word, and who is causal there."""
+"""Causal tests of roles on prompts: prompts and lists with the same answers, and the heads that are causal there."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def make_evidence(role: str, probe: str, family: int = 8) -> RoleEvidence:
 def run_causal_test(
     model: Transformer, evidence_by_head: dict[str, RoleEvidence], texts: TokenizedCorpus | None = None
 ) -> dict[str, RoleEvidence]:
-    """What ablation says of some heads, each with one role."""
+    """Run the causal test for some heads with one role each."""
     addresses = model.spec.head_addresses
     head_evidence = [
         [evidence_by_head[str(address)]] if str(address) in evidence_by_head else [] for address in addresses
@@ -64,7 +64,7 @@ def run_causal_test(
 
 
 def name_mover_model_with_lists() -> WordModel:
-    """As in the tests of the measure, and besides a model that goes on with lists: what stood behind a word is said again."""
+    """The model of the metric tests, extended to continue lists: the word after an earlier occurrence is predicted again."""
     built = name_mover_model(parts=4, heads=6)
     eye, previous_part = torch.eye(built.V), 2
     built.set_head("0.4", position_scores=scores_to_offset(1), output_map=eye, output_part=previous_part)
@@ -104,7 +104,7 @@ def test_lead_trial_sentences_lists_and_single_names_ask_for_the_same_lead(role:
 
 @torch.no_grad()
 def test_ablation_loss_rivals_measure_the_lead() -> None:
-    """What a row loses is the fall of log p(due) − log p(other), as the patched model gives it."""
+    """The loss of a row is the decrease of log p(answer) − log p(other name) in the patched model."""
     model = name_mover_model_with_lists().model
     rows = name_lead_trial(model, "name mover", seed=5).cases[:4]
     assert len({len(row.truncated_sample.ids) for row in rows}) == 1
@@ -130,7 +130,7 @@ def test_ablation_loss_rivals_measure_the_lead() -> None:
 
 
 def test_list_prompt_puts_commas_between_words() -> None:
-    """Where they are tokens of their own: SmolLM2 does not go on with names side by side."""
+    """If commas are tokens of their own: SmolLM2 does not continue names without commas."""
     words = Tokenizer.load(smollm2_folder())
     (prompt, *_), rng = make_name_prompts(words, seed=3), np.random.default_rng(0)
     comma, answer = words.encode("Then,", add_special_tokens=False)[-1], prompt.targets[0].answer
@@ -143,8 +143,8 @@ def test_list_prompt_puts_commas_between_words() -> None:
 
 
 def test_causal_test_name_mover_is_judged_by_the_lead() -> None:
-    """The head that goes on with lists is needed there and not for names: as a name mover it is not causal. A name
-    mover lifts a single name as much as the name due among two."""
+    """The head that continues lists is needed for lists and not for names, so it is not causal as a name mover. A name mover
+    increases a single name as much as the answer among two names."""
     heads = {address: make_evidence("name mover", LEAD) for address in ("2.0", "2.2", "1.4")}
     results = run_causal_test(name_mover_model_with_lists().model, heads)
     mover, (effect,) = results["2.0"], results["2.0"].effects
@@ -161,9 +161,9 @@ def test_causal_test_name_mover_is_judged_by_the_lead() -> None:
 
 
 def people_with_a_suppressor() -> WordModel:
-    """A model that chooses between two names by suppression: 2.0 looks at all names and writes them, whoever is due; 2.1
-    looks at the name said again and writes against it; 2.2 looks there too and writes a little for it; 2.3 writes against
-    the name due."""
+    """A model that selects between two names by suppression. 2.0 attends to all names and writes them, whichever is the
+    answer. 2.1 attends to the repeated name and writes against it. 2.2 attends there too and slightly writes for it. 2.3
+    writes against the answer."""
     built = name_mover_model_with_lists()
     eye, avoided, out = torch.eye(built.V), 1, 3
     with torch.no_grad():
@@ -187,7 +187,8 @@ def people_with_a_suppressor() -> WordModel:
 
 
 def test_causal_test_head_that_lifts_any_name_is_no_name_mover() -> None:
-    """The surprise of the name due depends on it, among two names and alone. The lead over the other name does not."""
+    """The loss of the answer depends on the head, among two names and for a single name. The lead over the other name does
+    not."""
     model = people_with_a_suppressor().model
     results = run_causal_test(
         model, {"2.0": make_evidence("name mover", LEAD), "2.1": make_evidence("name suppression", LEAD)}
@@ -221,16 +222,16 @@ def test_name_suppression_built_heads_only_the_one_that_writes_against_the_wrong
         "writes for it"
     )
     assert score[at("2.3")] < 0.1, "it looks at the name due"
-    assert "attends to the name that is not due and writes less for it" in str(profiled.summary("2.1"))
+    assert "attends to the incorrect name and suppresses it" in str(profiled.summary("2.1"))
 
 
 def test_name_suppression_head_that_suppresses_the_last_name_scores_its_baseline() -> None:
-    """It looks at whatever name was said last, which is the wrong candidate among two and the one due if it is alone."""
+    """The head attends to the last name: the wrong one among two names, and the answer in a sentence with a single name."""
     built = people_with_a_suppressor()
     V, eye = built.V, torch.eye(built.V)
     names = torch.zeros(V, 1)
     names[built.ids(NAMES)] = 1
-    later = BETA * torch.arange(P)[None].expand(P, P)  # later places score more
+    later = BETA * torch.arange(P)[None].expand(P, P)  # later positions have higher scores
     built.set_head(
         "0.1",
         token_scores=50 * BETA * torch.ones(V, 1) @ names.T,
@@ -246,7 +247,7 @@ def test_name_suppression_head_that_suppresses_the_last_name_scores_its_baseline
 
 
 def test_name_suppression_shuffled_gold_gives_no_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every other pair the sentences change places, so that gold names the wrong one of them."""
+    """In every other pair the sentences are swapped, so that the gold answer is the wrong name."""
 
     def shuffled(*args: Any) -> list[NameSentencePair]:
         pairs = []
@@ -271,8 +272,8 @@ def test_name_suppression_shuffled_gold_gives_no_role(monkeypatch: pytest.Monkey
 
 
 def test_causal_test_copy_suppression_head_is_causal() -> None:
-    """Beside an induction head one that writes against what it says, half as loud: without it the copy is likelier. The
-    induction head would have its answers lose, so it holds nothing back."""
+    """An induction head, and a head that writes against its output at half the strength: without it the copy is more
+    probable. Without the induction head the answers lose, so it does not suppress copies."""
     model = decoder()
     _, second_layer = model.attention_layers()
     HeadBuilder(second_layer, 4).attend_tokens(torch.eye(V), key_part=PREVIOUS).attend_first().write(OUT, -1.0)
@@ -288,7 +289,7 @@ def test_causal_test_copy_suppression_head_is_causal() -> None:
 
 @torch.no_grad()
 def causal_test_induction_head(model: Transformer, extra: list[RoleEvidence]) -> list[RoleEvidence]:
-    """What ablation says of the induction head, with other roles beside that."""
+    """Run the causal test for the induction head, with additional roles of the same head."""
     texts = list(TokenizedCorpus.of(model, documents(40)))
     address = model.spec.head_addresses.index(Address.parse("1.0"))
     head_evidence: list[list[RoleEvidence]] = [[] for _ in model.spec.head_addresses]
@@ -310,7 +311,7 @@ def test_causal_test_prompt_role_does_not_change_first_role() -> None:
 
 
 def test_causal_test_head_with_two_roles_is_counted_once() -> None:
-    """Among the others of its layer it does not stand itself: a role of one's own changes nothing for the first."""
+    """A head is not compared with itself in its layer: an additional role does not change the result of the first."""
     model = decoder()
     (alone,) = causal_test_induction_head(model, [])
     first, second = causal_test_induction_head(model, [make_evidence("retrieval", "repeats")])
@@ -335,7 +336,7 @@ def test_profile_prompt_examples_equal_with_shards(tmp_path: Path) -> None:
     assert merged["2.0"].roles == profiled["2.0"].roles
     assert merged["2.0"].examples_by_role["name mover"] == profiled["2.0"].examples_by_role["name mover"]
     assert Profile.load(tmp_path / "out" / "profile.npz")["2.0"].examples_by_role == merged["2.0"].examples_by_role
-    with pytest.raises(HeadwiseError, match="prompts differ"):
+    with pytest.raises(HeadwiseError, match="has the shards of a profile with other"):
         profile_shards(model, corpus, tmp_path / "out", relations=False, shard_characters=60)
     head = profiled["2.0"]
     name_mover = next(role_evidence for role_evidence in head.roles if role_evidence.role == "name mover")

@@ -1,5 +1,5 @@
-"""Models that learned nothing, asked on prompts as if they got every one right: none of their heads has a role. Run it with
--s to see the counts."""
+"""False positives on prompts: untrained models, scored as if they answered every prompt correctly, have no heads with roles.
+Run with -s to see the counts."""
 
 from collections import Counter
 from functools import cache
@@ -17,7 +17,7 @@ from headwise.analysis.metrics.name_movers import NAMES, SINGLES, TEMPLATES
 from headwise.analysis.metrics.prompt_metric import HeadResponses, PromptWithTargets, run_prompts
 from headwise.analysis.metrics.query_focused_retrieval import FACTS
 from headwise.analysis.metrics.successor import CLASSES
-from headwise.analysis.roles.prompt_roles import PROMPT_ROLES, prompt_metrics
+from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES, prompt_metrics
 from headwise.analysis.roles.roles import assess, score
 from headwise.model import ModelProtocol, ResidualStream
 from headwise.text import Tokenizer
@@ -30,7 +30,7 @@ SIZES = ((3, 6, 48), (2, 16, 64))  # layers, heads, width
 
 
 def prompt_texts() -> list[str]:
-    """Whatever prompts may say, and the probe set."""
+    """Return the texts of all prompts, and the probe set."""
     people = [template.format(name, other_name, name) for template in TEMPLATES for name, other_name in pairwise(NAMES)]
     people += [template.format(name) for template in SINGLES for name in NAMES]
     lists = [", ".join(f" {word}" for word in word_class) for word_class in CLASSES]
@@ -41,7 +41,7 @@ def prompt_texts() -> list[str]:
 
 @cache
 def make_tokenizer(kind: str) -> Tokenizer:
-    """Words apart by spaces; or byte pairs, in which each word of the prompts has become one token."""
+    """Make a tokenizer: words separated by spaces, or BPE in which each word of the prompts is one token."""
     texts = prompt_texts()
     if kind == "pairs":
         return bpe_tokenizer([*texts, *texts, *texts], vocab_size=2500)
@@ -82,7 +82,7 @@ def false_alarms(
 
 @pytest.mark.slow
 def test_prompt_metrics_attached_model_equals_native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transformers model, attached, and the same loaded as ours: every number of every head."""
+    """A transformers model, attached and loaded natively, has equal scores of every head."""
     transformers = pytest.importorskip("transformers")
     for module in (name_movers, name_suppression, successor, copy_suppression):
         monkeypatch.setattr(module, "run_prompts", run_prompts_as_correct)

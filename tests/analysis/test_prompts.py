@@ -1,4 +1,4 @@
-"""Roles on prompts of their own: heads built by hand score what their closed forms say."""
+"""Roles on prompts: hand-built heads match their closed forms."""
 
 from io import StringIO
 from pathlib import Path
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.copy_suppression import CUE, LENGTH, CopySuppressionMetric, make_repeat_prompts
-from headwise.analysis.metrics.hook_listeners import listen_at_hook_points
+from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.name_movers import NAMES, SINGLES, TEMPLATES, NameMoverMetric, make_name_prompts
 from headwise.analysis.metrics.prompt_metric import ExpectedToken, PromptWithTargets, run_prompts, single_token_of_word
 from headwise.analysis.metrics.query_focused_retrieval import FACTS, QueryFocusMetric, make_query_prompts
@@ -20,7 +20,7 @@ from headwise.analysis.recording import batching
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.roles.prompt_roles import PROMPT_ROLES
+from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary
@@ -42,7 +42,7 @@ TEMPLATE_WORDS = sorted(
 
 
 def run_metric(model: Transformer, metric: TaskMetric) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Score, baseline, valued score of every head, and the cases of every unit."""
+    """Return score, baseline and value-weighted score of every head, and the counts of every sample."""
     accumulator = Accumulator(len(model.spec.head_addresses))
     with torch.no_grad():
         assert metric.run(model, accumulator).skip_reason == ""
@@ -51,7 +51,8 @@ def run_metric(model: Transformer, metric: TaskMetric) -> tuple[np.ndarray, np.n
 
 
 def name_mover_model(heads: int = 4, parts: int = 3) -> WordModel:
-    """Three layers: who was said before; who is not due, brought to every row; who looks at the names that are left."""
+    """Three layers: the first finds repeated names, the second moves the wrong name to every row, the third attends to the
+    remaining names."""
     built = WordModel((*TEMPLATE_WORDS, *NAMES), heads=heads, layers=3, parts=parts)
     V, eye = built.V, torch.eye(built.V)
     names = torch.zeros(V, 1)
@@ -64,7 +65,7 @@ def name_mover_model(heads: int = 4, parts: int = 3) -> WordModel:
         output_map=eye,
         output_part=repeated_part,
     )
-    any_name = BETA * torch.ones(V, 1) @ names.T  # from whatever word to names
+    any_name = BETA * torch.ones(V, 1) @ names.T  # from any word to names
     built.set_head(
         "1.0",
         token_scores=20 * any_name,
@@ -80,7 +81,7 @@ def name_mover_model(heads: int = 4, parts: int = 3) -> WordModel:
             head, same = built.model.heads[Address.parse(f"2.{index}")], built.model.heads[Address.parse("2.0")]
             for weight_name in ("W_Q", "W_K", "W_V"):
                 getattr(head, weight_name).copy_(getattr(same, weight_name))
-        # looks at the right name and writes against it
+        # attends to the correct name and writes against it
         built.model.heads[Address.parse("2.1")].W_O[:, built.part_slice(output_part)] = -eye
     return built
 
@@ -107,19 +108,19 @@ def test_name_mover_constructed_head_scores_one() -> None:
 
 @pytest.mark.parametrize("beta", [2.0, 5.0])
 def test_name_mover_first_name_head_scores_baseline(beta: float) -> None:
-    """Beside the circuit that makes the model right: e^β / (e^β + n − 1) where the first name is due, that is every other
-    time, and where it is not."""
+    """Together with the circuit that makes the model correct. The weight is e^β / (e^β + n − 1), both where the first name is
+    the answer, which is every other time, and where it is not."""
     built = name_mover_model()
     eye = torch.eye(built.V)
     built.set_head("0.1", position_scores=scores_to_position(1, beta), output_map=1e-3 * eye, output_part=2)
-    built.set_head("0.2", output_map=1e-3 * eye, output_part=2)  # alike everywhere: the name said twice is written most
+    built.set_head("0.2", output_map=1e-3 * eye, output_part=2)  # uniform attention: the repeated name is written most
     built.set_head("0.3", output_map=-1e-3 * eye, output_part=2)
     lengths = np.array([len(prompt.ids) for prompt in make_name_prompts(tokenizer_of(built.model))[::2]])
     weights = np.exp(beta) / (np.exp(beta) + lengths - 1)
     weight = weights.mean()
     score, baseline, value_weighted, _ = run_metric(built.model, NameMoverMetric())
     assert score[1] == pytest.approx(weight / 2, abs=1e-6)
-    # on the name due where it is not the first, and is written less
+    # weight on the answer if it is not the first name, and is written less
     other_weight = np.mean((1 - weights) / (lengths - 1))
     assert baseline[1] == pytest.approx((weight + other_weight) / 2, abs=1e-6)
     assert value_weighted[1] == pytest.approx(weight / 2, abs=1e-6)
@@ -149,7 +150,7 @@ LIST_WORDS = [word for words in CLASSES for word in words]
 
 
 def successor_map(built: WordModel) -> torch.Tensor:
-    """From each word, bare and with a comma, to the one that comes next: (V, V)."""
+    """Map each word, with and without a comma, to its successor: (V, V)."""
     mapping, index_of = torch.zeros(built.V, built.V), list(built.words).index
     for word_class in CLASSES:
         for word, successor in zip(word_class, (*word_class[1:], word_class[0]), strict=True):
@@ -170,9 +171,9 @@ def test_successor_metric_constructed_head_scores_one() -> None:
         len(word_class) if word_class in CYCLIC else len(word_class) - 3 for word_class in CLASSES
     )
     friday = torch.zeros(V, V).index_fill_(1, torch.tensor(built.ids(["Friday"])), 1e-3)
-    built.set_head("0.1", position_scores=scores_to_offset(0), output_map=1e-3 * torch.eye(V))  # says what it reads
-    built.set_head("0.2", position_scores=scores_to_offset(0), output_map=friday)  # always the same
-    # would write it, and never looks there
+    built.set_head("0.1", position_scores=scores_to_offset(0), output_map=1e-3 * torch.eye(V))  # copies the word
+    built.set_head("0.2", position_scores=scores_to_offset(0), output_map=friday)  # always writes the same word
+    # would write the successor, but never attends to the word
     built.set_head("0.3", position_scores=scores_to_position(0), output_map=1e-3 * successor_map(built))
     built.set_head("0.4", position_scores=scores_to_offset(0), output_map=-1e-3 * successor_map(built))
     score, baseline, value_weighted, counts = run_metric(built.model, SuccessorMetric())
@@ -181,7 +182,7 @@ def test_successor_metric_constructed_head_scores_one() -> None:
     assert score[0] == value_weighted[0] == 1
     assert baseline[0] == pytest.approx(np.mean(1 / others))
     assert (score[1], baseline[1]) == (0, 0)
-    # It is right on Thursdays, says what it reads on Fridays, and is wrong on five days; elsewhere all members have the same.
+    # The head is right on Thursday, copies on Friday, and is wrong on five days. In other classes all words are tied.
     elsewhere = np.sum(1 / (others[others != 6] + 1))
     assert score[2] == pytest.approx(1 / len(members))
     assert baseline[2] == pytest.approx((6 / 6 + elsewhere) / len(members))
@@ -198,7 +199,7 @@ def test_successor_metric_constructed_head_scores_one() -> None:
 
 
 def test_profile_prompts_do_not_change_other_roles(tmp_path: Path) -> None:
-    """The same numbers, in the same order; and a profile with prompts is saved, read and merged like any other."""
+    """The scores and their order are equal. A profile with prompts can be saved, loaded and merged."""
     texts = ["The one two three four five six", "The a b c d", "The Monday Tuesday Friday"]
     built = successor_model(2)
     built.set_head("0.1", position_scores=scores_to_offset(1), output_map=1e-3 * torch.eye(built.V))
@@ -223,17 +224,17 @@ def test_profile_prompts_weak_model_reports_reason() -> None:
     with torch.no_grad():
         built.model.heads[Address.parse("0.0")].W_O.zero_()
     profiled = profile(built.model, ["The one two three"] * 4, relations=False, prompts=True, causal=False)
-    assert "too weak for it: of 89 lists" in profiled.metadata["skipped"]["successor"]
+    assert "too weak for this task: it continues 0 of 89 lists" in profiled.metadata["skipped"]["successor"]
     assert "single tokens" in profiled.metadata["skipped"]["name mover"]
     assert np.isnan(profiled.metric("successor")).all()
     console = Console(file=StringIO(), width=200)
     show_profile(profiled, {"0.0"}, console)
-    assert "Not asked for successor: too weak for it" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "the model is too weak for this task" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert not {role.name for role in PROMPT_ROLES} & {*profiled.heads_by_role()}
 
 
 def test_profile_prompts_short_context_uses_prompts_that_fit() -> None:
-    """Lists of four words fit into ten positions, and so do the lists of the last rung; sentences about people do not."""
+    """Lists of four words fit into ten positions, and so do the lists of the causal test. Sentences about people do not."""
     num_positions = 10
     built = WordModel(
         ("The", *dict.fromkeys((*LIST_WORDS, *(f"{word}," for word in LIST_WORDS)))), heads=2, positions=num_positions
@@ -249,11 +250,11 @@ def test_profile_prompts_short_context_uses_prompts_that_fit() -> None:
     )
     model = WordModel((*TEMPLATE_WORDS, *NAMES), heads=1, positions=num_positions).model
     profiled = profile(model, ["Then we met. "] * 4, relations=False, prompts=True)
-    assert "tokens, and this model has 10 positions" in profiled.metadata["skipped"]["name mover"]
+    assert "10 positions" in profiled.metadata["skipped"]["name mover"]
 
 
 def test_list_prompt_target_position_is_last_member() -> None:
-    """Whether its comma is a token of its own or a part of it."""
+    """The comma can be a token of its own or part of the word's token."""
     bpe = bpe_tokenizer([f"The {word}," for word in LIST_WORDS] * 2, vocab_size=800)
     for tokenizer, back_from_the_end in ((bpe, 2), (tokenizer_of(successor_model().model), 1)):
         members = single_token_words(tokenizer)
@@ -264,7 +265,7 @@ def test_list_prompt_target_position_is_last_member() -> None:
 
 
 def test_profile_prompts_with_shuffled_control_raises() -> None:
-    with pytest.raises(HeadwiseError, match="prompts are read as they are"):
+    with pytest.raises(HeadwiseError, match="not supported with control='shuffled'"):
         profile(successor_model(1).model, ["The one two"], prompts=True, control="shuffled")
 
 
@@ -272,14 +273,14 @@ def test_next_token_skips_words_of_several_tokens() -> None:
     model = Transformer(ModelSpec(vocab=257, context=64, layers=1, attention=AttentionSpec(width=12, heads=2)))
     model.tokenizer = byte_tokenizer()
     assert single_token_of_word(tokenizer_of(model), "Then", "Mary") is None
-    with pytest.raises(HeadwiseError, match="of 24 names only 0 are single tokens"):
+    with pytest.raises(HeadwiseError, match="only 0 of 24 names are single tokens"):
         make_name_prompts(tokenizer_of(model))
     assert single_token_words(tokenizer_of(model)) == []
 
 
 def test_copy_suppression_constructed_head_scores_one() -> None:
-    """Beside an induction head, which makes the model say it; a head that looks at the same places whatever is read; one
-    that looks there and writes for every other token."""
+    """Together with an induction head that makes the model predict the copy; a head that attends to the same positions in
+    every text; and a head that attends there and writes for every other token."""
     model, texts = blank_model(heads=6, layers=2), documents(120)
     first_layer, second_layer = model.attention_layers()
     HeadBuilder(first_layer, 0).attend_offsets(1).write(PREVIOUS, 1.0)
@@ -287,7 +288,7 @@ def test_copy_suppression_constructed_head_scores_one() -> None:
     HeadBuilder(second_layer, 0).attend_tokens(torch.eye(BUILT), key_part=PREVIOUS).attend_first().write(OUT, 2.0)
     HeadBuilder(second_layer, 4).attend_tokens(torch.eye(BUILT), key_part=PREVIOUS).attend_first().write(OUT, -0.5)
     HeadBuilder(second_layer, 1).attend_offsets(LENGTH - 1).write(OUT, -0.1)
-    half = torch.eye(BUILT) * (torch.arange(BUILT) % 2 == 0)  # writes for every other token, against the rest
+    half = torch.eye(BUILT) * (torch.arange(BUILT) % 2 == 0)  # writes for every other token, against the others
     HeadBuilder(second_layer, 5).attend_tokens(torch.eye(BUILT), key_part=PREVIOUS).attend_first().write(OUT, 0.1)
     with torch.no_grad():
         second_layer.heads[5].W_O[:, OUT : OUT + BUILT] = 0.1 * (2 * half - torch.eye(BUILT))
@@ -327,11 +328,11 @@ FACT_WORDS = sorted({word for pair in FACTS for text in pair for word in text.sp
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
 def test_query_focus_constructed_head_finds_document(kind: str) -> None:
-    """The others rest on the first token. A head that looks everywhere alike gives each token what it gives."""
+    """The other rows attend to the first token. For a head with uniform attention every token has the same weight."""
     built = WordModel(FACT_WORDS, heads=3, kind=kind)
     token_scores = torch.zeros(built.V, built.V)
     common = {word for text, _ in FACTS for word in text.split() if sum(word in t.split() for t, _ in FACTS) > 1}
-    common |= {text.split()[0] for text, _ in FACTS}  # they may be the first of all, which is no target
+    common |= {text.split()[0] for text, _ in FACTS}  # it may be the first token, which is never a target
     for text, question in FACTS:
         for word in {*text.split()} - common:
             token_scores[built.ids([question.split()[-1]])[0], built.ids([word])[0]] = BETA
@@ -401,7 +402,8 @@ def test_facts_questions_share_no_word_with_documents() -> None:
 
 @torch.no_grad()
 def test_run_prompts_equals_dense_maps_and_logits() -> None:
-    """A grouped rotary model with LayerNorms: weights are those of its maps, writes those of its logits, head by head."""
+    """A grouped-query rotary model with LayerNorm: weights equal those of its maps and direct effects those of its logits, by
+    head."""
     attention = AttentionSpec(width=20, heads=4, kv_heads=2, head_dim=6, rotary=Rotary(), bias=True)
     model = make_model(ModelSpec(vocab=23, context=16, layers=2, attention=attention, positions="none", norm="layer"))
     model.tokenizer = word_tokenizer([f"w{i}" for i in range(21)])

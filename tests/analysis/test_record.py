@@ -1,4 +1,4 @@
-"""ModelRecording: what was asked is kept, as it was; outputs keep every bit."""
+"""Recording: the selected tensors are stored unchanged, and the outputs of the model keep every bit."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -31,7 +31,7 @@ each_model = pytest.mark.parametrize("name", MODELS)
 
 
 class SingleLayerModel:
-    """A lone layer, seen as a model."""
+    """A single layer with the interface of a model."""
 
     def __init__(self, layer: MultiHeadAttention) -> None:
         self.layer = layer
@@ -87,7 +87,7 @@ def test_record_map_rows_and_columns_equal_full_map(name: str) -> None:
     assert_equal(head_recording.map(rows=range(2), cols=-1), full_map[:, :2, -1:])
     assert head_recording.map(rows=[]).shape == (B, 0, full_map.shape[2])
     for row in (T, -T - 1):
-        with pytest.raises(HeadwiseError, match=f"there is no query {row}; this call has 5"):
+        with pytest.raises(HeadwiseError, match=f"query index {row} is out of range"):
             head_recording.map(rows=[row])
 
 
@@ -114,7 +114,7 @@ def test_record_map_is_rebuilt_in_row_blocks(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def record_decoding(cache: Any, model: Transformer, ids: Tensor, **options: Any) -> ModelRecording:
-    """Read all but the last four tokens at once, and those one by one."""
+    """Run all but the last four tokens at once, then these one by one."""
     with record(model, **options) as recording:
         model(ids[:, :-4], cache=cache)
         for step in range(4, 0, -1):
@@ -145,9 +145,9 @@ def test_record_decoding_steps_equal_single_call(name: str, kind: str) -> None:
         for step_index, head_call in enumerate(recorded.calls):
             assert_equal(head_call.map(), maps_by_layer[address.layer_address][step_index][:, index])
             assert_equal(head_call.map() @ head_call.v, head_call.z)
-        with pytest.raises(HeadwiseError, match="was called 5 times"):
+        with pytest.raises(HeadwiseError, match="5 calls of head"):
             recorded.z
-        with pytest.raises(HeadwiseError, match="there is no call 5"):
+        with pytest.raises(HeadwiseError, match="index=5"):
             recorded.call(5)
     with record(model) as single_call:
         model(ids)
@@ -164,7 +164,7 @@ def test_record_cached_keys_are_stored_once() -> None:
         cache = model.cache()
         for position in range(40):
             model(ids[:, position : position + 1], cache=cache)
-    once = 2 * 4 * 40 * 6 * 8  # layers, heads, tokens, channels, bytes; room doubles, so up to twice that
+    once = 2 * 4 * 40 * 6 * 8  # layers, heads, tokens, channels, bytes; the capacity doubles, so up to twice that
     assert recording.nbytes <= 2 * once
     assert len({id(c._call.k.storage) for c in recording["0.1"].calls if c._call.k is not None}) == 1
 
@@ -179,7 +179,7 @@ def test_record_keeps_keys_after_cache_restore_or_reorder() -> None:
         layers = {layer: layer.snapshot() for layer in cache.layers.values()}
         model(ids[:, 4:], cache=cache)
         expected_k = recording["1.1"].call(1).k.clone()
-        for layer, state in layers.items():  # back to four tokens; the memory is written again
+        for layer, state in layers.items():  # reset to four tokens; the memory is overwritten
             layer.restore(state)
         cache.length = 4
         model(other[:, 4:], cache=cache)
@@ -254,7 +254,7 @@ def test_record_silenced_head_has_zero_z_and_its_map() -> None:
 
 @torch.no_grad()
 def test_record_stores_only_requested_tensors() -> None:
-    model = make_model(MODELS["decoder, rotary"])  # 4 heads, 2 key heads, 6 channels, float64
+    model = make_model(MODELS["decoder, rotary"])  # 4 heads, 2 KV heads, 6 channels, float64
     sizes = {"q": 6, "k": 6, "z": 6, "output": 6, "map": 12}
     for tensor_name, channels in sizes.items():
         with record(model, "1.3", tensors=tensor_name) as recording:
@@ -264,7 +264,7 @@ def test_record_stores_only_requested_tensors() -> None:
         run_model(model)
     assert recording.nbytes == B * T * 6 * 8, "both read the same keys"
     for name in ("q", "v", "z", "output"):
-        with pytest.raises(HeadwiseError, match=f"{name} was not recorded; ask for it"):
+        with pytest.raises(HeadwiseError, match=f"{name} was not recorded"):
             getattr(recording["1.3"], name)
     with pytest.raises(HeadwiseError, match="map was not recorded"):
         recording["1.3"].map()
@@ -277,15 +277,15 @@ def test_record_invalid_request_raises() -> None:
         record(model, tensors="maps"),
     ):
         pass
-    with pytest.raises(HeadwiseError, match="nothing is to be recorded"), record(model, tensors=()):
+    with pytest.raises(HeadwiseError, match="the list is empty"), record(model, tensors=()):
         pass
-    with pytest.raises(HeadwiseError, match=f"'0.{HEADS}' names no head"), record(model, f"0.{HEADS}"):
+    with pytest.raises(HeadwiseError, match=f"'0.{HEADS}': the model has no such head"), record(model, f"0.{HEADS}"):
         pass
     with record(model, "0.1") as recording:
         pass
-    with pytest.raises(HeadwiseError, match=r"nothing was recorded of 0\.1; call the model inside"):
+    with pytest.raises(HeadwiseError, match=r"0\.1: nothing was recorded"):
         recording["0.1"]
-    with pytest.raises(HeadwiseError, match=r"1\.1 was not recorded; recorded are 0\.1"):
+    with pytest.raises(HeadwiseError, match=r"1\.1 was not recorded.*0\.1"):
         recording[Address("", 1, 1)]
 
 
@@ -295,7 +295,7 @@ def test_record_output_after_weight_change_raises() -> None:
         run_model(model)
         recording["0.1"].output
         model.heads["0.1"].W_O.mul_(2)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(HeadwiseError, match=r"W_O of 0\.1 has changed"):
+    with pytest.raises(HeadwiseError, match=r"W_O of head 0\.1 has changed"):
         recording["0.1"].output
 
 

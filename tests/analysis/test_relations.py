@@ -1,4 +1,4 @@
-"""Relations, word by word: against plain loops over dense maps, with split words, both directions, any padding."""
+"""Relation metrics between words, compared with plain loops over dense maps: split words, both directions, any padding."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def encode_plain(text: str) -> list[int]:
 
 
 def make_samples(framed: bool, count: int = 9, seed: int = 0, max_words: int = 12) -> list[TextSample]:
-    """Random words, split and whole, with random arcs, classes and phrases."""
+    """Make texts of random words, split and unsplit, with random arcs, classes and phrases."""
     rng, samples = np.random.default_rng(seed), []
     for index in range(count):
         n = int(rng.integers(4, max_words))
@@ -74,7 +74,7 @@ def make_sample(index: int, document: Document, framed: bool = False) -> TextSam
 
 
 def make_call(batch: TokenBatch, is_causal: bool, heads: int = 3, scores: Tensor | None = None) -> AttentionCall:
-    """Random scores for a batch, with the mask a model would have."""
+    """Make a call with random scores for a batch, with the mask of a model."""
     B, T = batch.ids.shape
     generator = torch.Generator().manual_seed(T)
     logits = 2 * torch.randn(B, heads, T, T, generator=generator).double() if scores is None else scores
@@ -95,7 +95,7 @@ def run_relations(
 
 
 def word_map(sample: TextSample, p: np.ndarray) -> np.ndarray:
-    """To a word: the sum over its columns. From it: the mean over its rows. (H, T, T) → (H, W, W)"""
+    """Convert a token map to a word map, (H, T, T) → (H, W, W): sum over the columns of a word, mean over its rows."""
     word_tokens = sample.alignment.tokens_of_word
     weights = np.zeros((len(p), len(word_tokens), len(word_tokens)))
     for i, sources in enumerate(word_tokens):
@@ -105,7 +105,7 @@ def word_map(sample: TextSample, p: np.ndarray) -> np.ndarray:
 
 
 def relation_pairs(sample: TextSample, relation: str, is_causal: bool) -> Iterator[tuple[int, int]]:
-    """The pairs a question is about: visible ones, none that points at the word the text begins with."""
+    """Return the visible word pairs of a relation, without pairs that end at the first word."""
     name, direction = relation.rsplit(" ", 1)
     document = sample.document
     assert document is not None
@@ -168,7 +168,7 @@ def test_relation_metric_hits_and_mass_equal_dense_loop(
 
 
 def test_word_map_uniform_encoder_weights_words_by_tokens() -> None:
-    """Attention to a word of k tokens is k/n, and a row sums to what words have in all."""
+    """The weight on a word of k tokens is k/n, and a row sums to the share of all words."""
     sample = make_samples(framed=False, count=1, seed=4, max_words=13)[0]
     batch = make_batch([sample])
     relations = RelationMetric.of(Accumulator(1), documents_of([sample]), causal=False)
@@ -186,14 +186,14 @@ def test_word_map_uniform_encoder_weights_words_by_tokens() -> None:
 
 
 def visibility_bin(source: int, words: int, is_causal: bool) -> int:
-    """Rows that see about as many words: by powers of two."""
+    """Bin rows by the number of visible words, by powers of two."""
     return int(np.log2(max(1, source if is_causal else words - 1)))
 
 
 def other_pairs(
     sample: TextSample, words: np.ndarray, relation: str, is_causal: bool
 ) -> dict[tuple[int, int], list[np.ndarray]]:
-    """The weight on pairs of a text that are no arcs, by offset and by how much their rows see."""
+    """Return the weight on pairs of a text that are not arcs, by offset and number of visible words."""
     W, first, arcs = (
         words.shape[1],
         sample.alignment.words_of_token[0],
@@ -210,8 +210,8 @@ def other_pairs(
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("framed", [True, False])
 def test_relation_metric_matched_pairs_equal_dense_loop(is_causal: bool, framed: bool) -> None:
-    """Each arc beside the pairs of its text at the same offset whose rows see about as much. Rows with an arc that has none
-    beside it are left out: from the weight, from what it is held against, and from the count."""
+    """Each arc is compared with the pairs of its text at the same offset and with about as many visible words. Rows with an
+    arc without such pairs are left out of the weight, of the comparison and of the count."""
     samples = make_samples(framed, count=14, seed=2)
     batches = [make_batch(samples[:5], "left"), make_batch(samples[5:])]
     relations, calls = run_relations(batches, is_causal)
@@ -244,12 +244,12 @@ def test_relation_metric_matched_pairs_equal_dense_loop(is_causal: bool, framed:
 
 
 def previous_word_relations(samples: list[TextSample], is_causal: bool) -> RelationMetric:
-    """A hard head from each word to the one before, words being single tokens."""
+    """A head with hard attention from each word to the previous one. Words are single tokens."""
     relations = RelationMetric.of(Accumulator(1), documents_of(samples), is_causal)
     for sample in samples:
         batch, n = make_batch([sample]), len(sample.ids)
         scores = 200.0 * torch.eye(n).roll(-1, 1).tril().double()
-        scores[0, 0] = 200.0  # it has nobody before it
+        scores[0, 0] = 200.0  # the first word has no previous word
         MetricRunner(relations.accumulator, [relations]).on_call(
             make_call(batch, is_causal, 1, scores[None, None]), batch, 0
         )
@@ -270,7 +270,7 @@ def test_relation_metric_previous_word_head_has_no_excess(is_causal: bool) -> No
     flat = [(s, t) for pairs in arcs for s, t in pairs if t < s or not is_causal]
     fraction = np.mean([t == s - 1 for s, t in flat])
     assert relations.accumulator.mean("det > hits") == pytest.approx([fraction])
-    # 8 alone sees 8 words; 2 → 0 is a look at the first word, so 3 → 1 is alone too
+    # only word 8 sees 8 words; 2 → 0 ends at the first word, so 3 → 1 has no comparison either
     coverage = 6 / 8 if is_causal else 1
     assert relations.comparable_row_fraction()[relations.relations.index("det >")] == coverage
     (mass, counts), (others, _) = (
@@ -281,7 +281,7 @@ def test_relation_metric_previous_word_head_has_no_excess(is_causal: bool) -> No
 
 
 def test_relation_metric_rows_without_comparison_are_left_out() -> None:
-    """Every pair of neighbours is an arc: there is nothing to compare a previous-word head with, so it has no excess."""
+    """Every pair of neighbors is an arc, so a previous-word head has no pairs to compare with and no excess."""
     everywhere = [[(i, i - 1) for i in range(1, 9)] + [(6, 2)], [(i, i - 1) for i in range(1, 9)] + [(8, 3)]] * 6
     relations = previous_word_relations(single_token_samples(everywhere), is_causal=True)
     coverage = relations.comparable_row_fraction()[relations.relations.index("det >")]
@@ -292,8 +292,9 @@ def test_relation_metric_rows_without_comparison_are_left_out() -> None:
 
 
 def test_relation_metric_left_out_rows_do_not_dilute_excess() -> None:
-    """Seven of eight rows have nothing beside them; the eighth has, and its excess is told whole, not an eighth of it."""
-    arcs = [(i, i - 1) for i in range(2, 9)] + [(1, 5)]  # every neighbour but the first word, where heads rest
+    """Seven of eight rows have no comparison. The excess of the eighth is reported in full, not divided by eight."""
+    # all neighbors except the first word, which is an attention sink
+    arcs = [(i, i - 1) for i in range(2, 9)] + [(1, 5)]
     relations = RelationMetric.of(
         Accumulator(1), documents_of(samples := single_token_samples([arcs] * 12)), causal=False
     )
@@ -312,7 +313,7 @@ def test_relation_metric_left_out_rows_do_not_dilute_excess() -> None:
 
 @pytest.mark.parametrize("targets", [1, 2, 3])
 def test_relation_metric_perfect_head_scores_one(targets: int) -> None:
-    """It shares its weight out over all of them, or looks at one."""
+    """The head divides its weight over all targets, or attends to one of them."""
     arcs = [(8, t) for t in (2, 4, 5)[:targets]]
     for spread_out in (True, False):
         relations = RelationMetric.of(
@@ -330,7 +331,7 @@ def test_relation_metric_perfect_head_scores_one(targets: int) -> None:
 
 
 def test_relation_metric_single_word_class_has_no_gain() -> None:
-    """All words are of one class: a head of any kind has nothing to show, for no pair is of two classes."""
+    """All words are in one class, so pairs of different classes do not exist for comparison."""
     words = ("a", "b", "c", "d", "look", "back")
     samples = [make_sample(i, Document.of(words, classes=["N"] * 6)) for i in range(12)]
     relations = previous_word_relations(samples, is_causal=True)
@@ -339,7 +340,7 @@ def test_relation_metric_single_word_class_has_no_gain() -> None:
 
 
 def test_role_scores_baseline_offset_is_fitted_on_first_half() -> None:
-    """Even numbers choose: there −1 is best; odd ones report, where −3 would have been better."""
+    """The first half selects offset −1. The second half reports it, although −3 would be better there."""
     arcs = [[(4, 3), (5, 4), (8, 5)] if i % 2 == 0 else [(4, 1), (5, 2), (8, 7)] for i in range(20)]
     relations = previous_word_relations(single_token_samples(arcs), is_causal=True)
     case = next(c for c in score(relations.accumulator, relations, only_role="det") if c.role.detail == ">")
@@ -358,7 +359,7 @@ def test_relation_metric_counts_arcs_by_offset() -> None:
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_relation_metric_head_on_special_token_hits_nothing(is_causal: bool) -> None:
-    """All weight on [CLS]: words get nothing, and nothing is no hit, not even on the word that comes first."""
+    """All weight is on [CLS]. Words have zero weight, and zero weight is never a hit, not even on the first word."""
     samples = [
         make_sample(i, Document.of("abcd", [Relation("det", 2, 0), Relation("det", 3, 0)]), True) for i in range(3)
     ]
@@ -374,7 +375,7 @@ def test_relation_metric_head_on_special_token_hits_nothing(is_causal: bool) -> 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_relation_metric_batch_equals_single_texts(side: str, is_causal: bool) -> None:
-    """Some of its texts have no relations, and rows of padding may hold anything, NaN too."""
+    """Some texts have no relations, and padded rows may contain any value, including NaN."""
     samples = [replace(sample, document=None) if i % 3 == 1 else sample for i, sample in enumerate(make_samples(True))]
     batch = make_batch(samples, side)
     B, T = batch.ids.shape
@@ -393,7 +394,7 @@ def test_relation_metric_batch_equals_single_texts(side: str, is_causal: bool) -
         )
         MetricRunner(separate.accumulator, [separate]).on_call(attention_call, alone, 0)
     assert batched.arcs.sum() > 0
-    # a batch in which nothing is asked
+    # a batch without relations
     bare = make_batch([sample for sample in samples if sample.document is None], side)
     MetricRunner(batched.accumulator, [batched]).on_call(make_call(bare, is_causal), bare, 0)
     for name, array in batched.arc_count_arrays().items():

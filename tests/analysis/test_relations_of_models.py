@@ -1,4 +1,4 @@
-"""Relations in whole models that read letter by letter, and heads that only know an offset."""
+"""Relation metrics of models that read characters, and heads with a fixed offset."""
 
 from functools import partial
 
@@ -36,7 +36,8 @@ KINDS = ("hits", "mass", "value-weighted mass")
 
 
 def word_map(p: np.ndarray, document: Document) -> np.ndarray:
-    """From letters to words, (W, W): the sum over a word's letters, the mean over the letters of who looks."""
+    """Convert a map of characters to words, (W, W): sum over the characters of the key word, mean over those of the query
+    word."""
     starts = np.cumsum([0, *(len(word) + 1 for word in document.words)])
     word_tokens = [range(start, start + len(word)) for start, word in zip(starts, document.words, strict=False)]
     return np.array([[np.mean([sum(p[i, j] for j in to) for i in of]) for to in word_tokens] for of in word_tokens])
@@ -76,7 +77,8 @@ def test_relation_metric_multi_token_words_equal_dense_loop(
                 best = np.where(np.eye(len(plain)), -1, plain).argmax(-1)
                 for arc in document.relations:
                     for direction, s, t in ((">", arc.source, arc.target), ("<", arc.target, arc.source)):
-                        if t == 0 or (is_causal and t > s):  # where heads rest; what cannot be seen
+                        # the first word is an attention sink; later words are not visible
+                        if t == 0 or (is_causal and t > s):
                             continue
                         relation = DirectedRelation(arc.name, direction)
                         arcs[relation] += h == 0
@@ -95,7 +97,7 @@ def test_relation_metric_multi_token_words_equal_dense_loop(
 
 
 def random_documents(seed: int, count: int, words: int = 11) -> list[Document]:
-    """Arcs from words to one of the two before, and a phrase somewhere."""
+    """Make documents with arcs from words to one of the two previous words, and a phrase."""
     rng = np.random.default_rng(seed)
     docs = []
     for _ in range(count):
@@ -108,7 +110,7 @@ def random_documents(seed: int, count: int, words: int = 11) -> list[Document]:
 
 
 def run_relations(documents: list[Document], scores: Tensor, is_causal: bool = True) -> RelationMetric:
-    """One head with these scores, (n, n), reads documents of n words, a token each."""
+    """Run one head with scores (n, n) on documents of n words with one token each."""
     tokenizer = word_tokenizer([f"w{i}" for i in range(50)])
     samples = [
         TextSample(index, index, tuple(tokenizer.encode(d.text)), d, partial(tokenizer.align, d.text, d.words))
@@ -124,7 +126,7 @@ def run_relations(documents: list[Document], scores: Tensor, is_causal: bool = T
 
 
 def scores_to_offset(n: int, offset: int) -> Tensor:
-    """So many places back and nowhere else; a row without such a key looks at itself."""
+    """Return scores for one offset back. A row without such a key attends to itself."""
     scores = 90.0 * torch.eye(n).roll(-offset, 1).tril()
     scores[:offset, :offset] += 90.0 * torch.eye(offset)
     return scores
@@ -157,7 +159,7 @@ def test_role_scores_offset_head_has_no_relation(offset: int) -> None:
 
 @pytest.mark.parametrize("offset", [1, 2])
 def test_role_scores_without_comparison_pairs_have_no_gain(offset: int) -> None:
-    """Where all pairs at a distance are in one phrase, there is no null, so there is no excess."""
+    """If all pairs at a distance are in one phrase, the baseline and the excess are undefined."""
     words = tuple(f"w{i}" for i in range(7))
     relations = run_relations(
         [Document(" ".join(words), words, (), ("N",) * 7, ((0, 7),))] * 20, scores_to_offset(7, offset)

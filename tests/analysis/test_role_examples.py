@@ -1,4 +1,4 @@
-"""What is shown for a role: its own cases, from the half for reporting, hits and misses as often as they are."""
+"""Examples of a role: its own positions, from the reporting half, with hits and misses in their true proportion."""
 
 from functools import cache
 
@@ -38,7 +38,7 @@ def summarize_examples(examples: tuple[RoleExample, ...]) -> list[tuple[bool, st
 
 
 def test_examples_of_relation_are_its_arcs() -> None:
-    """0.3 looks from closing words to the ones that open: each case is such a pair, and of a text for reporting."""
+    """0.3 attends from closing to opening words: each example is such a pair, in a text of the reporting half."""
     _, texts, profiled = constructed_profile()
     head = profiled["0.3"]
     assert head.role == "bracket"
@@ -61,12 +61,12 @@ def test_examples_of_relation_are_its_arcs() -> None:
 
 def test_examples_of_offsets_classes_and_repeats_fit_the_role() -> None:
     _, _, profiled = constructed_profile()
-    for example in profiled["0.0"].examples:  # previous token: it stands right before
+    for example in profiled["0.0"].examples:  # previous token: directly before the query
         assert f"*{example.attended}* [{example.token}]" in example.text
         assert example.hit
-    for example in profiled["1.3"].examples:  # digits: rows that see one
+    for example in profiled["1.3"].examples:  # digits: rows that see a digit
         assert example.expected.isdigit()
-    for example in profiled["1.0"].examples:  # induction: behind the same token, said before
+    for example in profiled["1.0"].examples:  # induction: after an earlier occurrence of the token
         words = example.text.replace("…", "").split()
         assert words[words.index(f"*{example.attended}*") - 1] == example.token
     assert profiled["1.0"].corpus_label == "random tokens said twice"
@@ -76,7 +76,8 @@ def test_examples_of_offsets_classes_and_repeats_fit_the_role() -> None:
 
 
 def make_store(hits: int, misses: int) -> ExampleStore:
-    """One head, one question; places whose text is their own number; all in bucket 0, one more in bucket 1."""
+    """Make a store with one head and one relation. The text of each position is its number. All are in bucket 0, and one more
+    in bucket 1."""
     positions = tuple(
         ExamplePosition("det >", key, int(key == 99), key, 0, (f"a{key}", "b", "c"), (1,))
         for key in (*range(hits + misses), 99)
@@ -155,7 +156,7 @@ def test_mark_text_long_text_is_shortened() -> None:
 
 
 def test_describe_corpus_names_the_file(tmp_path) -> None:
-    """A role's name claims no more than was tested, so what it was tested on stands beside it."""
+    """The corpus is named with the role, so that the role claims no more than was tested."""
     for name, description in (
         ("gap-development.tsv", "names in GAP"),
         ("en_ewt-ud-test.conllu", "en_ewt-ud-test.conllu"),
@@ -165,7 +166,8 @@ def test_describe_corpus_names_the_file(tmp_path) -> None:
 
 
 def test_example_store_merge_drops_evicted_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One place is kept of two: the shorter text has the smaller key, beside a longer one whose array was wider."""
+    """Two positions, of which one is selected: the shorter text has the smaller key, and the array of the longer one was
+    wider."""
     monkeypatch.setitem(module.MAX_EXAMPLES, "rows", 1)
     short, long, other = (
         ExamplePosition("", key, 0, key, 1, ("w",) * length) for key, length in ((1, 3), (9, 5), (4, 4))

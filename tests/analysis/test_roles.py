@@ -1,4 +1,4 @@
-"""Roles: heads built by hand get their labels and no others; heads that learned nothing get none; A chooses, B reports."""
+"""Roles: hand-built heads get their roles and no others, untrained heads get none, one half selects and the other reports."""
 
 import hashlib
 
@@ -45,7 +45,7 @@ def encoder_profile() -> Profile:
 
 
 def supported_roles(profiled: Profile, head: str) -> list[str]:
-    """Every role a head may be said to have, best first."""
+    """Return every confirmed role of a head, best first."""
     return [
         role_evidence.role
         for role_evidence in profiled[head].evidence
@@ -59,7 +59,8 @@ def test_profile_constructed_decoder_heads_get_their_roles(head: str, decoder_pr
     assert decoder_profile[head].role == role
     assert supported_roles(decoder_profile, head) == [role] * (role != "unclear")
     assert level is None or decoder_profile[head].evidence_level == level
-    if role == "induction":  # the first token has itself before it here, so the first of 16 repeated rows finds two
+    # the first token counts as its own previous token here, so the first of 16 repeated rows has two targets
+    if role == "induction":
         assert decoder_profile[head].score == pytest.approx(15 / 16, abs=1e-3)
     elif role != "unclear":
         assert decoder_profile[head].score == pytest.approx(1, abs=1 / 30)
@@ -113,7 +114,7 @@ def test_role_evidence_baselines_and_intervals_are_consistent(decoder_profile: P
 
 
 def split_halves(texts: list[Document]) -> tuple[list[Document], list[Document]]:
-    """For choosing and for reporting: texts by the first byte of their hash, every other byte that occurs."""
+    """Split texts into the selection and the reporting half, by the first byte of their hash."""
     byte = {d.text: hashlib.blake2b(d.text.encode(), digest_size=1).digest()[0] for d in texts}
     present_bytes = sorted({*byte.values()})
     first, second = ([d for d in texts if present_bytes.index(byte[d.text]) % 2 == half] for half in (0, 1))
@@ -121,7 +122,7 @@ def split_halves(texts: list[Document]) -> tuple[list[Document], list[Document]]
 
 
 def test_text_buckets_halves_do_not_follow_order() -> None:
-    """A file of pairs in turns, half of them marked: either half has some of both kinds, and all shards agree which."""
+    """A file of alternating pairs, half of them marked: both halves contain both kinds, and all shards agree on the split."""
     pairs = [Document.of(f"{'a' if i % 2 else 'b'} w{i // 2}x".split()) for i in range(40)]
     for half in split_halves(pairs):
         assert 12 <= len(half) <= 28
@@ -154,7 +155,7 @@ def test_profile_without_causal_test_has_no_causal_role() -> None:
 
 
 def test_profile_head_without_values_is_not_value_weighted() -> None:
-    """It looks at the previous token, but what it fetches there is nothing: only the first token has a value."""
+    """The head attends to the previous token, but the value there is zero: only the first token has a nonzero value."""
     model = decoder()
     layer = next(iter(model.attention_layers()))
     head = layer.heads[0]
@@ -176,7 +177,7 @@ def untrained_model(seed: int) -> Transformer:
 
 
 def false_alarms(seeds: range) -> float:
-    """The share of heads of random models that are said to have a role."""
+    """Return the fraction of heads of random models that get a role."""
     synthetic = list(Corpus.synthetic("held-out", documents=60, seed=1).items())
     profiles = [profile(untrained_model(seed), synthetic, causal=False, seed=seed) for seed in seeds]
     return float(np.mean([head.role != "unclear" for profiled in profiles for head in profiled]))
@@ -192,7 +193,7 @@ def test_profile_untrained_heads_have_no_role_over_many_seeds() -> None:
 
 
 def chance_scores(heads: int, arcs: int, rate: float, seed: int = 0) -> RoleScores:
-    """Heads that hit so many of the arcs of each half by chance alone, and a baseline that says so."""
+    """Make heads that hit a given fraction of arcs of each half by chance, with an equal baseline."""
     rng = np.random.default_rng(seed)
     counts = np.zeros((BUCKETS, heads))
     for half in (0, 1):
@@ -205,7 +206,7 @@ def chance_scores(heads: int, arcs: int, rate: float, seed: int = 0) -> RoleScor
 
 @pytest.mark.parametrize(("arcs", "best"), [(100, 0.54), (3000, 0.426)])
 def test_assign_roles_selected_head_is_not_biased_on_second_half(arcs: int, best: float) -> None:
-    """The best of 288 heads under a baseline of 40 %: 54 % where it was chosen, 40 % where it is reported."""
+    """The best of 288 heads with a baseline of 40%: 54% on the half for selection, 40% on the reporting half."""
     chosen, reported, claimed = [], [], 0
     for seed in range(20):
         case = chance_scores(288, arcs, 0.4, seed)
@@ -236,7 +237,7 @@ def test_assign_roles_finds_skilled_head_among_many() -> None:
 
 
 def test_assign_roles_enough_sequences_for_large_family() -> None:
-    """An induction head (.5 against .01) beside the noise of a large model: the statistic is √units at most."""
+    """An induction head (0.5 against 0.01) among the noise of a large model. The statistic is at most √units."""
     rng = np.random.default_rng(0)
     shape, supported = (BUCKETS, 270), []
     noise = [
@@ -264,7 +265,7 @@ def test_assign_roles_enough_sequences_for_large_family() -> None:
 
 def test_assign_roles_skill_in_one_half_is_not_enough() -> None:
     case = chance_scores(40, 600, 0.4)
-    filled_buckets = np.flatnonzero(case.counts[:, 0])  # buckets that hold anything
+    filled_buckets = np.flatnonzero(case.counts[:, 0])  # buckets with counts
     case.scores[filled_buckets[0::2], 3] = case.counts[filled_buckets[0::2], 3]
     case.scores[filled_buckets[1::2], 5] = case.counts[filled_buckets[1::2], 5]
     evidence, _ = assess([case], 40)
@@ -274,8 +275,8 @@ def test_assign_roles_skill_in_one_half_is_not_enough() -> None:
 
 @pytest.mark.parametrize(("unrelated", "baseline"), [(0.6, 0.6), (0.4, 0.5)])
 def test_make_role_scores_uses_larger_baseline_overall(unrelated: float, baseline: float) -> None:
-    """Words that mean alike: the best offset hits every other arc, an unrelated word is hit so often; the larger of both, not
-    of both in each bucket, which would be .8 and .7."""
+    """The best offset hits half of the arcs, and a fraction `unrelated` of unrelated pairs is hit. The larger of both totals
+    is used, not the larger in each bucket, which would give 0.8 and 0.7."""
     accumulator = Accumulator(1)
     relations = RelationMetric(
         accumulator, (DirectedRelation("related", ">"), DirectedRelation("unrelated", ">")), causal=False
@@ -287,7 +288,7 @@ def test_make_role_scores_uses_larger_baseline_overall(unrelated: float, baselin
     counts = np.repeat([1.0, 10.0], len(relations.names) // 2) * np.ones((40, 1, 1))
     accumulator.add(relations.names, slice(0, 1), buckets, torch.from_numpy(sums), torch.from_numpy(counts))
     relations.arcs[buckets] = 1, 10
-    relations.offsets[buckets[buckets % 4 < 2], 0, BASELINE_OFFSETS.index(-1)] = 1  # in both halves alike
+    relations.offsets[buckets[buckets % 4 < 2], 0, BASELINE_OFFSETS.index(-1)] = 1  # equal in both halves
     (case,) = score(accumulator, relations, only_role="semantic")
     assert case.mean(1) == pytest.approx([1])
     assert [case.baseline(half)[0] for half in (0, 1)] == pytest.approx([baseline, baseline])
@@ -295,7 +296,7 @@ def test_make_role_scores_uses_larger_baseline_overall(unrelated: float, baselin
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_make_role_scores_excess_is_tested_on_first_half(half: int) -> None:
-    """Weight above other pairs in one half alone: if it is where heads are chosen they may pass, else not."""
+    """Weight above other pairs in one half only: heads can pass if it is the selection half, otherwise not."""
     accumulator = Accumulator(1)
     relations = RelationMetric(accumulator, (DirectedRelation("det", ">"),), causal=False)
     sums = torch.zeros(40, 1, len(relations.names))
@@ -314,7 +315,7 @@ def test_make_role_scores_single_role_or_unknown_raises() -> None:
     assert [case.role.name for case in role_scores] == ["induction"]
     evidence, _ = assess(role_scores, len(profiled))
     assert [str(a) for a, s in zip(profiled.addresses, evidence, strict=True) if s] == ["1.0"]
-    with pytest.raises(HeadwiseError, match=r"there is no role 'inductoin' here; .*induction"):
+    with pytest.raises(HeadwiseError, match=r"'inductoin' was not measured; .*induction"):
         score(profiled.accumulator, profiled.relation_metric, only_role="inductoin")
 
 

@@ -1,4 +1,4 @@
-"""Controls of the last rung for relations: where the same answer comes another way, and what only looks so."""
+"""Controls of causal tests for relations: texts in which the same answer has another cause, and texts that only seem so."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from tests.analysis.constructed_heads import blank_model
 from tests.analysis.test_causal import add_closer_logits
 
 Arcs = list[tuple[str, int, int]]
-# relation: the words and arcs of a control, and of a trap that looks like one; {0} is the answer, {1} what the role looks at
+# relation: words and arcs of a control, and of a similar text that is not one; {0} is the answer, {1} the target of the role
 CONTROL_TEXTS: dict[str, tuple[tuple[str, Arcs], tuple[str, Arcs]]] = {
-    "if-then": (("w1x {1} w5x 6 {0}", [("unconditional", 4, 1)]), ("w1x {1} w7x 6 {0}", [])),  # gold tells when
-    "copy": (("w1x w3x w5x 6 {0}", []), ("w1x {0} w7x 6 {0}", [])),  # said for the first time
-    "subject-verb": (("w1x 6 {0} w3x w5x", [("subject-verb", 4, 3)]), ("w1x 6 {0} w7x w5x", [])),  # in no arc
+    "if-then": (("w1x {1} w5x 6 {0}", [("unconditional", 4, 1)]), ("w1x {1} w7x 6 {0}", [])),  # by gold relation
+    "copy": (("w1x w3x w5x 6 {0}", []), ("w1x {0} w7x 6 {0}", [])),  # first occurrence
+    "subject-verb": (("w1x 6 {0} w3x w5x", [("subject-verb", 4, 3)]), ("w1x 6 {0} w7x w5x", [])),  # not in an arc
 }
 
 

@@ -1,4 +1,5 @@
-"""Scores shared out among pairs of parts: they add up, a built circuit is named, and what is no sum is refused."""
+"""Score attribution to pairs of components: terms sum to the score, a built circuit is found, unsupported models raise an
+error."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,7 +45,7 @@ def test_score_attribution_terms_sum_to_model_score(name: str) -> None:
             assert attribution.relative_error <= 1e-9, (address, lead)
             assert sum(pair.score for pair in attribution.pairs) == pytest.approx(attribution.score, abs=1e-8)
             assert sum(abs(pair.fraction) for pair in attribution.pairs) == pytest.approx(1.0)
-        # Differences of scores are differences of log-weights, whatever the model does with them.
+        # Differences of scores are differences of log weights in every model.
         others = [j for j in range(T) if j != to and weights[T - 1, j] > 0]
         if others:
             first, second = (
@@ -56,7 +57,7 @@ def test_score_attribution_terms_sum_to_model_score(name: str) -> None:
 
 
 def test_score_attribution_part_equals_removed_write_at_fixed_scale() -> None:
-    """By hand: one head's write taken out at the key, root mean squares as they were, keys turned by the formula."""
+    """Remove the output of one head at the key by hand, with fixed norm scales, and rotate the key by the formula."""
     model, ids, i, j = make_filled_model("decoder, rotary"), token_ids(1, 7), 5, 2
     with hw.record(model, "0.*,1.2") as recording, torch.no_grad():
         streams = []
@@ -80,7 +81,7 @@ def test_score_attribution_part_equals_removed_write_at_fixed_scale() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen3", "gemma3", "phi3", "opt", "gpt_neox"])
 def test_score_attribution_attached_models_sum_to_score(name: str) -> None:
-    """Norms of queries and keys, partial rotary positions, scaled queries, norms behind attention: read off the call."""
+    """Query and key norms, partial rotary embeddings, scaled queries, norms after attention: taken from the call."""
     attached = hw.attach(BY_NAME[name].build().double())
     ids = torch.randint(3, 40, (1, 9), generator=torch.Generator().manual_seed(5))
     last = attached.spec.head_addresses[-1]
@@ -94,7 +95,7 @@ def test_score_attribution_attached_models_sum_to_score(name: str) -> None:
 
 
 def test_score_attribution_finds_constructed_induction_circuit() -> None:
-    """Head 1.0 asks for tokens behind its own; head 0.0 wrote there what stood before."""
+    """Head 1.0 attends to the token after an earlier occurrence. Head 0.0 wrote the previous token there."""
     model = decoder()
     text = " ".join([*FILLERS[:9], *FILLERS[:9]])
     attribution = explain(model, text, "1.0", query=f"{FILLERS[3]}#2")
@@ -128,9 +129,9 @@ def test_score_attribution_invalid_words_raise() -> None:
     text = " ".join([*FILLERS[:5], *FILLERS[:5]])
     with pytest.raises(HeadwiseError, match="2 times"):
         explain(model, text, "1.0", query=FILLERS[0])
-    with pytest.raises(HeadwiseError, match="cannot see"):
+    with pytest.raises(HeadwiseError, match="hidden from the query"):
         explain(model, text, "1.0", query=1, key=3)
-    with pytest.raises(HeadwiseError, match="not there"):
+    with pytest.raises(HeadwiseError, match="not in the text"):
         explain(model, text, "1.0", query="nowhere")
     with pytest.raises(HeadwiseError, match=r"9\.9"):
         explain(model, text, "9.9", query=1)

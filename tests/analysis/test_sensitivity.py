@@ -1,4 +1,4 @@
-"""What few bits cost, head by head: as a copy of the model with that head rounded says, and nothing stays changed."""
+"""Quantization cost by head: equal to a copy of the model with that head quantized, and the model is restored."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headwise.analysis.ablation import ablated_rerun
-from headwise.analysis.ablation import sensitivity as room
-from headwise.analysis.ablation.sensitivity import Sensitivity, sensitivity
+from headwise.analysis.ablation import quantization_sensitivity as room
+from headwise.analysis.ablation.quantization_sensitivity import Sensitivity, sensitivity
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.compression.quantize import quantize
 from headwise.errors import HeadwiseError
@@ -61,7 +61,7 @@ def test_sensitivity_encoder_decoder_equals_quantized_copy() -> None:
 
 
 def test_sensitivity_cached_keys_and_values_equal_manual_quantization() -> None:
-    """Heads by hand: one key head's keys, rounded, in a model whose only other change is none; both at once is a cache."""
+    """Quantize the keys of one KV head by hand, without any other change. Keys and values together are the cache."""
     model = make_model(kv_heads=2)
     result = sensitivity(model, TEXTS, bits=(4,), parts=("keys", "values"), heads="1.2")
     assert [(cost.kv_head, cost.heads) for cost in result] == [("1.1", "1.2 1.3")] * 2
@@ -103,7 +103,7 @@ def test_sensitivity_drift_equals_kl_divergence() -> None:
 def test_sensitivity_eight_bits_drift_is_small() -> None:
     model = make_model()
     drift = {bits: sensitivity(model, TEXTS, bits=(bits,)).kl_divergence.sum() for bits in (8, 4)}
-    assert drift[8] < drift[4] / 50  # the step is 127 / 7 times as fine, its square 329
+    assert drift[8] < drift[4] / 50  # the step is 127 / 7 times smaller, its square 329 times
 
 
 def test_sensitivity_resumes_after_interrupt(tmp_path: Path) -> None:
@@ -120,18 +120,18 @@ def test_sensitivity_resumes_after_interrupt(tmp_path: Path) -> None:
         sensitivity(model, TEXTS, out=file, progress=stop)
     assert is_unchanged(model, before)
     with open(file, "a") as torn:
-        torn.write('{"kv_head": "0.3", "he')  # the process died while it wrote
+        torn.write('{"kv_head": "0.3", "he')  # the process was killed while writing
     assert len(Sensitivity.load(file)) == 5
     resumed = sensitivity(model, TEXTS, out=file, progress=lambda stage, done, of: progress_counts.append(done))
     assert progress_counts == list(range(1, 17))
     assert resumed.to_dict() == full.to_dict()
     assert len(Sensitivity.load(file)) == 16
-    with pytest.raises(HeadwiseError, match=r"another run \(texts"):
+    with pytest.raises(HeadwiseError, match=r"another run\. Different: texts"):
         sensitivity(model, TEXTS[:2], out=file)
-    with pytest.raises(HeadwiseError, match=r"another run \(model\)"):
+    with pytest.raises(HeadwiseError, match=r"another run\. Different: model"):
         sensitivity(make_model(1), TEXTS, out=file)
     file.write_text('{"counts": [1]}\n{"kv_head": 3}\n')
-    with pytest.raises(HeadwiseError, match="something else"):
+    with pytest.raises(HeadwiseError, match="not a sensitivity file"):
         Sensitivity.load(file)
 
 
@@ -149,7 +149,7 @@ def test_sensitivity_error_restores_weights(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _fail_after_clean_passes(run: Any) -> Any:
-    """The first passes, which are clean, run."""
+    """Let the first passes, which are not quantized, run."""
     passes: list[int] = []
 
     def run_then_fail(self: Any, batch: int) -> torch.Tensor:
@@ -165,11 +165,11 @@ def test_sensitivity_invalid_arguments_raise() -> None:
     model = make_model()
     for options, message in [
         ({"bits": (5,)}, "8, 4, 3 or 2 bits"),
-        ({"parts": ("ov",)}, "has the parts qk, vo, keys, values"),
-        ({"bits": ()}, "which parts and how many bits"),
-        ({"heads": "9.*"}, "names no head here"),
-        ({"basis": "svd"}, "no basis 'svd'"),
-        ({"group_size": 0}, "group_size counts"),
+        ({"parts": ("ov",)}, "qk, vo, keys, values"),
+        ({"bits": ()}, "both must be non-empty"),
+        ({"heads": "9.*"}, "no such head"),
+        ({"basis": "svd"}, "basis='svd'"),
+        ({"group_size": 0}, "group_size"),
     ]:
         with pytest.raises(HeadwiseError, match=message):
             sensitivity(model, TEXTS, **options)  # pyright: ignore[reportArgumentType]

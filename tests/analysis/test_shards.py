@@ -1,4 +1,4 @@
-"""A corpus in shards: whatever was killed on the way, the profile of one pass."""
+"""Sharded profiles: the result of one pass, even if processes were killed."""
 
 import gzip
 import json
@@ -31,8 +31,8 @@ from headwise.text.synthetic import VOCABULARY, SyntheticLanguage
 from tests.analysis.stream_script import MEMORY_MARGIN, WORDS, make_model
 from tests.analysis.stream_script import write_words as write_words
 
-SHARD_CHARS = 4000  # characters of a shard
-FILES, TOKENS = 40, 2_000_000  # of a large corpus
+SHARD_CHARS = 4000  # characters per shard
+FILES, TOKENS = 40, 2_000_000  # sizes of a large corpus
 
 
 def synthetic_documents(count: int) -> list[Document]:
@@ -59,7 +59,7 @@ def model() -> Transformer:
 
 @pytest.fixture(scope="module", params=["own relations", "relations apart"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three files, cut elsewhere than shards are."""
+    """Write three files whose boundaries differ from those of the shards."""
     corpus_folder = tmp_path_factory.mktemp("corpus")
     documents, related = synthetic_documents(90), request.param == "own relations"
     write_jsonl(corpus_folder / "a.jsonl", documents[:7], related)
@@ -69,7 +69,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def unambiguous_contexts(head: HeadProfile) -> set[tuple[int, int, int]]:
-    """Where it looked hardest; which of those that are as hard as the last is kept depends on the last bits."""
+    """Return the top contexts except ties with the last one, whose order depends on rounding."""
     least = min((c.weight for c in head.top_contexts), default=0.0)
     return {(c.sample, c.row, c.column) for c in head.top_contexts if c.weight > least + 1e-5}
 
@@ -146,26 +146,26 @@ def test_profile_shards_invalid_request_raises(model: Transformer, tmp_path: Pat
     corpus, out = write_jsonl(tmp_path / "a.jsonl", synthetic_documents(12), False), tmp_path / "out"
     options: dict[str, Any] = {"shard_characters": SHARD_CHARS, "causal": False, "relations": False}
     profile_shards(model, corpus, out, **options)
-    with pytest.raises(HeadwiseError, match="shards of another profile: max_length differ"):
+    with pytest.raises(HeadwiseError, match="Different: max_length"):
         profile_shards(model, corpus, out, max_length=64, **options)
-    with pytest.raises(HeadwiseError, match="another profile: model differ"):
+    with pytest.raises(HeadwiseError, match="Different: model"):
         profile_shards(model.untrained(5), corpus, out, **options)
     write_jsonl(corpus, synthetic_documents(13), False)
-    with pytest.raises(HeadwiseError, match="another profile: corpus differ"):
+    with pytest.raises(HeadwiseError, match="Different: corpus"):
         profile_shards(model, corpus, out, **options)
-    with pytest.raises(HeadwiseError, match="holds something else"):
+    with pytest.raises(HeadwiseError, match="not a folder of shards"):
         profile_shards(model, corpus, tmp_path, **options)
-    with pytest.raises(HeadwiseError, match="there is no executor 'ray'"):
+    with pytest.raises(HeadwiseError, match="Got 'ray'"):
         profile_shards(model, corpus, out, executor="ray", **options)
-    with pytest.raises(HeadwiseError, match="give the model's name or path, and a corpus of files"):
+    with pytest.raises(HeadwiseError, match="workers load both themselves"):
         profile_shards(model, corpus, out, processes=2, **options)
-    with pytest.raises(HeadwiseError, match="pairs are for"):
+    with pytest.raises(HeadwiseError, match=r"pairs .* are not supported"):
         profile_shards(model, [("a", "b")], out, **options)
-    with pytest.raises(HeadwiseError, match="at least one character"):
+    with pytest.raises(HeadwiseError, match="characters: must be at least 1"):
         profile_shards(model, corpus, tmp_path / "other", **{**options, "shard_characters": 0})
     (shard,) = split_shards(Corpus.of(corpus), 1 << 20)
     write_jsonl(corpus, synthetic_documents(14)[1:], False)
-    with pytest.raises(HeadwiseError, match="not the same here as where its shards were made"):
+    with pytest.raises(HeadwiseError, match="not the ones that the shards were made from"):
         list(TokenizedCorpus.of(model, shard.to_corpus(file_sources([corpus]), "it")))
 
 
@@ -185,7 +185,7 @@ def test_profile_shards_executors_equal_single_pass(
 def run_with_kills(
     command: list[str], out: Path, times: int, limit: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Kill it so often, at moments spread over the work, each time starting the same again; then let it end."""
+    """Kill the process several times, spread over its run, and restart it each time; then let it finish."""
 
     def apply_limit() -> None:
         if limit is not None:
@@ -225,7 +225,7 @@ def test_profile_shards_survives_ten_kills(model: Transformer, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.skipif(not STATUS_FILE.is_file(), reason="the limit is Linux's")
 def test_profile_shards_large_corpus_with_kills_within_memory_limit(tmp_path: Path) -> None:
-    """It may take 64 MB beyond what it takes for 8,000 tokens."""
+    """The process may use 64 MB more than for 8,000 tokens."""
     make_model(WORDS).save(tmp_path / "model")
     small, large = write_words(tmp_path / "small.txt", 8_000), tmp_path / "corpus"
     large.mkdir()

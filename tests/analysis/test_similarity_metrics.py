@@ -1,4 +1,4 @@
-"""Measures of one head or two: closed forms, scipy, dense matrices, and what random weights give."""
+"""Similarity metrics of heads: closed forms, scipy, dense matrices, and random weights."""
 
 import math
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ def test_cka_matrix_equals_gram_matrix_estimator() -> None:
             sizes = unbiased_hsic(grams[a], grams[a]) * unbiased_hsic(grams[b], grams[b])
             assert similarity[a, b] == pytest.approx(unbiased_hsic(grams[a], grams[b]) / math.sqrt(sizes))
     assert abs(float(permuted_cka_threshold(randn(6, 400, 5), seed=0))) < 0.03
-    assert np.isnan(cka_matrix(torch.ones(2, 9, 3))).all()  # a constant has no direction
+    assert np.isnan(cka_matrix(torch.ones(2, 9, 3))).all()  # a constant has no variance
     assert np.isnan(cka_matrix(randn(2, 3, 3))).all()
 
 
@@ -146,12 +146,12 @@ def test_subspace_overlap_equals_principal_angles() -> None:
     assert subspace_overlap(A, A @ randn(5, 5, seed=4)) == pytest.approx(1)
     Q, _ = torch.linalg.qr(randn(19, 10))
     assert subspace_overlap(Q[:, :5], Q[:, 5:]) == pytest.approx(0, abs=1e-12)
-    with pytest.raises(HeadwiseError, match="as many rows"):
+    with pytest.raises(HeadwiseError, match="same number of rows"):
         subspace_overlap(A, B.T)
 
 
 def test_subspace_overlap_ignores_dependent_columns() -> None:
-    A = randn(19, 2) @ randn(2, 5)  # five columns, two directions
+    A = randn(19, 2) @ randn(2, 5)  # five columns of rank two
     assert subspace_overlap(A, A[:, :2]) == pytest.approx(1)
     assert subspace_overlap(A, torch.cat((A[:, :1], randn(19, 1, seed=8)), 1)) < 0.8
     assert orthonormal_bases(A[None]).square().sum() == pytest.approx(2)

@@ -1,4 +1,4 @@
-"""Models that are too small for some questions: those are not asked, and nothing is told of texts nobody gave."""
+"""Models that are too small for some metrics: these are skipped, and nothing is reported for them."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def small_model(tokenizer: Tokenizer, context: int, learned: bool = True) -> Tra
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("corpus", [None, ["to be or not to be"] * 3])
 def test_profile_tiny_context_measures_what_fits(corpus: list[str] | None, learned: bool) -> None:
-    """No document of the probe set fits, so none has relations; its texts are read in pieces."""
+    """No document of the probe set fits, so relations are not measured. The texts are read in chunks."""
     profiled = profile(small_model(byte_tokenizer(), 12, learned), corpus)
     assert profiled.relation_metric is None
     assert np.isfinite(profiled.metric("entropy")).all()
@@ -51,7 +51,7 @@ def test_profile_tiny_vocabulary_skips_induction() -> None:
 
 
 def test_profile_default_corpus_keeps_documents_that_fit() -> None:
-    """Of the synthetic language's documents those that fit are read, with their relations."""
+    """The documents of the synthetic language that fit are read, with their relations."""
     profiled = profile(small_model(word_tokenizer(VOCABULARY), 40), causal=False)
     assert profiled.relation_metric is not None
     assert 0 < profiled.metadata["documents"] < DEFAULT_DOCUMENTS == 500

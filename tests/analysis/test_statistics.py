@@ -1,4 +1,4 @@
-"""Intervals and p-values hold what they promise: against enumeration, scipy, and simulations under the null."""
+"""Intervals and p-values keep their error rates: enumeration, scipy, and simulations under the null hypothesis."""
 
 from inspect import signature
 from itertools import product
@@ -38,7 +38,7 @@ def test_bootstrap_equals_scipy() -> None:
     counts = generator.integers(1, 9, (23, 3)).astype(float)
     sums = generator.binomial(counts.astype(int), [0.2, 0.5, 0.9]).astype(float)
     low, high = bootstrap_interval(sums, counts, draws=6000, seed=5)
-    # as scipy has it: another name since 1.15
+    # the argument has another name since scipy 1.15
     seeded: Any = {"rng" if "rng" in signature(stats.bootstrap).parameters else "random_state": make_rng(3)}
     for test in range(3):
         expected = stats.bootstrap(
@@ -55,7 +55,7 @@ def test_bootstrap_equals_scipy() -> None:
 def test_bootstrap_interval_has_nominal_coverage() -> None:
     generator = make_rng(2)
     counts = generator.integers(1, 12, (80, 500))
-    level_of_unit = generator.beta(3, 2, (80, 500))  # rows of a unit lean on each other
+    level_of_unit = generator.beta(3, 2, (80, 500))  # the rows of a unit are correlated
     sums = generator.binomial(counts, level_of_unit)
     low, high = bootstrap_interval(sums, counts)
     assert 0.915 < np.mean((low <= 0.6) & (high >= 0.6)) < 0.975
@@ -64,7 +64,7 @@ def test_bootstrap_interval_has_nominal_coverage() -> None:
 def test_bootstrap_resamples_units_not_rows() -> None:
     values = make_rng(3).normal(size=60)
     once = bootstrap_interval(values, np.ones(60))
-    often = bootstrap_interval(values * 50, np.full(60, 50.0))  # fifty rows a unit, all the same: no more is known
+    often = bootstrap_interval(values * 50, np.full(60, 50.0))  # fifty equal rows per unit add no information
     np.testing.assert_allclose(once, often)
     width = 2 * 1.96 * values.std() / np.sqrt(60)
     assert once[1] - once[0] == pytest.approx(width, rel=0.15)
@@ -94,13 +94,13 @@ def test_bootstrap_single_unit_has_no_interval() -> None:
     low, high = bootstrap_interval(np.arange(12.0).reshape(4, 3), counts)
     assert np.isnan(low).tolist() == [False, True, True] == np.isnan(high).tolist()
     two, _ = bootstrap_interval(np.ones((30, 1)), np.r_[np.ones(2), np.zeros(28)][:, None] + [[0.0, 1.0]])
-    assert two[0] == 1.0  # two units of thirty: draws that meet neither are passed over
+    assert two[0] == 1.0  # two of thirty units have counts; draws without them are ignored
 
 
 def test_bootstrap_difference_is_narrower_than_unpaired() -> None:
     generator = make_rng(5)
     counts = generator.integers(3, 9, 70).astype(float)
-    hard = generator.normal(0, 3, 70)  # some sentences are harder for everybody
+    hard = generator.normal(0, 3, 70)  # some sentences are harder for all heads
     a, b = (hard + 0.5 + generator.normal(0, 0.3, 70)) * counts, hard * counts
     low, high = bootstrap_difference_interval(a, counts, b, counts)
     alone = bootstrap_interval(a, counts)
@@ -109,17 +109,17 @@ def test_bootstrap_difference_is_narrower_than_unpaired() -> None:
 
 
 def test_statistics_invalid_input_raises() -> None:
-    with pytest.raises(HeadwiseError, match="both are"):
+    with pytest.raises(HeadwiseError, match="same shape"):
         bootstrap_interval(np.ones((3, 2)), np.ones((2, 3)))
     with pytest.raises(HeadwiseError, match="level"):
         bootstrap_interval(np.ones(3), np.ones(3), level=95)
-    with pytest.raises(HeadwiseError, match="finite"):
+    with pytest.raises(HeadwiseError, match="NaN or infinity"):
         sign_flip_test([np.nan, 1.0], [1, 1])
     with pytest.raises(HeadwiseError, match="0 or more"):
         sign_flip_test([1.0, 1.0], [1, -1])
-    with pytest.raises(HeadwiseError, match="same units"):
+    with pytest.raises(HeadwiseError, match="same number of units"):
         bootstrap_difference_interval(np.ones(3), np.ones(3), np.ones(4), np.ones(4))
-    with pytest.raises(HeadwiseError, match="axis of units"):
+    with pytest.raises(HeadwiseError, match="one entry per unit"):
         bootstrap_interval(1.0, 1.0)
     with pytest.raises(HeadwiseError, match="baselines"):
         max_t_test(np.ones((6, 2)), np.ones((5, 2)), np.ones((6, 2)))
@@ -159,11 +159,11 @@ def test_sign_flip_test_is_calibrated() -> None:
     assert p.min() >= 1 / 1000
 
 
-# The whole family.
+# Family-wise tests.
 
 
 def correlated(generator: np.random.Generator, units: int, tests: int) -> np.ndarray:
-    """Tests that lean on each other, of very different spread, over units of different sizes."""
+    """Correlated tests of very different spread, over units of different sizes."""
     common = generator.normal(size=(units, 1))
     return (0.6 * common + generator.standard_t(5, (units, tests))) * np.geomspace(0.01, 100, tests)
 
@@ -186,7 +186,7 @@ def test_max_t_controls_family_wise_error() -> None:
     for _ in range(families):
         p, _ = max_t_test(correlated(generator, 32, 50), 0.0, np.ones((32, 50)), draws=400)
         alarms += bool((p <= 0.05).any())
-    assert 0.02 < alarms / families < 0.09  # 5 %, give or take 3.5 standard errors
+    assert 0.02 < alarms / families < 0.09  # 5%, plus or minus 3.5 standard errors
 
 
 def test_max_t_finds_true_effect() -> None:
@@ -231,28 +231,28 @@ def test_max_t_constant_difference_is_significant() -> None:
 
 def test_benjamini_hochberg_matches_hand_count_and_scipy() -> None:
     p = np.array([[0.001, 0.9, np.nan], [0.008, 0.039, 0.041]])
-    # sorted: p·m/rank, the smallest from there on: .005, .02, .05125 twice (.041·5/4 < .039·5/3), .9
+    # sorted: p·m/rank, then the minimum from there on: 0.005, 0.02, 0.05125 twice (0.041·5/4 < 0.039·5/3), 0.9
     expected = [[0.005, 0.9, np.nan], [0.02, 0.05125, 0.05125]]
     np.testing.assert_allclose(benjamini_hochberg(p), expected)
     assert benjamini_hochberg([]).shape == (0,)
-    many = np.random.default_rng(0).random(77).round(1)  # with equals, 0 and 1
+    many = np.random.default_rng(0).random(77).round(1)  # with ties, 0 and 1
     np.testing.assert_allclose(benjamini_hochberg(many), stats.false_discovery_control(many))
-    with pytest.raises(HeadwiseError, match="0-1"):
+    with pytest.raises(HeadwiseError, match="between 0 and 1"):
         benjamini_hochberg([0.1, 1.5])
 
 
-# Why heads are chosen on one half and reported on the other.
+# The reason to select heads on one half and report on the other.
 
 
 @pytest.mark.parametrize(("arcs", "selected_rate"), [(100, 0.54), (3000, 0.426)])
 def test_bootstrap_selection_bias_vanishes_on_held_out_half(arcs: int, selected_rate: float) -> None:
     chance = np.arange(arcs + 1) / arcs
     at_most = stats.binom.cdf(np.arange(arcs + 1), arcs, 0.4) ** 288
-    expected = float((chance * np.diff(at_most, prepend=0)).sum())  # the mean of the best of 288
+    expected = float((chance * np.diff(at_most, prepend=0)).sum())  # expected mean of the best of 288
     assert expected == pytest.approx(selected_rate, abs=0.006)
     generator, chosen, reported, fooled, honest = make_rng(16), [], [], 0, 0
     for _ in range(60):
-        # 20 sentences for choosing, 20 for reporting
+        # 20 sentences for selection, 20 for reporting
         hits = generator.binomial(arcs // 20, 0.4, (40, 288)).astype(float)
         counts = np.full((20, 1), arcs / 20)
         best = hits[0::2].sum(0).argmax()

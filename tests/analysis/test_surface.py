@@ -1,4 +1,4 @@
-"""Surface measures: closed forms of heads built by hand, and whole maps in float64 for models of every kind."""
+"""Surface metrics: closed forms of hand-built heads, and full maps in float64 for all kinds of models."""
 
 from dataclasses import replace
 from math import lgamma
@@ -43,7 +43,7 @@ def mean_of_head(accumulator: Accumulator, name: str) -> float:
 
 
 def scores_at_offset(n: int, offset: int, beta: float) -> Tensor:
-    """β on the key so many places back, 0 elsewhere; rows without such a key are uniform."""
+    """Return scores of β at one offset back and 0 elsewhere. Rows without such a key are uniform."""
     return beta * torch.eye(n).roll(-offset, 1).tril() if offset else beta * torch.eye(n)
 
 
@@ -72,7 +72,8 @@ def test_default_metrics_uniform_head_known_values_at_64() -> None:
 @pytest.mark.parametrize("n", [33, 34, 64, 150])
 def test_long_range_metric_uniform_head_matches_closed_form(n: int) -> None:
     accumulator = accumulate_causal_head(torch.zeros(n, n), n)
-    far = [(i - 32) / (i + 1) for i in range(33, n)]  # row i sees keys 1 … i − 32 beyond the window, and not the first
+    # row i sees keys 1 … i − 32 outside the window, without the first token
+    far = [(i - 32) / (i + 1) for i in range(33, n)]
     sums, counts = accumulator.bucket_sums_and_counts("long range")
     assert counts.sum() == len(far)
     assert sums.sum() == pytest.approx(sum(far), abs=1e-5)
@@ -126,7 +127,7 @@ def test_default_metrics_hard_offset_heads_match_closed_form() -> None:
 @pytest.mark.parametrize("detail", ["full", "light"])
 @pytest.mark.parametrize("n", [7, 61, 140])
 def test_distance_metric_uniform_encoder_head_matches_closed_form(n: int, detail: str) -> None:
-    """As far ahead as back, so the signed distance is 0; without the sign it is (n² − 1) / 3n."""
+    """The distance ahead equals the distance back, so the signed distance is 0. The absolute distance is (n² − 1) / 3n."""
     accumulator = accumulate_call(call_from_scores(torch.zeros(1, 1, n, n)), batch_without_repeats(n), detail=detail)
     assert mean_of_head(accumulator, "signed distance") == pytest.approx(0, abs=1e-4)
     assert mean_of_head(accumulator, "distance") == pytest.approx((n * n - 1) / (3 * n), rel=1e-5)
@@ -149,7 +150,8 @@ def test_offset_metrics_next_token_head_match_closed_form(n: int) -> None:
 
 
 def test_value_weighted_score_follows_value_norms() -> None:
-    """With lengths f the valued weight is softmax(s + ln f): a previous-token head on keys of length 1 and 3 in turn."""
+    """With norms f the value-weighted score is softmax(s + ln f): a previous-token head on keys with alternating norms 1 and
+    3."""
     n, beta = 21, 2.0
     f = 1.0 + 2.0 * (np.arange(n) % 2)
     accumulator = accumulate_causal_head(scores_at_offset(n, 1, beta), n, norms=torch.from_numpy(f))
@@ -160,7 +162,8 @@ def test_value_weighted_score_follows_value_norms() -> None:
 
 @pytest.mark.parametrize("level", [-60.0, -1.0, 0.0, 3.0, 60.0])
 def test_abstention_metric_sink_logit_matches_closed_form(level: float) -> None:
-    """A sink logit takes σ(S − lse); what keys get is the rest, and confidence is the largest weight on a key."""
+    """A sink logit S takes weight σ(S − lse). The keys have the remaining weight, and confidence is the largest weight on a
+    key."""
     n = 19
     scores = torch.randn(n, n, generator=torch.Generator().manual_seed(1)).double()
     accumulator = accumulate_causal_head(scores, n, sink=torch.tensor([level]).double())
@@ -195,10 +198,10 @@ def test_class_metrics_uniform_head_match_closed_form(mask: Mask | None) -> None
 @pytest.mark.parametrize("mask", [None, causal()])
 @pytest.mark.parametrize("n", [4, 23, 140])
 def test_role_metrics_perfect_head_is_one_and_sink_is_zero(n: int, mask: Mask | None) -> None:
-    """At any length, for every role of the table; rows that cannot have the target do not count, and are told."""
+    """At any length, for every role. Rows that cannot have a target do not count, and their number is reported."""
     class_positions = [2, n - 2] if n > 4 else [2]
     flags = torch.zeros(n, len(CLASSES))
-    flags[[0, *class_positions]] = 1  # the first token as well, and it is nobody's target
+    flags[[0, *class_positions]] = 1  # the first token is marked too, but never a target
     sees_class = np.ones(n) if mask is None else np.arange(n) >= 2
     to_class = torch.zeros(n, n)
     to_class[:, 0], to_class[:, class_positions] = 100.0, 200.0
@@ -257,7 +260,7 @@ def random_samples(seed: int = 2) -> list:
     return [make_sample(index, rng.integers(0, VOCAB, length).tolist()) for index, length in enumerate(LENGTHS)]
 
 
-# Padding on both sides for the first variant, and by turns on either for the others; all of them in `make test-all`.
+# Padding on both sides for the first variant, and on alternating sides for the others; all combinations in `make test-all`.
 each_variant = pytest.mark.parametrize(
     ("variant", "side"),
     [
@@ -307,7 +310,7 @@ def test_metric_runner_keeps_outputs_bitwise(variant: str) -> None:
 
 @pytest.mark.parametrize("sink", [None, torch.tensor([2.0, 9.0])], ids=["plain", "sink"])
 def test_top_contexts_are_largest_weights(sink: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The strongest looks that do not rest on the first token or on the looker; told by unit, row and column."""
+    """The largest weights that are not on the first token or on the query itself, with sample, row and column."""
     monkeypatch.setattr(row_blocks, "BLOCK_ROWS", 17)
     n, batch = 50, make_batch([make_sample(7, range(50)), make_sample(9, range(31))], side="left")
     scores = 3 * torch.randn(2, 2, n, n, generator=torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""A model whose queries are nothing looks everywhere alike: its surface measures are closed forms."""
+"""A model with zero queries has uniform attention: its surface metrics match closed forms."""
 
 from math import lgamma
 

@@ -1,4 +1,5 @@
-"""The quick sweep over heads against a whole forward pass for each, one text at a time; and its cost against a counter."""
+"""The fast ablation sweep over heads, compared with a full forward pass per head on one text at a time; and its cost
+estimate."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ ENCODER = MODELS["encoder"]
 HEADLESS = replace(ENCODER, output="none", norm_placement="pre")
 
 
-# Walking through blocks by hand is what forward does.
+# Running the blocks by hand equals forward.
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "encoder-decoder"])
@@ -45,7 +46,7 @@ def test_block_parts_equal_forward_pass(name: str) -> None:
     assert torch.equal(x, model(ids, attention_mask=attention_mask, hidden=True))
 
 
-# The quick sweep equals the naive loop.
+# The fast sweep equals the naive loop.
 
 
 @pytest.mark.parametrize("metric", ["loss", "last"])
@@ -54,7 +55,7 @@ def test_block_parts_equal_forward_pass(name: str) -> None:
 def test_ablation_sweep_decoder_equals_naive_loop(name: str, method: Any, metric: Any) -> None:
     model = character_model(MODELS[name])
     texts, last = encode_texts(model), metric == "last"
-    inputs = [ids[:, :-1] for ids in texts]  # what is read to answer: nothing is asked behind the last token
+    inputs = [ids[:, :-1] for ids in texts]  # inputs: the last token is only a target
     means = mean_of_outputs(record_z(model, ids) for ids in inputs)
     tokens = len(texts) if last else sum(ids.shape[1] for ids in inputs)
     result = importance(model, TEXTS, ablation=method, metric=metric, batch_tokens=120)

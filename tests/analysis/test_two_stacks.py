@@ -1,4 +1,4 @@
-"""A profile of an encoder-decoder, which reads each text as its source and as its target."""
+"""A profile of an encoder-decoder, which reads each text as source and as target."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +34,7 @@ def build_model(**fields: Any) -> Transformer:
 
 
 def heads_of_stack(model: Transformer) -> dict[str, np.ndarray]:
-    """Which heads belong to each stack."""
+    """Return the heads of each stack."""
     names = np.array([address.stack for address in model.spec.head_addresses])
     return {stack: names == stack for stack in ("enc", "dec", "cross")}
 
@@ -59,7 +59,7 @@ def test_default_metrics_encoder_decoder_equal_dense_maps(side: str, detail: str
         for metric_spec in metric.metric_specs
         if metric_spec.positional
     }
-    for name in positional & dense.keys():  # between two texts there are no distances
+    for name in positional & dense.keys():  # distances between two texts are not defined
         sums, counts = dense[name]
         dense[name] = (np.where(across, 0, sums), np.where(across, 0, counts))
     full_detail_only = (
@@ -88,7 +88,7 @@ def test_profile_encoder_decoder_metrics_per_stack(profiled_model: tuple[Transfo
         assert np.isnan(values[stack_masks["cross"]]).all(), name
         assert len(set(np.isfinite(values[~stack_masks["cross"]]))) == 1, (
             name
-        )  # of both stacks, or of none: not all lead back
+        )  # of both stacks, or of neither: not all arcs point back
     assert np.isfinite(profiled.metric("subject-verb > hits")[~stack_masks["cross"]]).all()
     ahead = profiled.metric("offset -1")
     assert np.isfinite(ahead[stack_masks["enc"]]).all()
@@ -98,13 +98,14 @@ def test_profile_encoder_decoder_metrics_per_stack(profiled_model: tuple[Transfo
 
 
 def test_profile_encoder_decoder_relations_point_back(profiled_model: tuple[Transformer, Profile]) -> None:
-    """Every arc is asked once, from its later word: under > or under <, whichever way it was drawn."""
+    """Every arc counts once, from its later word: as > or as <, depending on its direction."""
     model, profiled = profiled_model
     tokenizer = tokenizer_of(model)
     assert profiled.relation_metric is not None
     want: dict[str, int] = {}
     for document in DOCUMENTS:
-        first = tokenizer.align(document.text, document.words).words_of_token[0]  # ids begin with it, or with a token
+        # ids begin with a word, or with a special token
+        first = tokenizer.align(document.text, document.words).words_of_token[0]
         for arc in document.relations:
             later, earlier = max(arc.source, arc.target), min(arc.source, arc.target)
             if later != earlier and earlier not in first:
@@ -123,7 +124,7 @@ def test_profile_encoder_decoder_merges_and_saves(profiled_model: tuple[Transfor
     back = Profile.load(profiled.save(tmp_path / "heads.npz"))
     for again in (first.merge(second), back):
         for name in profiled.accumulator.fields:
-            if name != "variability" or again is back:  # of two samples one is kept
+            if name != "variability" or again is back:  # the result of one of two samples is kept
                 np.testing.assert_allclose(again.metric(name), profiled.metric(name), atol=1e-5, err_msg=name)
     assert [head.role for head in back] == [head.role for head in profiled]
     assert len(profiled.table()) == len(profiled.addresses)
@@ -131,7 +132,7 @@ def test_profile_encoder_decoder_merges_and_saves(profiled_model: tuple[Transfor
 
 @torch.no_grad()
 def test_profile_cross_head_on_delimiters_gets_role() -> None:
-    """All weights are 0 but the embedding, where full stops have a channel of their own, and one head that reads it."""
+    """All weights are 0 except the embedding, in which full stops have a channel, and one head that reads it."""
     model = build_model(positions="none")
     tokenizer = tokenizer_of(model)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Variability: closed forms for heads built by hand, dense maps for others."""
+"""Variability: closed forms of hand-built heads, dense maps for others."""
 
 from typing import Any
 
@@ -20,7 +20,8 @@ TEXTS = [document.text for document in documents(12)]
 
 
 def digit_finder_model() -> Transformer:
-    """One layer: a head that looks for a digit, else at the first token; one a token back; one everywhere alike."""
+    """One layer: a head that attends to a digit, otherwise to the first token; a previous-token head; a head with uniform
+    attention."""
     model = blank_model(heads=3, layers=1)
     (layer,) = model.attention_layers()
     HeadBuilder(layer, 0).attend_tokens(digit_scores()).attend_first().write()
@@ -29,16 +30,16 @@ def digit_finder_model() -> Transformer:
 
 
 def texts_with_digit_at(*positions: int, n: int) -> list[str]:
-    """For each place a text of fillers with a digit there alone."""
+    """For each position, make a text of fillers with a single digit at that position."""
     return [" ".join(DIGITS[0] if i == position else FILLERS[i % 30] for i in range(n)) for position in positions]
 
 
 @pytest.mark.parametrize("N", [2, 5, 9])
 def test_variability_digit_finder_matches_closed_form(N: int) -> None:
-    """Row i sends the texts whose digit it sees to N places, the others to the first token: 1 − Σ(c/N)² over places."""
+    """In row i, the texts with a visible digit attend to different positions, the others to the first token: 1 − Σ(c/N)²."""
     n, positions = 24, range(3, 3 + N)
     values = variability(digit_finder_model(), texts_with_digit_at(*positions, n=n), length=n, texts=N)
-    # of N, each at a place of its own
+    # number of N texts whose digit is visible
     visible_digits = np.array([sum(position <= i for position in positions) for i in range(n)])
     rows = 1 - (visible_digits + (N - visible_digits) ** 2) / N**2
     assert rows[-1] == pytest.approx(1 - 1 / N)
@@ -62,7 +63,7 @@ MODELS: dict[str, Any] = {
 @pytest.mark.parametrize("variant", MODELS)
 @pytest.mark.parametrize("size", [1, 64])
 def test_variability_equals_dense_maps(variant: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one row, or all at once."""
+    """Blocks of one row, or all rows at once."""
     monkeypatch.setattr(row_blocks, "BLOCK_ROWS", size)
     model = synthetic_model(**MODELS[variant])
     texts = [document.text for document in SYNTHETIC]
@@ -79,7 +80,7 @@ def test_variability_equals_dense_maps(variant: str, size: int, monkeypatch: pyt
 
 
 def test_variability_off_by_one_softmax_equals_dense_maps() -> None:
-    """Rows that do not sum to 1 are held against what they do sum to."""
+    """Rows that do not sum to 1 are compared with their actual sum."""
     model = synthetic_model(attention=AttentionSpec(width=24, heads=4, softmax="off_by_one"))
     values = variability(model, [document.text for document in SYNTHETIC], "0.2", length=18)
     assert model.tokenizer is not None
@@ -96,7 +97,7 @@ def test_profile_variability_equals_function() -> None:
     alone = variability(decoder(), TEXTS)
     assert profiled.metric("variability") == pytest.approx(list(alone.values()), abs=1e-6)
     assert profiled["0.0"].metrics["variability"] == pytest.approx(0, abs=1e-5)
-    p = np.zeros((len(TEXTS), 16, 16))  # alike at all digits that are seen, else at the first token
+    p = np.zeros((len(TEXTS), 16, 16))  # equal weight on all visible digits, otherwise on the first token
     for text, words in enumerate(text.split()[:16] for text in TEXTS):
         for i in range(16):
             digit_positions = [j for j in range(i + 1) if words[j] in DIGITS] or [0]
@@ -111,11 +112,11 @@ def test_profile_variability_equals_function() -> None:
 
 def test_variability_invalid_arguments_raise() -> None:
     model = decoder()
-    with pytest.raises(HeadwiseError, match="1 texts have 16 tokens, and two are needed"):
+    with pytest.raises(HeadwiseError, match="1 texts have at least 16 tokens"):
         variability(model, TEXTS[:1])
-    with pytest.raises(HeadwiseError, match="0 texts have 70 tokens"):
+    with pytest.raises(HeadwiseError, match="0 texts have at least 70 tokens"):
         variability(model, TEXTS, length=70)
-    with pytest.raises(HeadwiseError, match="got 1 of 16"):
+    with pytest.raises(HeadwiseError, match="texts=1"):
         variability(model, TEXTS, texts=1)
     with pytest.raises(HeadwiseError, match=r"7\.1"):
         variability(model, TEXTS, "7.1")

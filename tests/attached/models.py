@@ -1,5 +1,5 @@
 # ruff: noqa: C408 (sizes read better as keywords)
-"""Small random models of many architectures, as transformers builds them, and what each is called with."""
+"""Small random transformers models of many architectures, with inputs for each."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,20 +34,20 @@ class Case:
     sizes: dict[str, Any]
     kind: str = "decoder"
     prunable: bool = False
-    slow: bool = False  # like another case, and left to the slow tests
+    slow: bool = False  # similar to another case, run only in the slow tests
 
     def build(self, **overrides: Any) -> Any:
-        """A model with random weights, large enough to matter, ready to be called."""
+        """Return a model in eval mode with random weights that are large enough to affect outputs."""
         torch.manual_seed(7)
         model = getattr(transformers, self.model)(getattr(transformers, self.config)(**self.sizes, **overrides)).eval()
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if weight.requires_grad:  # not sinusoids, which are not saved but made again
+                if weight.requires_grad:  # not sinusoids, which are computed instead of saved
                     weight.copy_(torch.randn_like(weight) * 0.3 + ("norm" in name.lower() and weight.ndim == 1))
         return model
 
     def inputs(self, side: str = "none") -> dict[str, Tensor]:
-        """Keyword arguments of a call: two texts, one of them padded on a side."""
+        """Return keyword arguments for a call: two texts, one of them padded on one side."""
         torch.manual_seed(3)
         if self.kind == "image":
             return {"pixel_values": torch.randn(2, 3, 16, 16)}
@@ -99,12 +99,12 @@ CASES = [
     Case("qwen2_windows", "Qwen2ForCausalLM", "Qwen2Config",
          GROUPED | dict(sliding_window=5, use_sliding_window=True, max_window_layers=1), prunable=True),
     Case("electra", "ElectraForMaskedLM", "ElectraConfig", PLAIN | dict(embedding_size=10), "encoder", prunable=True),
-    # On transformers' eager functions: learned sinks, capped scores.
+    # Models on transformers' eager functions: learned sinks, soft-capped scores.
     Case("gpt_oss", "GptOssForCausalLM", "GptOssConfig",
          GROUPED | dict(num_local_experts=2, num_experts_per_tok=1, sliding_window=5, experts_implementation="eager")),
     Case("gemma2", "Gemma2ForCausalLM", "Gemma2Config",
          GROUPED | dict(sliding_window=5, attn_logit_softcapping=2.0, query_pre_attn_scalar=4), prunable=True, slow=True),
-    # Off the interface.
+    # Models that are not on the attention interface.
     Case("falcon", "FalconForCausalLM", "FalconConfig",
          dict(hidden_size=24, num_hidden_layers=3, num_attention_heads=4, vocab_size=VOCAB, bos_token_id=1, eos_token_id=2,
               pad_token_id=0)),
@@ -129,17 +129,17 @@ each_case = pytest.mark.parametrize(
 
 
 def output_tensors(output: Any) -> list[Tensor]:
-    """Every tensor an output holds, in order; caches are left out."""
+    """Return all tensors of an output in order, without caches."""
     return [value for value in output.to_tuple() if isinstance(value, Tensor)]
 
 
 def main_output(output: Any) -> Tensor:
-    """Logits, or the last states."""
+    """Return the logits or the last hidden states."""
     return output.logits if hasattr(output, "logits") else output.last_hidden_state
 
 
 def real_positions(inputs: dict[str, Any]) -> Tensor:
-    """Where answers count: not at padding."""
+    """Return the positions that are not padding."""
     if "decoder_input_ids" in inputs:
         return torch.ones_like(inputs["decoder_input_ids"]) > 0
     return inputs["attention_mask"] > 0

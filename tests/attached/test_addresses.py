@@ -1,4 +1,4 @@
-"""Layers of blocks, blocks of several attentions, decoders by themselves: addresses, and silence beside zeroed W_O."""
+"""Addresses and silencing in layers of blocks, blocks with several attention modules, and standalone decoders."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import transformers
 import headwise as hw
 from headwise.attached.prune_in_place import flatten_tensors
 
-T: Any = transformers  # its configurations take more than they say
+T: Any = transformers  # configurations accept more arguments than their signatures say
 
 DECODER = {
     "d_model": 32, "decoder_layers": 2, "encoder_layers": 2, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
@@ -107,7 +107,7 @@ def test_attach_each_attention_gets_address(build) -> None:
 
 
 def test_attach_decoder_alone_prunes_cross_heads() -> None:
-    """It is tried with states from outside, so what is derived of these heads is checked too."""
+    """The test call passes encoder states, so that cross-attention heads are tested, too."""
     torch.manual_seed(0)
     model, call = bart()
     model = model.double().eval()

@@ -1,4 +1,4 @@
-"""Everything that looks at heads, and changes them, on models of others: the same numbers as on our own loading of them."""
+"""Analysis and pruning of attached models give the same results as on the same model loaded natively."""
 
 import dataclasses
 import json
@@ -25,12 +25,12 @@ TEXTS = [
     "the cats sat on the mat, and the dog saw them.",
     "a man who came late gave it to her. she was glad, he was not.",
 ]
-NATIVE_FAMILIES = ["gpt2", "bert", "llama", "mistral", "qwen2"]  # families that our own loader maps as well
+NATIVE_FAMILIES = ["gpt2", "bert", "llama", "mistral", "qwen2"]  # families that hw.load also supports natively
 ATTACHED_ONLY = ["roberta", "distilbert", "qwen3", "gemma3", "phi3", "opt", "gpt_neox", "modernbert", "electra"]
 
 
 def build(name: str) -> tuple[Any, Tokenizer]:
-    """A model that can read words, letter by letter."""
+    """Return a model with a character tokenizer."""
     case = BY_NAME[name]
     sizes = case.sizes | {"n_positions" if name in ("gpt2", "t5") else "max_position_embeddings": 300}
     return dataclasses.replace(case, sizes=sizes).build(), Tokenizer.from_wordpiece(VOCABULARY)
@@ -49,7 +49,7 @@ def documents(count: int) -> list[Document]:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_sensitivity_attached_equals_native(name: str, tmp_path: Path) -> None:
-    """Nothing stays changed; keys are theirs to turn, so weights are rounded in the basis they are given in."""
+    """The model is unchanged afterwards. Keys are not rotated to another basis, so weights are quantized in the given one."""
     native, attached = hw.load(save_model(name, tmp_path)), hw.attach(*build(name))
     before = {key: value.clone() for key, value in attached.state_dict().items()}
     options: Any = {"bits": (2,), "heads": "1.*", "parts": ("qk", "vo", "keys", "values")}
@@ -111,7 +111,7 @@ def test_analysis_attached_only_families_runs(name: str) -> None:
     profile = hw.profile(attached, documents(3), causal=False)
     assert len(list(profile)) == len(attached.heads)
     importance = hw.importance(attached, TEXTS[:1], heads="1.*", ablation="zero")
-    with torch.no_grad(), attached.heads["1.0"].silenced():  # the loss itself, without the head
+    with torch.no_grad(), attached.heads["1.0"].silenced():  # reference: the loss itself, without the head
         lost = hw.importance(attached, TEXTS[:1], heads="2.0", ablation="zero").clean_loss - importance.clean_loss
     assert importance["1.0"].importance == pytest.approx(lost, abs=1e-5)
     compared = hw.compare_heads(attached, TEXTS, rows=8)
@@ -136,7 +136,7 @@ def test_attention_maps_encoder_decoder_uses_source() -> None:
 
 @pytest.mark.parametrize("name", ["bart", pytest.param("t5", marks=pytest.mark.slow)])
 def test_profile_encoder_decoder_equals_recorded_maps(name: str, tmp_path: Path) -> None:
-    """Each text is source and target; what is told of one head of every stack follows from its maps, text by text."""
+    """Each text is source and target. The profile of one head per stack equals the statistics of its recorded maps."""
     attached = hw.attach(*build(name))
     profile = hw.profile(attached, TEXTS, relations=documents(6))
     assert profile.addresses == attached.heads.addresses
@@ -162,12 +162,13 @@ def test_profile_encoder_decoder_equals_recorded_maps(name: str, tmp_path: Path)
     assert profile.report(tmp_path / "heads.html", attached).is_file()
 
 
-PAIRS = [(TEXTS[0], "she saw a dog"), ("who came late?", TEXTS[1]), ("a cat", "the cat.")]  # of very different lengths
+# Texts of very different lengths.
+PAIRS = [(TEXTS[0], "she saw a dog"), ("who came late?", TEXTS[1]), ("a cat", "the cat.")]
 
 
 @pytest.mark.parametrize("name", ["bart", "marian", "t5"])
 def test_importance_pairs_equals_model_loss_change(name: str) -> None:
-    """The loss is the one the model itself has for labels; without a head, the one it has while that is silent."""
+    """The reference is the model's own loss for labels, with and without the silenced head."""
     attached = hw.attach(*build(name))
     model, encode = attached.model, attached.tokenizer.encode
 
@@ -190,7 +191,7 @@ def test_importance_pairs_equals_model_loss_change(name: str) -> None:
     assert hw.importance(attached, PAIRS, ranking="attribution", check_heads=0).mean.shape == (len(attached.heads),)
     with pytest.raises(hw.HeadwiseError, match="needs pairs"):
         hw.importance(attached, TEXTS)
-    with pytest.raises(hw.HeadwiseError, match="each is source and target"):
+    with pytest.raises(hw.HeadwiseError, match="does not support text pairs"):
         hw.profile(attached, PAIRS)
 
 
@@ -216,12 +217,12 @@ def test_importance_unknown_decoder_start_raises() -> None:
         config.decoder_start_token_id = None
     with pytest.raises(hw.HeadwiseError, match="decoder_start_token_id"):
         hw.importance(attached, PAIRS)
-    body = hw.attach(build("bart")[0].model, attached.tokenizer)  # which does not generate
+    body = hw.attach(build("bart")[0].model, attached.tokenizer)  # a body without an LM head cannot generate
     body.model.config.decoder_start_token_id = None
     with pytest.raises(hw.HeadwiseError, match="decoder_start_token_id"):
         hw.importance(body, PAIRS)
     body.model.config.model_type = "mbart"
-    with pytest.raises(hw.HeadwiseError, match="languages by codes"):
+    with pytest.raises(hw.HeadwiseError, match="requires language codes"):
         hw.importance(body, PAIRS)
 
 
@@ -376,7 +377,7 @@ def test_load_missing_weights_raises(tmp_path: Path) -> None:
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    with pytest.raises(hw.HeadwiseError, match=r"lacks weights.*fc1"):
+    with pytest.raises(hw.HeadwiseError, match=r"missing keys.*fc1"):
         hw.load(folder)
 
 

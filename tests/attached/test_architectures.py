@@ -1,4 +1,4 @@
-"""Some architectures of the walk over all (`python -m bench.architectures`), with what is known to come of them."""
+"""A sample of the architectures in `python -m bench.architectures`, with their known results."""
 
 import pytest
 

@@ -15,7 +15,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def rotary_model(name: str, dtype: torch.dtype, folder: Path) -> Any:
-    """A model as transformers loads it in half precision: rotary frequencies stay in float32."""
+    """Return a model as transformers loads it in half precision, with rotary frequencies in float32."""
     case = BY_NAME[name]
     case.build().save_pretrained(folder)
     model = type(case.build()).from_pretrained(folder, dtype=dtype).eval()
@@ -42,7 +42,7 @@ def check_equal_bits(model: Any, again: Any) -> None:
 @torch.no_grad()
 def test_reload_of_a_pruned_half_model_keeps_buffers(name: str, dtype: torch.dtype, cast: bool, tmp_path: Path) -> None:
     model = rotary_model(name, dtype, tmp_path / "plain")
-    model = model.to(dtype) if cast else model  # as .half() does: buffers are rounded too
+    model = model.to(dtype) if cast else model  # like .half(), which also casts buffers
     inputs = BY_NAME[name].inputs()
     attached = hw.attach(model).prune("1.1,2.*", in_place=True)
     before = main_output(model(**inputs))
@@ -86,7 +86,7 @@ def test_metadata_with_an_unknown_dtype_cannot_be_loaded(tmp_path: Path) -> None
     hw.attach(BY_NAME["llama"].build()).prune("1.1", in_place=True).save_pretrained(tmp_path / "pruned")
     file = tmp_path / "pruned" / "headwise.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "load"}))
-    with pytest.raises(hw.HeadwiseError, match="not a note of this version"):
+    with pytest.raises(hw.HeadwiseError, match="not a valid metadata file"):
         hw.load(tmp_path / "pruned")
 
 

@@ -1,4 +1,4 @@
-"""Attached models under torch.compile: edits, pruning and contexts give the numbers of the eager model."""
+"""Attached models under torch.compile: edits, pruning and contexts give the outputs of the eager model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +18,7 @@ each_family = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """No test inherits the compiled code of another."""
+    """Reset compiled code between tests."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -51,7 +51,7 @@ EDITS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
 
 
 def assert_close(actual: Tensor, expected: Tensor, edit: str = "") -> None:
-    """Up to the rounding of float32 in another order of the same operations."""
+    """Compare up to float32 rounding in another order of operations."""
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{edit}: {text}")
 
 
@@ -84,7 +84,7 @@ def test_compiled_model_pruned_equals_eager(name: str) -> None:
 
 
 def test_compiled_model_with_a_listener_shows_every_layer() -> None:
-    """Listeners run outside the compiled region: the model gives the same numbers, and each layer shows its own call."""
+    """Listeners run outside the compiled region: outputs are equal, and each layer reports its own call."""
     model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs("left")
     attached = hw.attach(model)
     compiled = torch.compile(model, backend="eager")
@@ -121,7 +121,7 @@ def test_compiled_full_graph_with_a_listener_raises() -> None:
 def test_generate_with_a_compiled_static_cache_equals_the_dynamic_cache(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an accelerator transformers compiles `generate` with a static cache; here its condition is forced to hold."""
+    """On an accelerator transformers compiles `generate` with a static cache; here its condition is forced to be true."""
     from transformers import CompileConfig
 
     compile_config: Any = CompileConfig

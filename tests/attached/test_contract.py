@@ -1,4 +1,4 @@
-"""What holds for every architecture: the same bits, silence that is W_O without the head, maps that are the eager path's."""
+"""Properties of every architecture: bitwise equal outputs, silencing equal to zeroed W_O, maps equal to the eager path."""
 
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_record_maps_equal_eager_attentions(case: Case, side: str) -> None:
         got = recording[address].map()
         rows = torch.ones(want.shape[:2], dtype=torch.bool)
         if real is not None and address.stack in ("", "enc"):
-            rows = real.bool()  # what padding looks at is nobody's business
+            rows = real.bool()  # the maps of padding tokens are arbitrary
         assert got.shape == want.shape
         assert (got - want)[rows].abs().max() <= 1e-5
         compared += 1
@@ -115,7 +115,7 @@ def test_attach_addresses_cover_every_head(case: Case) -> None:
 
 @each_case
 def test_head_w_v_reproduces_recorded_v(case: Case) -> None:
-    """v carries no positions and no norms, so it is what W_V reads; its weights are live views."""
+    """v has no positions and no norms, so it equals W_V times the input. The weights are live views."""
     model, inputs = case.build().double(), {k: _double(v) for k, v in case.inputs().items()}
     attached = hw.attach(model)
     layer_inputs: dict[Any, Tensor] = {}
@@ -140,7 +140,7 @@ def _store_output(store: dict[Any, Tensor], address: Any, module: Any, inputs: A
 
 
 def _sample_heads(attached: Any) -> list[Any]:
-    """A few heads: of every stack the first layer's last head, and the last layer's second."""
+    """Return two heads of every stack: the last head of the first layer and the second head of the last layer."""
     by_stack: dict[str, list[Any]] = {}
     for address in attached.heads.addresses:
         by_stack.setdefault(address.stack, []).append(address)
@@ -154,7 +154,7 @@ def _sample_heads(attached: Any) -> list[Any]:
 
 
 def head_at(attached: Any, address: Any) -> hw.Head:
-    """One head by its address."""
+    """Return one head by its address."""
     head = attached.heads[address]
     assert isinstance(head, hw.Head)
     return head
@@ -165,7 +165,7 @@ def _double(value: Tensor) -> Tensor:
 
 
 def _state(model: Any) -> Any:
-    """Everything a model is besides its numbers: what its parts hold, their hooks, which attention runs."""
+    """Return the state of a model without its weights: attributes, hooks and attention implementation."""
     parts = [
         (name, sorted(part.__dict__), len(part._forward_pre_hooks), len(part._forward_hooks))
         for name, part in model.named_modules()
@@ -173,7 +173,7 @@ def _state(model: Any) -> Any:
     return parts, model.config._attn_implementation, model.config.to_dict(), model.training
 
 
-# What the model itself takes.
+# Arguments of the transformers model.
 
 
 def test_attached_call_model_arguments_match_model() -> None:
@@ -198,7 +198,7 @@ def test_attached_call_model_arguments_match_model() -> None:
             own_output = attached(input_ids=ids, attention_mask=mask)
             assert type(own_output) is type(plain)
             assert torch.equal(own_output.logits, plain.logits)
-            with pytest.raises(hw.HeadwiseError, match="input_ids is given twice"):
+            with pytest.raises(hw.HeadwiseError, match="input_ids: given twice"):
                 attached(ids, attention_mask=mask > 0, input_ids=ids)
             with pytest.raises(hw.HeadwiseError, match="output_hidden_states"):
                 attached(ids, labels=labels, hidden=True)
@@ -210,7 +210,7 @@ def test_attached_encoder_decoder_with_labels_matches_model() -> None:
     ids, source, mask = inputs["decoder_input_ids"], inputs["input_ids"], inputs["attention_mask"]
     with torch.no_grad(), hw.attach(model) as attached:
         output = attached(ids, source=source, source_attention_mask=mask > 0, labels=ids)
-        alone = attached(source, attention_mask=mask, labels=ids)  # as the model itself is called: it writes labels
+        alone = attached(source, attention_mask=mask, labels=ids)  # called like the transformers model, with labels
     with torch.no_grad():
         assert torch.equal(output.loss, model(**inputs, labels=ids).loss)
         assert torch.equal(alone.loss, model(source, attention_mask=mask, labels=ids).loss)
@@ -227,15 +227,15 @@ def test_save_pruned_model_warns_who_can_load(tmp_path: Path, capsys: pytest.Cap
     model = BY_NAME["llama"].build()
     attached = hw.attach(model)
     attached.save(tmp_path / "uncut")
-    assert "heads were cut" not in capsys.readouterr().err
+    assert "is pruned" not in capsys.readouterr().err
     attached.prune("1.4", in_place=True)
     attached.save(tmp_path / "cut")
-    assert "hw.load(folder) loads what is written, plain transformers does not" in capsys.readouterr().err
+    assert "plain transformers cannot" in capsys.readouterr().err
     with pytest.raises(RuntimeError):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
     capsys.readouterr()
     hw.export(attached, tmp_path / "whole")
-    assert "heads were cut" not in capsys.readouterr().err
+    assert "is pruned" not in capsys.readouterr().err
     inputs = BY_NAME["llama"].inputs()
     with torch.no_grad():
         full = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(**inputs).logits
@@ -245,7 +245,7 @@ def test_save_pruned_model_warns_who_can_load(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
-        ("MPNet", {"pad_token_id": 0}),  # it counts by token 1, whatever its configuration says
+        ("MPNet", {"pad_token_id": 0}),  # it counts positions from token 1, regardless of its configuration
         ("Esm", {"pad_token_id": 1, "mask_token_id": 2, "position_embedding_type": "absolute", "token_dropout": False}),
         ("Roberta", {"pad_token_id": 0}),
         ("XLMRoberta", {"pad_token_id": 1}),

@@ -1,4 +1,4 @@
-"""GPT-2 as a decoder with cross-attention: its heads have addresses, maps and silence."""
+"""GPT-2 as a decoder with cross-attention: addresses, maps and silencing of its heads."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def test_gpt2_with_cross_attention_attaches_with_equal_logits() -> None:
         "cross.2",
     ]
     assert torch.equal(model(**inputs).logits, before)
-    alone = {"input_ids": inputs["input_ids"]}  # without encoder states transformers leaves cross-attention out
+    alone = {"input_ids": inputs["input_ids"]}  # without encoder states transformers skips cross-attention
     logits = model(**alone).logits
     with attached.heads["cross.*.*"].silenced():
         assert torch.equal(model(**alone).logits, logits)
@@ -72,10 +72,10 @@ def test_gpt2_cross_attention_says_which_weights_cannot_be_shown_or_cut() -> Non
     assert attached.heads["0.1"].W_Q.shape == (EMBEDDING, 6)  # pyright: ignore
     assert attached.heads["cross.0.1"].W_O.shape == (6, EMBEDDING)  # pyright: ignore
     for name in ("W_Q", "W_K", "W_V"):
-        with pytest.raises(hw.HeadwiseError, match="is not known"):
+        with pytest.raises(hw.HeadwiseError, match="not found"):
             getattr(attached.heads["cross.0.1"], name)
     before = model(**inputs).logits
-    with pytest.raises(hw.HeadwiseError, match="cannot be cut"):
+    with pytest.raises(hw.HeadwiseError, match="cannot be pruned"):
         attached.prune("cross.0.1", in_place=True)
     assert torch.equal(model(**inputs).logits, before)
 

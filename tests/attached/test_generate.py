@@ -1,4 +1,4 @@
-"""Writing on with others' models: their own tokens, as many as asked for, one at a time, and clean ends."""
+"""Generation with attached models: the same tokens as transformers, exact lengths, streaming, and clean termination."""
 
 import threading
 from typing import Any
@@ -14,13 +14,13 @@ NEW_TOKENS = 7
 
 
 def hf_generate(model: Any, ids: Tensor, max_new_tokens: int = NEW_TOKENS, **options: Any) -> list[int]:
-    """What transformers' own call adds to one prompt."""
+    """Return the tokens that transformers' `generate` adds to one prompt."""
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, pad_token_id=0, **options
     )
     start = (
         1 if model.config.is_encoder_decoder else ids.shape[1]
-    )  # transformers' encoder-decoders write from a start token
+    )  # encoder-decoders of transformers start with a start token
     return output[0, start:].tolist()
 
 
@@ -72,7 +72,7 @@ def test_stream_stopped_early_leaves_no_thread() -> None:
     next(steps)
     del steps
     assert threading.active_count() == before
-    attached.stream(TEXTS[0], 50)  # never read
+    attached.stream(TEXTS[0], 50)  # never iterated
     assert threading.active_count() == before
     with pytest.raises(ZeroDivisionError):
         [1 / 0 for _ in attached.stream(TEXTS[0], 50)]
@@ -99,10 +99,10 @@ def test_stream_errors_are_raised_to_caller() -> None:
     with pytest.raises(hw.HeadwiseError, match="one number per head"):
         list(attached.stream(TEXTS[0], 3, gates={attached.hook_points()[0].address: torch.ones(3)}))
     for call, message in (
-        (lambda: attached.stream(TEXTS[0], -1), "0 or more"),
+        (lambda: attached.stream(TEXTS[0], -1), "at least 0"),
         (lambda: hw.attach(build("llama")[0]).stream(TEXTS[0]), "has no tokenizer"),
-        (lambda: hw.attach(*build("bert")).generate(TEXTS[0]), "does not generate"),
-        (lambda: hw.attach(*build("bert")).generate(torch.tensor([[3, 4]])), "does not generate"),
+        (lambda: hw.attach(*build("bert")).generate(TEXTS[0]), "cannot generate text"),
+        (lambda: hw.attach(*build("bert")).generate(torch.tensor([[3, 4]])), "cannot generate text"),
     ):
         with pytest.raises(hw.HeadwiseError, match=message):
             call()

@@ -1,5 +1,5 @@
 # ruff: noqa: C408 (sizes read better as keywords)
-"""What is derived from heads is what the model computes, or is refused: gates and norms before W_O, layouts, adapters."""
+"""Derived values of heads equal those of the model, or raise an error: gates and norms before W_O, layouts, adapters."""
 
 import copy
 import pickle
@@ -30,7 +30,7 @@ BIGCODE = Case(
 
 
 def _output_projection_io(attached: Any, model: Any, inputs: dict[str, Tensor]) -> dict[Any, tuple[Tensor, Tensor]]:
-    """What entered and left every W_O, seen by hooks of the test's own."""
+    """Record the inputs and outputs of every W_O with separate hooks."""
     projection_io: dict[Any, tuple[Tensor, Tensor]] = {}
     hooks = [
         layer.info.output_module.register_forward_hook(
@@ -74,7 +74,7 @@ def test_silenced_and_replaced_act_before_w_o() -> None:
         with hw.record(attached, "2.*", tensors="z") as recording:
             full = model(**inputs).logits
         z = torch.stack([recording[address].z for address in hook_point.head_addresses], 1)
-        with hook_point.replaced(z):  # what it is already
+        with hook_point.replaced(z):  # replaced by its current value
             assert torch.equal(model(**inputs).logits, full)
         head = attached.heads["2.1"]
         assert isinstance(head, hw.Head)
@@ -98,7 +98,7 @@ def test_attach_coupled_heads_allows_recording_only() -> None:
         lambda: attached.heads["1.2"].W_O,  # pyright: ignore
         lambda: recording["1.2"].output,
     ):
-        with pytest.raises(hw.HeadwiseError, match="heads meet between attention and W_O"):
+        with pytest.raises(hw.HeadwiseError, match="combines heads between attention and W_O"):
             refused()
     attached.detach()
     assert torch.equal(model(**inputs).logits, before)
@@ -106,7 +106,7 @@ def test_attach_coupled_heads_allows_recording_only() -> None:
 
 @pytest.mark.parametrize("case", [GATED, BIGCODE], ids=lambda case: case.name)
 def test_head_views_zeroed_give_constant_qkv(case: Case) -> None:
-    """A head whose W_Q and b_Q are 0 has the same q for every text; its neighbours have not. And so for k and v."""
+    """A head with zero W_Q and b_Q has the same q for every text, unlike other heads. Likewise for k and v."""
     for projection in "QKV":
         model = case.build()
         attached = hw.attach(model)
@@ -133,16 +133,16 @@ def test_attached_switched_implementation_works_or_raises() -> None:
     model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
     before = model(**inputs).logits
     attached = hw.attach(model)
-    assert model.config._attn_implementation == "sdpa"  # no configuration is touched
+    assert model.config._attn_implementation == "sdpa"  # the configuration is unchanged
     with attached.heads["1.1"].silenced():
         silent = model(**inputs).logits
         model.set_attn_implementation("sdpa")
         assert torch.equal(model(**inputs).logits, silent)
     model.set_attn_implementation("eager")
-    with pytest.raises(hw.HeadwiseError, match="runs on 'eager' now"):
+    with pytest.raises(hw.HeadwiseError, match="now runs 'eager'"):
         model(**inputs)
     attached.detach()
-    assert model.config._attn_implementation == "eager"  # the user's choice stays
+    assert model.config._attn_implementation == "eager"  # the user's choice is unchanged
     assert (model(**inputs).logits - before).abs().max() < 1e-4
 
 
@@ -151,7 +151,7 @@ def test_attach_replaced_sdpa_function_raises() -> None:
     own = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
     functions.register("sdpa", lambda *arguments, **more: own(*arguments, **more))
     try:
-        with pytest.raises(hw.HeadwiseError, match="function of their own"):
+        with pytest.raises(hw.HeadwiseError, match="another library has replaced"):
             hw.attach(BY_NAME["llama"].build())
     finally:
         functions.register("sdpa", own)
@@ -189,7 +189,7 @@ assert torch.equal(model(**inputs).logits, before)
 
 
 def test_checkpointing_attached_leaves_no_state() -> None:
-    """How blocks are checkpointed is the user's again after each call, and a second handle's edits count, not the first's."""
+    """The checkpointing function is restored after each call, and edits of a second handle apply instead of the first's."""
     model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
@@ -220,7 +220,7 @@ def test_checkpoint_of_caller_around_edited_heads_raises(reentrant: bool) -> Non
 
     attached = hw.attach(model)
     plain = checkpoint(run, embeds, use_reentrant=reentrant)
-    with attached.heads["1.1"].silenced():  # opened later: none of the repeated pass's business
+    with attached.heads["1.1"].silenced():  # opened later, so it must not affect the recomputation
         plain.square().mean().backward()
     assert embeds.grad is not None
     attached.detach()
@@ -230,7 +230,7 @@ def test_checkpoint_of_caller_around_edited_heads_raises(reentrant: bool) -> Non
     attached = hw.attach(model)
     with attached.heads["1.1"].silenced():
         out = checkpoint(run, embeds, use_reentrant=reentrant)
-    with pytest.raises(hw.HeadwiseError, match="checkpoint of your own"):
+    with pytest.raises(hw.HeadwiseError, match=r"torch\.utils\.checkpoint recomputes"):
         out.square().mean().backward()
 
 

@@ -1,4 +1,4 @@
-"""Models whose weights accelerate keeps on disk, or on another device: pruned copies and folders hold real weights."""
+"""Models with weights that accelerate offloads: pruned copies and saved folders contain the real weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +21,12 @@ def on_disk(model: Any, folder: Path) -> Any:
 
 
 def on_disk_by_block(model: Any, folder: Path) -> Any:
-    """One hook holds the weights of a block."""
+    """Offload with one hook per block."""
     return accelerate.disk_offload(model, str(folder / "offload"), preload_module_classes=["LlamaDecoderLayer"])
 
 
 def by_device_map(model: Any, folder: Path) -> Any:
-    """Some layers on disk, as `from_pretrained(device_map=…)` leaves them."""
+    """Offload some layers to disk, like `from_pretrained(device_map=…)`."""
     model.save_pretrained(folder / "plain")
     parts = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     parts |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}

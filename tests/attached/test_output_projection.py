@@ -1,5 +1,5 @@
 # ruff: noqa: C408 (sizes read better as keywords)
-"""What heads of others' models add to logits, and promote: as on our own loading, as by hand, and adding up."""
+"""Logit attribution and promoted tokens of attached models: equal to native models and to a direct computation."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from headwise.analysis.attribution.ov_analysis import logit_attribution, token_e
 from tests.attached.models import BY_NAME, GROUPED, PLAIN, Case
 from tests.attached.test_analysis import TEXTS, build, save_model
 
-NATIVE_FAMILIES = ["gpt2", "llama", "mistral", "qwen2"]  # decoders that our own loader maps as well
+NATIVE_FAMILIES = ["gpt2", "llama", "mistral", "qwen2"]  # decoders that hw.load also supports natively
 DECODERS = [*NATIVE_FAMILIES, "qwen3", "gemma3", "opt", "gpt_neox", "phi3"]
 IDS = [5, 9, 11, 30, 7, 9, 22]
 UNGROUPED = {name: size for name, size in GROUPED.items() if name != "head_dim"}
@@ -68,7 +68,7 @@ def test_logit_attribution_parts_sum_to_logits(case: Case) -> None:
         assert list(attribution.mlps) == ["0", "1", "2"]
 
 
-# Where a family keeps its last norm, its layers, and in them what writes, and a norm behind that.
+# Paths of the last norm, the layers, and in each layer W_O and a norm after it.
 MODULE_PATHS = {
     "gpt2": ("transformer.ln_f", "transformer.h", "attn.c_proj", None),
     "opt": ("model.decoder.final_layer_norm", "model.decoder.layers", "self_attn.out_proj", None),
@@ -81,14 +81,15 @@ MODULE_PATHS = {
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize(("layer", "head"), [(0, 1), (2, 3)])
 def test_logit_attribution_head_equals_frozen_norm_effect(name: str, layer: int, head: int) -> None:
-    """By hand, with the model's own parts: what a norm made of each number, once the mean is out, is a factor it keeps."""
+    """Reference: the model's own modules, with the scale of each norm frozen."""
     model, (last, layers, writes, post_norm) = BY_NAME[name].build(), MODULE_PATHS[name]
     write, norm = model.get_submodule(f"{layers}.{layer}.{writes}"), model.get_submodule(last)
     after = None if post_norm is None else model.get_submodule(f"{layers}.{layer}.{post_norm}")
     with torch.no_grad(), captured_io(write, norm, *([] if after is None else [after])) as (inputs, outputs):
         model(input_ids=torch.tensor([IDS]))
         heads = BY_NAME[name].sizes.get("num_attention_heads") or BY_NAME[name].sizes["n_head"]
-        z = inputs[write].unflatten(-1, (heads, -1)) * (torch.arange(heads) == head)[:, None]  # (T, H, d): one of them
+        # (T, H, d): only this head
+        z = inputs[write].unflatten(-1, (heads, -1)) * (torch.arange(heads) == head)[:, None]
         wrote = write(z.flatten(-2)) - write(torch.zeros_like(inputs[write]))  # (T, D)
         wrote = wrote if after is None else wrote * outputs[after] / inputs[after]
         x, out = inputs[norm], outputs[norm]
@@ -103,12 +104,12 @@ def test_logit_attribution_head_equals_frozen_norm_effect(name: str, layer: int,
 
 @contextmanager
 def captured_io(*parts: nn.Module) -> Iterator[tuple[dict[nn.Module, Tensor], dict[nn.Module, Tensor]]]:
-    """What parts of a model are given and give for the one text it reads: (T, D) each."""
+    """Record inputs and outputs of modules for one text: (T, D) each."""
     inputs: dict[nn.Module, Tensor] = {}
     outputs: dict[nn.Module, Tensor] = {}
 
     def store(part: nn.Module, arguments: tuple[Tensor], out: Tensor) -> None:
-        inputs.setdefault(part, arguments[0][0])  # the first time: later calls are the test's own
+        inputs.setdefault(part, arguments[0][0])  # only the first call; later ones are made by the test
         outputs.setdefault(part, out[0])
 
     hooks = [part.register_forward_hook(store) for part in parts]
@@ -119,12 +120,12 @@ def captured_io(*parts: nn.Module) -> Iterator[tuple[dict[nn.Module, Tensor], di
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_vocabulary_single_token_equals_logit_attribution(name: str) -> None:
-    """A text of one token: a head looks at nothing else, so its shares are the scores, times what norms' scales are."""
+    """In a text of one token a head attends only to it, so attributions equal the scores times the scales of the norms."""
     model, tokenizer = build(name)
     with torch.no_grad():
         for part, weight in model.named_parameters():
             if "wpe" in part or "embed_positions" in part:
-                weight.zero_()  # positions are left out of what is promoted
+                weight.zero_()  # positions do not contribute to promoted tokens
     attached, count = hw.attach(model, tokenizer), model.config.vocab_size
     attributions = [logit_attribution(attached, [17], i).heads for i in range(count)]
     for head in ("0.0", "0.3"):
@@ -173,22 +174,22 @@ def test_residual_stream_lookup_leaves_model_unchanged() -> None:
 
 
 ERROR_CASES = {
-    "a factor stands in between": Case(
+    "a norm or a factor may change": Case(
         "", "GraniteForCausalLM", "GraniteConfig", GROUPED | dict(residual_multiplier=0.5)
     ),
     "they may be capped": Case(
         "", "Gemma3ForCausalLM", "Gemma3TextConfig", GROUPED | dict(final_logit_softcapping=30.0)
     ),
-    "does not add to the stream just what": Case(
+    "does not add exactly two terms": Case(
         "", "OPTForCausalLM", "OPTConfig", BY_NAME["opt"].sizes | dict(do_layer_norm_before=False)
     ),
     "between its last layer and its output": Case(
         "", "OPTForCausalLM", "OPTConfig", BY_NAME["opt"].sizes | dict(word_embed_proj_dim=16)
     ),
-    "a post-norm model|pre-norm decoder": BY_NAME["bert"],
-    "kind encoder, output mlm|pre-norm decoder": BY_NAME["modernbert"],
-    "kind encoder-decoder|is of kind encoder-decoder": BY_NAME["t5"],
-    "output none|pre-norm decoder": Case("", "GPT2Model", "GPT2Config", BY_NAME["gpt2"].sizes),
+    "logit attribution is not supported for|norm_placement='post'": BY_NAME["bert"],
+    "kind 'encoder' with output 'mlm'|norm_placement='pre', output='mlm'": BY_NAME["modernbert"],
+    "kind '?encoder-decoder|of a pre-norm decoder": BY_NAME["t5"],
+    "with output 'none'|output='none'": Case("", "GPT2Model", "GPT2Config", BY_NAME["gpt2"].sizes),
 }
 
 
@@ -218,7 +219,7 @@ def test_describe_command_reports_promoted_tokens(name: str, tmp_path: Path) -> 
     done = CliRunner().invoke(app, ["describe", str(save_model(name, tmp_path)), "1.0", TEXTS[0], "--json"])
     assert done.exit_code == 0, (done.output, done.exception)
     result = json.loads(done.stdout)
-    if name == "roberta":  # an encoder promotes nothing
+    if name == "roberta":  # encoders have no promoted tokens
         assert result["promotes"] is None
     else:
         attached, looked_at = hw.attach(*build(name)), {entry["attended"] for entry in result["top_contexts"]}

@@ -1,4 +1,4 @@
-"""Families that are cut, by name: a tiny random model of each without heads is what it was with them silenced."""
+"""Families that can be pruned, by name: a tiny random pruned model equals the model with silenced heads."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from bench.tried_with import build, outputs
 
 transformers: Any = pytest.importorskip("transformers")
 
-# By the name that transformers gives each: the whole model, and its text where that can be had alone.
+# By transformers' name of each: the full model, and its text model if it can be built alone.
 FAMILIES = {
     "Gemma4": ("gemma4", "gemma4_text"), "Qwen3.5": ("qwen3_5", "qwen3_5_text"), "Mixtral": ("mixtral",),
     "Qwen-VL, its text": ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), "Qwen3-MoE": ("qwen3_moe",),
@@ -21,14 +21,14 @@ FAMILIES = {
     "Granite": ("granite",), "T5": ("t5",), "ModernBERT": ("modernbert",), "XLM-R": ("xlm-roberta",), "ViT": ("vit",),
     "CLIP": ("clip",), "DINOv2": ("dinov2",), "Whisper": ("whisper",), "Falcon": ("falcon",), "DeBERTa-v2": ("deberta-v2",),
 }  # fmt: skip
-FIRST_LAYER_KEPT = ("t5",)  # its first layer makes the position bias of all, so it keeps a head
+FIRST_LAYER_KEPT = ("t5",)  # the first layer computes the position bias of all layers, so it keeps a head
 
 
 def build_double(name: str) -> tuple[Any, dict[str, Tensor]]:
-    """A tiny model and a call of it, in double precision, as far as its own parts are."""
+    """Return a tiny model and its inputs in double precision, as far as its modules support it."""
     model, inputs = build(getattr(transformers, architectures()[name]), transformers.CONFIG_MAPPING[name])
     if any("expert" in part for part, _ in model.named_modules()):
-        model.set_experts_implementation("eager")  # the grouped product has no double precision
+        model.set_experts_implementation("eager")  # the grouped matmul does not support double precision
     return model.double(), {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: C408 (sizes read better as keywords)
-"""Heads cut out of other people's models: what is left computes what silence did, in memory, in a folder, and whole again."""
+"""Pruning of transformers models: outputs equal those with silenced heads, in memory, after saving, and in full shape."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ import headwise as hw
 from headwise.attached.layer import weight_matrix
 from tests.attached.models import BY_NAME, CASES, Case, main_output, real_positions, transformers
 
-# Pruned as others are; the quick tests leave them out.
+# Pruned like other cases; run only in the slow tests.
 SLOW_NAMES = ("phi3", "opt", "gpt_neox", "modernbert", "qwen2_windows", "electra")
 
 
 def mark_slow(cases: list[Case]) -> list[Any]:
-    """Cases, those that are like others marked as slow."""
+    """Mark cases that are similar to others as slow."""
     return [
         pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in SLOW_NAMES else ()) for case in cases
     ]
@@ -25,13 +25,13 @@ def mark_slow(cases: list[Case]) -> list[Any]:
 PRUNABLE = [case for case in CASES if case.prunable]
 each_prunable = pytest.mark.parametrize("case", mark_slow(PRUNABLE))
 GROUPED = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
-# One head; a whole layer, the first, whose keys a cache counts by; a key/value group and an uneven rest.
+# One head; the full first layer, whose keys determine the cache length; a KV group, leaving groups of different sizes.
 HEAD_SETS = {"one": "1.2", "layer": "0.*", "many": "0.1,1.0-2,2.3"}
 ENCODER_DECODER_SETS = {"one": "cross.1.2", "layer": "dec.0.*,cross.1.*", "many": "enc.0.1,enc.1.*,dec.1.0-2,cross.2.3"}
 
 
 def heads_of(case: Case, selection: str) -> str:
-    """Some heads of a model, by the kind of cut."""
+    """Return the heads to prune, by kind of pruning."""
     return (ENCODER_DECODER_SETS if case.kind == "two" else HEAD_SETS)[selection]
 
 
@@ -114,7 +114,7 @@ def test_prune_leaves_given_model_unchanged(case: Case) -> None:
     assert len(attached.heads) - len(small.heads) == 2
 
 
-# A whole layer, the first, whose keys a cache counts by, with every cache; the others with the usual one.
+# The full first layer, whose keys determine the cache length, with every cache type; other cases with the default cache.
 @pytest.mark.parametrize("case", mark_slow([case for case in PRUNABLE if case.kind != "encoder"]))
 @pytest.mark.parametrize(
     ("selection", "cache"),
@@ -137,7 +137,7 @@ def test_generate_pruned_equals_silenced(case: Case, selection: str, cache: str)
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_prune_uneven_groups_detach_expands_keys(name: str) -> None:
-    """Of two groups of three, one loses a head: keys stay two while attached, and are shared out when it is detached."""
+    """One of two groups of three heads loses a head. Two KV heads remain until detaching gives each head its own."""
     case = BY_NAME[name]
     model, inputs = case.build().double(), case.inputs("right")
     attached = hw.attach(model)
@@ -146,13 +146,13 @@ def test_prune_uneven_groups_detach_expands_keys(name: str) -> None:
     layer = attached.attention_layers()[1]
     assert layer.spec.kv_of_head == (0, 0, 0, 1, 1)
     joined = layer.info.qkv_modules is not None and len(layer.info.qkv_modules[1]) == 1
-    # Where keys are, and how many rows there are of queries; twice with values.
+    # Number of key rows and query rows; twice with values.
     keys, other = (0, 5 * 4) if joined else (1, 0)
     assert weight_matrix(layer.info.qkv_module(keys)).shape[0] == other + 2 * 4 * (1 + joined)
     attached.detach()
     assert weight_matrix(layer.info.qkv_module(keys)).shape[0] == other + 5 * 4 * (1 + joined)
     with torch.no_grad():
-        # Plain transformers now.
+        # Plain transformers, detached.
         assert (main_output(model(**inputs)) - want)[real_positions(inputs)].abs().max() <= 1e-9
         again = hw.attach(model)
         assert [str(a) for a in again.heads.addresses if a.layer == 1] == ["1.0", "1.1", "1.2", "1.3", "1.5"]
@@ -187,14 +187,14 @@ def test_prune_fold_mean_equals_mean_ablation(case: Case, tmp_path: Path) -> Non
 
 SMALL = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              head_dim=6, vocab_size=61, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
-T5 = "makes the position bias of all layers"
+T5 = "computes the position bias of all layers"
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "selection", "why"),
     [
-        ("Doge", SMALL, "0.0", "cannot be called without them"),  # masks that values of all heads make
-        ("BitNet", SMALL, "0.0", "z is not seen to enter W_O"),
+        ("Doge", SMALL, "0.0", "the pruned model cannot be called"),  # the values of all heads determine the mask
+        ("BitNet", SMALL, "0.0", "reaches W_O separately"),
         ("T5", BY_NAME["t5"].sizes, "enc.0.*", T5),
         ("T5", BY_NAME["t5"].sizes, "dec.0.*,cross.1.0", T5),
     ],
@@ -222,7 +222,7 @@ def test_prune_unsupported_model_raises_and_keeps_model(
 
 
 def test_prune_shared_position_bias_equals_silenced(tmp_path: Path) -> None:
-    """T5's first layer makes the bias of all: each sees its heads' part, whichever were cut, and again when more go."""
+    """T5's first layer computes the bias of all layers. Each layer uses the slice of its heads, also after pruning again."""
     case = BY_NAME["t5"]
     model, inputs = case.build().double(), case.inputs("right")
     attached = hw.attach(model)
@@ -279,9 +279,9 @@ def test_prune_invalid_selection_raises() -> None:
     attached = hw.attach(BY_NAME["llama"].build())
     with pytest.raises(hw.HeadwiseError, match="all 18 heads"):
         attached.prune("*", in_place=True)
-    with pytest.raises(hw.HeadwiseError, match="end that before cutting"), attached.heads["1.1"].silenced():
+    with pytest.raises(hw.HeadwiseError, match="Close it before pruning"), attached.heads["1.1"].silenced():
         attached.prune("1.2", in_place=True)
-    with pytest.raises(hw.HeadwiseError, match="names no head here"):
+    with pytest.raises(hw.HeadwiseError, match="no such head"):
         attached.prune("7.1", in_place=True)
 
 

@@ -1,4 +1,4 @@
-"""A real language model, loaded natively and attached to through transformers: the same roles, the same shares of a logit."""
+"""A real language model, loaded natively and attached through transformers: equal roles and equal logit attributions."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_profile_smollm2_attached_has_same_roles() -> None:
     documents = [item for item in hw.Corpus.probe_set().items() if isinstance(item, Document)][:48]
     a, b = (hw.profile(model, documents, causal=False) for model in (native, attached))
     assert a.heads_by_role() == b.heads_by_role()
-    assert a.heads_by_role()  # there are some
+    assert a.heads_by_role()  # some roles are found
     for native_head, attached_head in zip(a, b, strict=True):
         for metric, value in native_head.metrics.items():
             np.testing.assert_allclose(attached_head.metrics[metric], value, atol=1e-4, rtol=0, err_msg=metric)

@@ -1,4 +1,4 @@
-"""The sweep over the heads of somebody else's model: what a whole pass for each head gives, most of the blocks left out."""
+"""Ablation sweep of attached models: equal to a full pass per head, while most blocks are skipped."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ from headwise.model.loss import IGNORE_INDEX
 from tests.attached.models import BY_NAME, CASES, VOCAB, T
 
 TEXTS = [case for case in CASES if case.kind in ("decoder", "encoder", "two")]
-TOLERANCE = 1e-6  # of the largest loss, relative
+TOLERANCE = 1e-6  # relative to the largest loss
 
 
 def make_targets(kind: str) -> TargetBatch:
-    """Two texts, one padded on the right, each with a few tokens asked for."""
+    """Return two texts, one padded on the right, with a few target tokens each."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, VOCAB, (2, T), generator=generator)
     real_tokens = torch.ones_like(ids, dtype=torch.bool)
@@ -33,7 +33,7 @@ def make_targets(kind: str) -> TargetBatch:
 
 
 def losses_by_full_passes(attached: Any, batch: TargetBatch) -> dict[Any, Tensor]:
-    """Silence a head, run the model, read off the loss: for every head, text by text."""
+    """Return the loss of each text with each head silenced, by full passes."""
 
     def loss() -> Tensor:
         assert batch.targets is not None
@@ -89,7 +89,7 @@ def test_sweep_single_precision_equals_full_passes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "bart"])
 def test_sweep_skips_blocks_before_layer(name: str) -> None:
-    """Counted at the MLPs' activations: the clean pass, then for the copies of each layer the blocks from there on."""
+    """Counted at the MLPs' activations: one clean pass, then for each layer only the blocks from that layer on."""
     case = BY_NAME[name]
     attached, batch = hw.attach(case.build()), make_targets(case.kind)
     assert attached.why_not_resumable() == ""
@@ -116,7 +116,7 @@ def test_sweep_skips_blocks_before_layer(name: str) -> None:
 
 
 def test_sweep_foreign_hooks_apply_once() -> None:
-    """Somebody steers the stream behind a block: what stands in for the block is steered as well, and only once."""
+    """A user's hook steers the residual stream after a block. It also applies to a skipped block, and only once."""
     attached, batch = hw.attach(BY_NAME["llama"].build().double()), make_targets("decoder")
     assert attached.why_not_resumable() == ""
     torch.manual_seed(0)
@@ -130,11 +130,11 @@ def test_sweep_foreign_hooks_apply_once() -> None:
     assert max(float((lost[row] - want[address]).abs().max()) for row, address in enumerate(heads)) <= 1e-9
 
 
-# Where blocks cannot be left out.
+# Blocks that cannot be skipped.
 
 
 class LeakyBlock(nn.Module):
-    """A block that leaves something beside the stream for the next one."""
+    """Block that passes data to the next block outside of the residual stream."""
 
     def __init__(self, inner: nn.Module, stash: list[Tensor]) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def make_leaky_model(case: Any) -> Any:
 
 def test_resumable_forward_leaky_block_runs_full_pass() -> None:
     attached, batch = hw.attach(make_leaky_model(BY_NAME["llama"])), make_targets("decoder")
-    assert "hands on more than what it gives" in attached.why_not_resumable()
+    assert "passes on more than its output" in attached.why_not_resumable()
     heads = attached.heads.addresses
     lost, _ = ablation_sweep(
         attached, batch, heads, lambda hook_point, selected: make_replacement_fn(hook_point, selected, "zero")
@@ -173,4 +173,4 @@ def test_resumable_forward_repeated_block_runs_full_pass() -> None:
     model = BY_NAME["llama"].build()
     model.model.layers[2] = model.model.layers[1]
     attached = hw.attach(model)
-    assert "is called several times in a pass" in attached.why_not_resumable()
+    assert "is called more than once per pass" in attached.why_not_resumable()

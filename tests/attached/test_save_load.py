@@ -1,4 +1,4 @@
-"""Cut models in folders: plans come back, whoever saves, attached or not, and however keys were shared out."""
+"""Saved pruned models: plans are restored, whether saved attached or detached, and for all KV groupings."""
 
 import copy
 import json
@@ -49,7 +49,7 @@ def test_load_pruned_model_restores_plans(name: str, tmp_path: Path) -> None:
     assert set(again.heads.addresses) == set(attached.heads.addresses) - set(half.pruned_addresses) - set(
         second_plan.pruned_addresses
     )
-    assert f"{len(half.pruned_heads)} of {len(attached.heads)} heads are cut, chosen by gradient" in str(loaded_plan)
+    assert f"{len(half.pruned_heads)} of {len(attached.heads)} heads are pruned, chosen by gradient" in str(loaded_plan)
     again.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "headwise.json").read_text() == (tmp_path / "small" / "headwise.json").read_text()
 
@@ -80,24 +80,24 @@ def test_load_inconsistent_metadata_raises(tmp_path: Path) -> None:
     file = folder / "headwise.json"
     good = json.loads(file.read_text())
     for wrong, message in (
-        ({"kept_heads": good["kept_heads"] | {"1": [0, 1, 2, 3, 4, 5]}}, "plan that cuts heads which are there"),
-        ({"kept_heads": {}, "plans": []}, "does not fit its note"),
-        ({"kv_expanded": ["1"]}, "does not fit its note"),
-        ({"kv_expanded": ["7"]}, "names layers that the model has not"),
-        ({"kv_expanded": "1"}, "not a note of this version"),
-        ({"plans": [{"format": good["plans"][0]["format"], "pruned_heads": ["1.4"]}]}, "lacks the field"),
+        ({"kept_heads": good["kept_heads"] | {"1": [0, 1, 2, 3, 4, 5]}}, "still has"),
+        ({"kept_heads": {}, "plans": []}, "from checkpoint, the shape in current"),
+        ({"kv_expanded": ["1"]}, "from checkpoint, the shape in current"),
+        ({"kv_expanded": ["7"]}, "names layers that the model does not"),
+        ({"kv_expanded": "1"}, "not a valid metadata file of this"),
+        ({"plans": [{"format": good["plans"][0]["format"], "pruned_heads": ["1.4"]}]}, "required field"),
     ):
         file.write_text(json.dumps(good | wrong))
         with pytest.raises(hw.HeadwiseError, match=message):
             hw.load(folder)
 
 
-# Whoever saves.
+# Saving attached and detached models.
 
 
 @pytest.mark.parametrize("case", PRUNABLE, ids=lambda case: case.name)
 def test_save_pretrained_pruned_model_loads_again(case: Case, tmp_path: Path) -> None:
-    """Attached or detached: theirs is the method, and the note lies beside what it writes."""
+    """`save_pretrained` of the transformers model writes the metadata file, attached or detached."""
     model, inputs = case.build(), case.inputs("right")
     attached = hw.attach(model).prune(
         "enc.0.1,dec.1.*,cross.2.3" if case.kind == "two" else "0.1,1.*,2.3", in_place=True
@@ -118,7 +118,7 @@ def test_save_pretrained_pruned_model_loads_again(case: Case, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_save_pretrained_detached_uneven_groups_loads_again(name: str, tmp_path: Path) -> None:
-    """Heads have keys of their own then, in the folder too; written whole they share them again."""
+    """Detached heads have their own keys, also in the folder; in full shape they share keys again."""
     case = BY_NAME[name]
     model, inputs = case.build(), case.inputs("right")
     attached = hw.attach(model)
@@ -131,7 +131,7 @@ def test_save_pretrained_detached_uneven_groups_loads_again(name: str, tmp_path:
     again: Any = hw.load(tmp_path / "small")
     assert weight_matrix(again.attention_layers()[1].info.qkv_module(1)).shape[0] == 5 * 4
     assert torch.equal(logits(again.model, inputs), plain)
-    # Two heads of one group are left, with keys of their own.
+    # Two heads of one group remain, with their own keys.
     again.prune("1.0-2", in_place=True).save_pretrained(tmp_path / "less")
     less: Any = hw.load(tmp_path / "less")
     assert torch.equal(logits(less.model, inputs), logits(again.model, inputs))
@@ -149,7 +149,7 @@ def test_save_full_diverged_keys_raises(tmp_path: Path) -> None:
     attached = hw.attach(model)
     with torch.no_grad():
         weight_matrix(attached.attention_layers()[1].info.qkv_module(1))[0] += 1
-    with pytest.raises(hw.HeadwiseError, match="cannot be shared again"):
+    with pytest.raises(hw.HeadwiseError, match="cannot be merged into shared KV heads"):
         attached.save_pretrained(tmp_path / "whole", full_shape=True)
     assert not (tmp_path / "whole").exists()
     attached.save_pretrained(tmp_path / "small")
@@ -169,6 +169,6 @@ def test_save_pretrained_submodule_or_copy_writes_metadata(tmp_path: Path) -> No
     assert isinstance(body.model, transformers.LlamaModel)
     assert torch.equal(logits(body.model, inputs), logits(model.model, inputs))
     assert (len(body.heads), len(other.heads)) == (17, 11)
-    with pytest.raises(hw.HeadwiseError, match="save it, then upload"):
+    with pytest.raises(hw.HeadwiseError, match="upload the folder"):
         model.save_pretrained(tmp_path / "hub", push_to_hub=True)
     assert not (tmp_path / "hub").exists()

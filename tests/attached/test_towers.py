@@ -1,4 +1,4 @@
-"""Several towers as one model: maps beside transformers' eager path, silence beside zeroed rows of W_O, in every tower."""
+"""Models with several towers: maps equal the eager path, silencing equals zeroed rows of W_O, in every tower."""
 
 import copy
 import math
@@ -38,7 +38,7 @@ def test_attach_towers_records_and_silences_each(build) -> None:
         assert {hook_point.address.stack for hook_point in attached.hook_points()} == NAMES[build.__name__]
         assert [str(a) for a in attached.spec.head_addresses] == [str(a) for a in attached.heads.addresses]
         with hw.record(attached, "*", tensors="map") as recording:
-            assert all(map(torch.equal, outputs(model, call), before))  # looking changes no bit
+            assert all(map(torch.equal, outputs(model, call), before))  # recording does not change outputs
         for layer in attached.attention_layers():
             head, e = layer.hook_point.head_addresses[1], layer.spec.value_dim
             projection: Any = layer.info.output_module
@@ -47,7 +47,7 @@ def test_attach_towers_records_and_silences_each(build) -> None:
                     recorded.map().sum(-1), torch.ones(recorded.map().shape[:-1]), atol=1e-9, rtol=0, check_dtype=False
                 )
             if layer.z_path == "coupled":
-                with pytest.raises(HeadwiseError, match="heads meet"), attached.heads[str(head)].silenced():
+                with pytest.raises(HeadwiseError, match="combines heads"), attached.heads[str(head)].silenced():
                     pass
                 continue
             with attached.heads[str(head)].silenced():
@@ -78,7 +78,7 @@ def test_record_towers_maps_equal_eager(build) -> None:
         outputs(eager, call)
         for address in attached.heads.addresses:
             expected = caught[str(address.layer_address)][:, address.head]
-            # the eager path takes its softmax in float32
+            # the eager path computes softmax in float32
             torch.testing.assert_close(recording[str(address)].map(), expected, atol=1e-6, rtol=0)
 
 
@@ -113,9 +113,9 @@ def test_importance_of_calls_equals_loss_change() -> None:
         assert abs(slopes["vision.0.1"].importance - sum(moved) / 2) < 1e-4
         own = hw.importance(attached, calls[:1], heads="text.1.2", loss=lambda output: output.logits.square().mean())
         assert own.addresses[0].stack == "text"
-        with pytest.raises(HeadwiseError, match="gives no loss"):
+        with pytest.raises(HeadwiseError, match="has no loss"):
             hw.importance(attached, {"input_ids": call["input_ids"], "pixel_values": call["pixel_values"]})
-        with pytest.raises(HeadwiseError, match="calls of your own"):
+        with pytest.raises(HeadwiseError, match="a list of model calls"):
             hw.importance(attached, ["a text"], loss=lambda output: output.loss)
 
 
@@ -138,7 +138,7 @@ def test_prune_towers_equals_silenced_and_loads(build, tmp_path) -> None:
 
 
 def test_text_functions_multimodal_cover_text_tower_only() -> None:
-    """Of the tower of pictures nothing is said, no NaN either; whoever asks for it by name is told why not."""
+    """The vision tower is not part of the result, not even as NaN. Selecting it by name raises an error with the reason."""
     model, _ = towers.build_model(towers.llava)
     text = [f"text.{layer}.{head}" for layer in range(2) for head in range(4)]
     with hw.attach(model, TOKENIZER) as attached:
@@ -170,9 +170,7 @@ def test_text_functions_multimodal_cover_text_tower_only() -> None:
             lambda: hw.compare_heads(attached, TEXTS, heads="vision.*"),
             lambda: hw.prune(attached, keep=0.5, corpus=TEXTS),
         ):
-            with pytest.raises(
-                HeadwiseError, match=r"a text alone does not reach head vision.*Heads it reaches: text\.\*"
-            ):
+            with pytest.raises(HeadwiseError, match=r"head vision.* cannot be measured on texts.*reaches text\.\*"):
                 ask()
 
 

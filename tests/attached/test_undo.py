@@ -1,4 +1,4 @@
-"""A failed, interrupted or forgotten attach leaves the model as it was, and it can be attached again."""
+"""A failed, interrupted or lost attach leaves the model unchanged, and it can be attached again."""
 
 import copy
 import gc
@@ -21,12 +21,12 @@ from headwise.attached.layer import layer_of
 from tests.attached.models import BY_NAME, Case, main_output, transformers
 
 FOLDER = str(Path(hw.__file__).parent / "attach")
-NAMES = ["llama", "gpt_oss", "falcon"]  # on SDPA, on the eager function, and watched from outside
-POINTS = 40  # interrupts per model and kind of event
+NAMES = ["llama", "gpt_oss", "falcon"]  # on SDPA, on the eager function, and traced
+POINTS = 40  # number of interrupts per model and kind of event
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the k-th event of one kind in the files that attach."""
+    """Raises KeyboardInterrupt at the k-th event of one kind in the files of `attach`."""
 
     def __init__(self, kind: str, at: int | None = None) -> None:
         self.kind, self.at, self.count = kind, at, 0
@@ -34,7 +34,9 @@ class Interrupt:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(FOLDER):
             return None
-        closed = frame.f_code.co_flags & inspect.CO_GENERATOR  # Python drops what is raised while it closes a generator
+        closed = (
+            frame.f_code.co_flags & inspect.CO_GENERATOR
+        )  # Python ignores errors raised while it closes a generator
         if event == self.kind and frame.f_code.co_name != "restore" and not closed and not _in_destructor(frame):
             self.count += 1
             if self.count == self.at:
@@ -45,7 +47,7 @@ class Interrupt:
     @contextmanager
     def installed(self) -> Iterator["Interrupt"]:
         before = sys.gettrace()
-        gc.disable()  # it would run destructors of other tests
+        gc.disable()  # else it would run destructors of other tests
         sys.settrace(self)
         try:
             yield self
@@ -55,7 +57,7 @@ class Interrupt:
 
 
 def _in_destructor(frame: FrameType | None) -> bool:
-    """Python drops what is raised while it destroys an object."""
+    """Return whether the frame runs in a destructor, where Python ignores errors."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True
@@ -64,7 +66,7 @@ def _in_destructor(frame: FrameType | None) -> bool:
 
 
 def state_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Every attribute of every module; hooks and children by key and identity."""
+    """Return every attribute of every module; hooks and children by key and identity."""
     return [
         (name, {key: dict(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()})
         for name, module in model.named_modules()
@@ -106,7 +108,7 @@ def check_attached(attached: Any, inputs: dict[str, Tensor], logits: Tensor) -> 
 def tiny(request: pytest.FixtureRequest) -> Any:
     case: Case = BY_NAME[request.param]
     model, inputs = case.build().train(), case.inputs()
-    model.get_submodule("lm_head").eval()  # modes differ from part to part
+    model.get_submodule("lm_head").eval()  # modules in different modes
     model.register_forward_hook(lambda *_: None)
     with torch.no_grad():
         return model, inputs, main_output(model(**inputs))
@@ -117,7 +119,7 @@ def tiny(request: pytest.FixtureRequest) -> Any:
 @torch.no_grad()
 def test_attach_interrupted_anywhere_leaves_the_model_as_it_was(tiny: Any, kind: str) -> None:
     model, inputs, logits = tiny
-    hw.attach(model).detach()  # what is read from source files once is in its cache now
+    hw.attach(model).detach()  # fills the caches of source files
     with Interrupt(kind).installed() as counted:
         attached = hw.attach(model)
     attached.detach()
@@ -146,7 +148,7 @@ def test_attach_interrupted_anywhere_leaves_the_model_as_it_was(tiny: Any, kind:
 def test_attach_interrupted_after_a_call_of_torch_leaves_the_model_as_it_was(
     tiny: Any, holder: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call has taken effect, and what it returned is lost."""
+    """The call has taken effect, but its return value is lost."""
     model, inputs, logits = tiny
     own, before, count = getattr(holder, name), state_of(model), 0
 
@@ -199,7 +201,7 @@ def test_load_that_fails_in_the_trial_leaves_nothing_registered(
     assert before == ACTIVE
 
 
-# Handles that are dropped, and attaching twice.
+# Dropped handles, and attaching twice.
 
 
 def test_attach_of_an_attached_model_returns_its_handle() -> None:
@@ -272,14 +274,14 @@ def test_heads_and_open_contexts_hold_the_handle() -> None:
 
 @torch.no_grad()
 def test_a_hook_point_whose_handle_is_gone_raises() -> None:
-    """An edit there would not reach the model."""
+    """An edit would have no effect on the model."""
     model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].inputs()
     logits = main_output(model(**inputs))
     attached = hw.attach(model)
     hook_point = attached.hook_points()[1]
     with hook_point.scaled(torch.zeros(6)):
         del attached
-        gc.collect()  # the open context holds the handle
+        gc.collect()  # the open context keeps the handle alive
         assert not torch.equal(main_output(model(**inputs)), logits)
     gc.collect()
     for context in (
@@ -307,7 +309,7 @@ def test_nested_contexts_of_one_handle_detach_at_the_outermost_exit() -> None:
 
 @torch.no_grad()
 def test_a_dropped_handle_of_a_pruned_model_leaves_a_plain_model() -> None:
-    """Groups of different sizes, which plain transformers cannot run, get one key per head, as `detach` does it."""
+    """Groups of different sizes, which plain transformers does not support, get one key per head, as with `detach`."""
     case = BY_NAME["llama"]
     inputs, detached = case.inputs(), hw.attach(case.build()).prune("1.4", in_place=True).detach()
     model = case.build()

@@ -1,4 +1,4 @@
-"""How far a layer sees is what its hook point says, as its masks have it; on our own loading of a model too."""
+"""The window of a hook point equals the window of the layer's masks, attached and loaded natively."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from tests.attached.models import BY_NAME, CASES, Case, T
 from tests.attached.test_analysis import save_model
 from tests.contract.layers import MODELS, make_model
 
-# As configurations say: 5 keys back, the query's own included; ModernBERT has 6 around a token, 3 to each side.
+# Configured windows: 5 keys including the query's own; ModernBERT sees 6 keys around a token, 3 on each side.
 EXPECTED_WINDOWS = {
     "mistral": (5, 5, 5),
-    "gemma3": (5, 5, 5),  # every sixth layer sees all
+    "gemma3": (5, 5, 5),  # every sixth layer has full attention
     "qwen2_windows": (None, 5, 5),
     "modernbert": (None, 4, 4),
     "gpt_oss": (5, None, 5),
@@ -25,7 +25,7 @@ EXPECTED_WINDOWS = {
 
 
 def max_visible_distance(call: AttentionCall) -> int:
-    """How many positions away the farthest key is that any query sees."""
+    """Return the distance of the farthest key that any query sees."""
     mask = call.params.mask
     n = call.q.shape[2]
     allowed = torch.ones(1, 1, n, n, dtype=torch.bool) if mask is None else mask.dense(n, n)

@@ -1,4 +1,4 @@
-"""Tiny random models of several towers, each with the arguments of a whole call."""
+"""Tiny random models with several towers, each with the arguments of a full call."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import Tensor
 
-T: Any = transformers  # its configurations take more than they say
+T: Any = transformers  # configurations accept more arguments than their signatures say
 
 TEXT = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
@@ -16,7 +16,7 @@ VISION = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "image_size": 16,
     "patch_size": 4,
 }  # fmt: skip
-IMAGE_TOKEN = 98  # the token in whose place patches stand
+IMAGE_TOKEN = 98  # placeholder token that is replaced by patches
 
 ModelAndInputs = tuple[Any, dict[str, Tensor]]
 
@@ -31,7 +31,7 @@ def _pixels() -> Tensor:
 
 
 def clip() -> ModelAndInputs:
-    """Two towers that meet at the end."""
+    """Two towers that are combined at the end."""
     text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99,
             "max_position_embeddings": 16, "eos_token_id": 98, "bos_token_id": 1, "pad_token_id": 0}  # fmt: skip
     model = T.CLIPModel(T.CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16))
@@ -39,7 +39,7 @@ def clip() -> ModelAndInputs:
 
 
 def llava() -> ModelAndInputs:
-    """Patches among words."""
+    """Patches within the text."""
     config = T.LlavaConfig(
         vision_config=T.CLIPVisionConfig(**VISION), text_config=T.LlamaConfig(**TEXT), image_token_id=IMAGE_TOKEN,
         vision_feature_layer=-1,
@@ -48,7 +48,7 @@ def llava() -> ModelAndInputs:
 
 
 def paligemma() -> ModelAndInputs:
-    """Patches before words."""
+    """Patches before the text."""
     text = T.GemmaConfig(**TEXT, head_dim=8)
     vision = T.SiglipVisionConfig(**VISION)
     config = T.PaliGemmaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN, projection_dim=32)
@@ -57,7 +57,7 @@ def paligemma() -> ModelAndInputs:
 
 
 def gemma3() -> ModelAndInputs:
-    """Patches of a picture see each other among words that look back."""
+    """Patches of an image attend to each other, within causal text."""
     text, vision = T.Gemma3TextConfig(**TEXT, head_dim=8), T.SiglipVisionConfig(**VISION)
     config = T.Gemma3Config(
         vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN, mm_tokens_per_image=4, boi_token_id=96,
@@ -69,7 +69,7 @@ def gemma3() -> ModelAndInputs:
 
 
 def qwen() -> ModelAndInputs:
-    """Qwen2.5-VL: its vision calls attention once for each window."""
+    """Qwen2.5-VL: its vision tower calls attention once per window."""
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     vision = {"depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 32, "patch_size": 4, "out_hidden_size": 32,
               "fullatt_block_indexes": [1], "window_size": 16}  # fmt: skip
@@ -85,7 +85,7 @@ def qwen() -> ModelAndInputs:
 
 
 def blip2() -> ModelAndInputs:
-    """Queries between the towers, which look across at patches."""
+    """Query tokens between the towers that cross-attend to patches."""
     query = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
              "encoder_hidden_size": 24, "cross_attention_frequency": 2, "vocab_size": 99}  # fmt: skip
     text = {"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48,
@@ -99,7 +99,7 @@ def blip2() -> ModelAndInputs:
 
 
 def whisper() -> ModelAndInputs:
-    """Sound and words: an encoder and a decoder."""
+    """Audio and text: an encoder and a decoder."""
     config = T.WhisperConfig(
         d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=99, num_mel_bins=8, max_source_positions=16,
@@ -114,7 +114,7 @@ ALL = (clip, llava, paligemma, gemma3, qwen, blip2, whisper)
 
 
 def build_model(build: Any) -> ModelAndInputs:
-    """A model and a call, in float64; what begins as zero does not stay so, or no tower would reach another."""
+    """Return a model and its inputs in float64. Zero-initialized weights are randomized, so that all towers are connected."""
     torch.manual_seed(0)
     model, call = build()
     with torch.no_grad():

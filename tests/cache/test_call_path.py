@@ -1,4 +1,4 @@
-"""One generated token with a per-head cache crosses few files, so that its path can be read."""
+"""One generated token with a per-head cache calls functions of few files, so that the code path is readable."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ MAX_FILES = 14
 
 
 def files_called(function: Callable[[], object]) -> set[str]:
-    """Files of the package in which a call enters a Python function."""
+    """Return the files of the package in which a call enters a Python function."""
     files = set()
 
     def note_file(frame: FrameType, event: str, argument: object) -> None:
@@ -41,7 +41,7 @@ def test_decode_step_per_head_cache_crosses_few_files(prompt_length: int) -> Non
     model, token = hw.Transformer(spec).eval(), torch.tensor([[3]])
     cache = model.cache()
     model(torch.arange(prompt_length)[None], cache=cache)
-    model(token, cache=cache)  # the first step times the products of its shapes
+    model(token, cache=cache)  # the first step times the matrix products
     files = files_called(lambda: model(token, cache=cache))
     assert {"heads/attention.py", "cache/per_head_cache.py", "cache/head_groups.py", "kernels/fused.py"} <= files
     assert len(files) <= MAX_FILES, sorted(files)

@@ -1,4 +1,4 @@
-"""Caches: a text in pieces gives what the whole gives, whatever the cache; and what each keeps."""
+"""Layer caches: a text in pieces gives the same outputs as the full text, and each cache stores the documented tokens."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_cache_text_in_chunks_equals_full_text(name: str, pieces: list[int], kin
 @each_variant
 @torch.no_grad()
 def test_sliding_cache_windowed_layer_equals_window_mask(name: str, pieces: list[int]) -> None:
-    """A layer with a window, in pieces with a cache no larger than it, is that layer over the whole text."""
+    """A windowed layer with a cache of at most its window equals the layer on the full text."""
     spec, x = LAYERS[name], random_tensor(B, LENGTH, WIDTH)
     sliding = make_layer(replace(spec, window=WINDOW))
     want = make_layer(spec)(x, mask=causal() & window(WINDOW))
@@ -80,16 +80,16 @@ def test_cross_attention_cache_reads_source_once() -> None:
     assert cache.kv is not None
     assert before is not None
     assert cache.kv[0] is before[0], "once there, it stays"
-    with pytest.raises(HeadwiseError, match="holds the keys of another source; start a new CrossAttentionCache"):
+    with pytest.raises(HeadwiseError, match="keys of another source"):
         layer(x, torch.zeros_like(source), cache=cache)
 
 
 def test_self_attention_cross_attention_cache_raises() -> None:
-    with pytest.raises(HeadwiseError, match="a CrossAttentionCache is for cross-attention"):
+    with pytest.raises(HeadwiseError, match="supports only cross-attention"):
         make_layer(LAYERS["plain"])(random_tensor(B, LENGTH, WIDTH), cache=CrossAttentionCache())
 
 
-# What is kept.
+# Stored tokens.
 
 K, D, E = 3, 5, 7
 
@@ -99,7 +99,7 @@ def keys_values(length: int, seed: int = 0, batch: int = B) -> tuple[Tensor, Ten
 
 
 def append_all(cache: SharedKVCache, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Append piece by piece; returns what came out last and all that went in."""
+    """Append piece by piece. Return the last output of the cache and all inputs."""
     chunks = [keys_values(length, seed) for seed, length in enumerate(lengths)]
     k = v = torch.empty(0)
     for piece in chunks:
@@ -130,9 +130,7 @@ def test_static_cache_allocates_once_and_full_raises() -> None:
     cache.append(*keys_values(4))
     assert cache.nbytes == 10 * B * K * (D + E) * 8
     cache.append(*keys_values(6))
-    with pytest.raises(
-        HeadwiseError, match="the cache is full: it holds 10 tokens, 10 are there and 1 more came; make it larger"
-    ):
+    with pytest.raises(HeadwiseError, match=r"full\. Its size is 10 tokens; it contains 10, and 1 more"):
         cache.append(*keys_values(1))
     assert cache.length == 10, "a refused token is not counted"
 
@@ -166,7 +164,7 @@ each_cache = pytest.mark.parametrize("make", CACHE_FACTORIES.values(), ids=CACHE
 @each_cache
 def test_cache_reorder_selects_rows(make: Callable[[], SharedKVCache]) -> None:
     cache, rows = make(), torch.tensor([2, 0, 2])
-    cache.reorder(rows)  # an empty one has nothing to reorder
+    cache.reorder(rows)  # an empty cache has nothing to reorder
     k, v = keys_values(4, batch=3)
     cache.append(k, v)
     cache.reorder(rows)
@@ -197,14 +195,14 @@ def test_cache_append_detaches_gradients(make: Callable[[], SharedKVCache]) -> N
 def test_cache_other_batch_size_raises(kind: str) -> None:
     cache = CACHE_FACTORIES[kind]()
     cache.append(*keys_values(2))
-    with pytest.raises(HeadwiseError, match="the cache holds a batch of 2, got 3; start a new cache for a new batch"):
+    with pytest.raises(HeadwiseError, match=r"batch of 2\. Got a batch of 3"):
         cache.append(*keys_values(1, batch=3))
 
 
 def test_cache_size_zero_raises() -> None:
-    with pytest.raises(HeadwiseError, match="a cache holds at least 1 token, got size 0"):
+    with pytest.raises(HeadwiseError, match="size=0: a static cache"):
         StaticCache(0)
-    with pytest.raises(HeadwiseError, match="a sliding cache keeps at least 1 token, got size 0"):
+    with pytest.raises(HeadwiseError, match="size=0: a sliding cache"):
         SlidingWindowCache(0)
 
 

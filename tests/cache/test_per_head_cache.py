@@ -1,4 +1,4 @@
-"""Caches by head: each head sees just what a mask drawn by hand lets it see, however the text is fed; and what is held."""
+"""Per-head caches: each head attends to the tokens of an explicit mask, for any split of the text, and memory is bounded."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ each_split = pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 
 
 def expected_mask(spec: AttentionSpec, policies: tuple[CachePolicy, ...], T: int, starts: list[int]) -> Mask:
-    """(B, H, T, S), cell by cell, from the definition."""
+    """Return the mask cell by cell from the definition, (B, H, T, S)."""
     dense = torch.zeros(len(starts), max(1, len(spec.head_ids)), T, T, dtype=torch.bool)
     for b, start in enumerate(starts):
         for h, key in enumerate(spec.kv_of_head):
@@ -69,7 +69,7 @@ def test_per_head_cache_any_split_equals_policy_mask(name: str, pieces: list[int
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "cut, no head left"])
 @torch.no_grad()
 def test_layer_cache_spec_without_cache_equals_policy_mask(name: str) -> None:
-    """The same numbers from the layer whose spec says what its heads keep, without any cache."""
+    """A layer whose spec has cache policies gives the same outputs without a cache."""
     spec, x = LAYERS[name], random_tensor(B, LENGTH, WIDTH)
     policies = tuple(MIXED_POLICIES[head % 4] for head in range(spec.kv_heads))
     cached_layer = make_layer(replace(spec, cache=policies))
@@ -110,14 +110,14 @@ WIDE_POLICIES = (
 @pytest.mark.parametrize("name", ["plain", "grouped-query", "sink", "alibi", "rotary, partial", "cut, uneven groups"])
 @torch.no_grad()
 def test_per_head_cache_splits_groups_on_first_eviction(name: str, pieces: list[int]) -> None:
-    """Until then all are one part, and one call; with what is held afterwards they go on as if they had never been."""
+    """Until the first eviction all heads are one group. Splitting it does not change later outputs."""
     spec, x = LAYERS[name], random_tensor(B, LENGTH, WIDTH)
     layer, policies = make_layer(spec), WIDE_POLICIES[: len(spec.kv_head_ids)]
     want = layer(x, mask=expected_mask(spec, policies, LENGTH, [0, 0]))
     cache, outputs, unsplit_steps = PerHeadCache(spec, policies), [], 0
     for piece in x.split(pieces, 1):
         before = cache.snapshot()
-        layer(random_tensor(*piece.shape, seed=5), mask=causal(), cache=cache)  # a step that is taken back
+        layer(random_tensor(*piece.shape, seed=5), mask=causal(), cache=cache)  # a step that is undone
         cache.restore(before)
         outputs.append(layer(piece, mask=causal(), cache=cache))
         assert (len(cache.groups) == 1) == (cache.length <= 7)
@@ -142,7 +142,7 @@ def test_reorder_before_and_after_group_split_keeps_rows() -> None:
 
 def test_per_head_cache_lookahead_before_eviction_raises() -> None:
     layer, cache = make_layer(LAYERS["plain"]), PerHeadCache(LAYERS["plain"], WIDE_POLICIES)
-    with pytest.raises(HeadwiseError, match="must not look ahead"):
+    with pytest.raises(HeadwiseError, match="need a causal mask"):
         layer(random_tensor(B, 3, WIDTH), cache=cache)
 
 
@@ -176,7 +176,7 @@ def test_per_head_cache_long_prompt_equals_policy_mask() -> None:
 @pytest.mark.parametrize("name", ["grouped-query", "rotary, partial", "window"])
 @torch.no_grad()
 def test_append_without_queries_equals_attended_tokens(name: str) -> None:
-    """Keys and values of another cache's first tokens, in two pieces: then both say the same."""
+    """A cache filled with `append`, in two pieces, continues like a cache that attended to the same tokens."""
     spec, x = LAYERS[name], random_tensor(B, LENGTH, WIDTH)
     layer, policies, calls = make_layer(spec), MIXED_POLICIES[: len(spec.kv_head_ids)], list[AttentionCall]()
     cache, other = PerHeadCache(spec, policies), PerHeadCache(spec, policies)
@@ -202,7 +202,7 @@ def test_reorder_rows_continues_selected_rows() -> None:
 @pytest.mark.parametrize("lost", [1, 4])
 @torch.no_grad()
 def test_restore_state_after_step_gives_same_outputs(lost: int) -> None:
-    """Many or one: what a step wrote over is not needed, or is there again."""
+    """Restoring works after a step of one or many tokens, because overwritten tokens are not needed or are copied."""
     spec, x = LAYERS["plain"], random_tensor(B, LENGTH, WIDTH)
     layer, cache = make_layer(spec), PerHeadCache(spec, MIXED_POLICIES)
     run_in_chunks(layer, x[:, :9], [8, 1], cache)
@@ -245,11 +245,11 @@ def test_listener_per_head_cache_sees_full_maps(starts: list[int] | None) -> Non
     assert_equal(maps @ v, calls[0].z)
 
 
-# Bits.
+# Quantization.
 
 
 def quantize_by_hand(x: Tensor, bits: int) -> Tensor:
-    """Number by number: s = max|x| / (2^(b−1) − 1) of each 32 channels, s · n of the nearest n: max|x| · (n / most)."""
+    """Quantize number by number: s = max|x| / (2^(b−1) − 1) for each 32 channels, and s · n for the nearest integer n."""
     result = x.float().clone()
     for row in result.reshape(-1, x.shape[-1]):
         for start in range(0, len(row), 32):
@@ -278,7 +278,7 @@ def test_quantize_any_bits_equals_reference(bits: int, d: int) -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 3, 2])
 def test_fake_quantize_grid_values_unchanged(bits: int) -> None:
-    """Multiples of a power of two, the largest of them being the grid's; and a constant group."""
+    """Multiples of a power of two up to the largest code, and a constant group, are unchanged."""
     max_level = 2 ** (bits - 1) - 1
     steps = torch.randint(-max_level, max_level + 1, (5, 32), generator=torch.Generator().manual_seed(1))
     steps[:, 0] = max_level
@@ -289,7 +289,7 @@ def test_fake_quantize_grid_values_unchanged(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_fake_quantize_noise_falls_six_decibels_per_bit(bits: int) -> None:
-    """Uniform numbers: the error of a step s is s²/12, of numbers up to 1 a third; 6.02 dB for each bit."""
+    """For uniform numbers up to 1 the error is s²/12 and the signal 1/3, so each bit gives 6.02 dB."""
     x = torch.rand(4096, 32, generator=torch.Generator().manual_seed(2)) * 2 - 1
     x[:, 0] = 1.0
     noise = (fake_quantize(x, bits) - x)[:, 1:].square().mean()
@@ -307,9 +307,9 @@ def test_fake_quantize_gradient_passes_through() -> None:
 @each_split
 @torch.no_grad()
 def test_per_head_cache_quantized_equals_reference(pieces: list[int]) -> None:
-    """Keys and values rounded by hand, then the reference kernel: the same, fed anyhow, with and without a cache.
+    """Keys and values quantized by hand and the reference kernel give the same outputs, with or without a cache.
 
-    In float64, where feeding in other pieces moves no number so far that it would be rounded to another step.
+    The test uses float64, in which another split of the text never changes a number enough to change its code.
     """
     policies = (CachePolicy(bits=4), CachePolicy(bits=8, sink_tokens=1, window=4), CachePolicy(bits=16), CachePolicy())
     spec, x = LAYERS["wide values"], random_tensor(B, LENGTH, WIDTH)
@@ -327,12 +327,12 @@ def test_per_head_cache_quantized_equals_reference(pieces: list[int]) -> None:
     assert_equal(make_layer(replace(spec, cache=policies))(x, mask=causal()), want)
 
 
-# What is held.
+# Memory.
 
 
 @torch.no_grad()
 def test_per_head_cache_evicted_tokens_free_memory() -> None:
-    """Counted by hand: 600 tokens; a head of 6 + 6 channels takes 48 bytes a token, 24 at 8 bits with its two scales."""
+    """For 600 tokens: a head with 6 + 6 channels takes 48 bytes per token, and 24 at 8 bits with its two scales."""
     spec = replace(LAYERS["plain"], head_dim=6)
     layer, x = make_layer(spec).float(), random_tensor(1, 600, WIDTH).float()
     cache = PerHeadCache(
@@ -360,23 +360,23 @@ def test_per_head_cache_fixed_size_allocates_once() -> None:
     before = cache.groups[1].k.storage[0].data_ptr()
     run_in_chunks(layer, x[:, 3:12], [9], cache)
     assert cache.groups[1].k.storage[0].data_ptr() == before
-    with pytest.raises(HeadwiseError, match="the cache is full: it holds 12 tokens, 12 are there and 1 more came"):
+    with pytest.raises(HeadwiseError, match=r"full\. Its size is 12 tokens; it contains 12, and 1 more"):
         layer(x[:, 12:13], mask=causal(), cache=cache)
 
 
 def test_per_head_cache_invalid_use_raises() -> None:
     spec, x = LAYERS["plain"], random_tensor(B, LENGTH, WIDTH)
-    with pytest.raises(HeadwiseError, match="4 key heads; it was told what 2 of them keep"):
+    with pytest.raises(HeadwiseError, match="2 policies for 4 KV heads"):
         PerHeadCache(spec, MIXED_POLICIES[:2])
     layer, cache = make_layer(spec), PerHeadCache(spec, MIXED_POLICIES)
-    with pytest.raises(HeadwiseError, match=r"must not look ahead; pass mask=hw\.causal"):
+    with pytest.raises(HeadwiseError, match="need a causal mask"):
         layer(x, cache=cache)
     layer(x, mask=causal(), cache=PerHeadCache(spec, MIXED_POLICIES))
     cache = PerHeadCache(spec, MIXED_POLICIES)
     layer(x, mask=causal(), cache=cache)
-    with pytest.raises(HeadwiseError, match="the cache holds a batch of 2, got 1"):
+    with pytest.raises(HeadwiseError, match=r"batch of 2\. Got a batch of 1"):
         layer(x[:1], mask=causal(), cache=cache)
-    with pytest.raises(HeadwiseError, match="heads of this layer keep different things; give it a PerHeadCache"):
+    with pytest.raises(HeadwiseError, match="Use a PerHeadCache"):
         make_layer(replace(spec, cache=MIXED_POLICIES))(x, mask=causal(), cache=DynamicCache())
 
 

@@ -1,8 +1,8 @@
-"""Stop a verb that writes at random moments, by Ctrl-C or for good, and look what is left; python -m tests.cli.kill_script.
+"""Stop writing commands at random times with SIGINT or SIGKILL and check the files; python -m tests.cli.kill_script.
 
-Each try is a child of a process that has all imported, so that a moment lies in the work and not in the start. What is there
-afterwards is what was there before or what a call makes that nobody stops, byte by byte; where the same call goes on, it is
-called again and must end in those bytes. Prints a line for each verb: tries, stopped, ended before.
+Each attempt is a forked child of a process with all modules imported, so that the signal arrives during the work and not
+during the imports. Afterwards the files are byte for byte those from before or those of an uninterrupted call. A resumable
+command is run again and must produce the files of an uninterrupted call. Prints one line per command.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tests.cli.writers import WRITING_COMMANDS, CommandCall, make_workdir, read_
 
 
 def start_command(arguments: list[str], names: Path | None = None) -> int:
-    """A child that calls a verb; its number. `names` is a file for what it has imported in the end."""
+    """Fork a child that runs a command and return its process id. `names` is a file for the modules it has imported."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,7 +37,7 @@ def start_command(arguments: list[str], names: Path | None = None) -> int:
                 main()
             except SystemExit as end:
                 code = int(end.code or 0)
-            except BaseException as error:  # what nobody caught
+            except BaseException as error:  # uncaught
                 inside = traceback.extract_tb(error.__traceback__)[1:]
                 captured.write(traceback.format_exc() if inside else "stopped before it was called")
         if "Traceback" in captured.getvalue():
@@ -51,46 +51,46 @@ def start_command(arguments: list[str], names: Path | None = None) -> int:
 
 
 def run_command(arguments: list[str], names: Path | None = None) -> int:
-    """How an unstopped call ends."""
+    """Return the exit code of an uninterrupted call."""
     return os.waitstatus_to_exitcode(os.waitpid(start_command(arguments, names), 0)[1])
 
 
 def import_modules(names: Path) -> None:
-    """Import what a child has imported: so the next ones begin with their work."""
+    """Import the modules that a child has imported, so that later children start faster."""
     for name in names.read_text().splitlines():
-        with suppress(Exception):  # some are nobody's to import by name
+        with suppress(Exception):  # some modules cannot be imported by name
             importlib.import_module(name)
 
 
 def stop_after(arguments: list[str], after: float, signal_number: int) -> int:
-    """How a call ends that is sent a signal after so many seconds."""
+    """Return the exit code of a call that receives a signal after `after` seconds."""
     child = start_command(arguments)
     time.sleep(after)
-    os.kill(child, signal_number)  # a child that has ended is there until it is waited for
+    os.kill(child, signal_number)  # valid for a finished child too, until waitpid
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def check_outputs(out: Path, call: CommandCall, before: dict[str, bytes], expected: dict[str, bytes]) -> int:
-    """What a stopped call has left: whole, or nothing; the number of hidden files and folders it could not tidy up."""
+    """Check that the files of a stopped call are complete or absent. Return the number of hidden files that remain."""
     if call.resumes:
-        assert run_command(call.arguments(out)) == 0, "the same again does not go on"
+        assert run_command(call.arguments(out)) == 0, "the second call does not resume"
         remaining = read_outputs(out, call)
         assert remaining == expected, (
-            f"it went on to another end: {[n for n in remaining.keys() | expected if remaining.get(n) != expected.get(n)]}"
+            f"other files than expected: {[n for n in remaining.keys() | expected if remaining.get(n) != expected.get(n)]}"
         )
         return 0
     remaining = read_outputs(out, call)
-    for name in call.outputs:  # each file or folder is whole, old or new
+    for name in call.outputs:  # each file or folder is complete, old or new
         found_files = {key: value for key, value in remaining.items() if key.split("/")[0] == name}
         allowed = [{k: v for k, v in files.items() if k.split("/")[0] == name} for files in (before, expected)]
-        assert found_files in allowed, f"{name} is neither what was there nor what is made: {sorted(found_files)}"
+        assert found_files in allowed, f"{name} is neither the old nor the new output: {sorted(found_files)}"
     others = [file.name for file in out.iterdir() if file.name not in call.outputs]
-    assert all(name.startswith(".") for name in others), f"somebody might take these for a result: {others}"
+    assert all(name.startswith(".") for name in others), f"partial files without a leading dot: {others}"
     return len(others)
 
 
 def stop_repeatedly(name: str, tries: int, workdir: Path, rng: random.Random) -> str:
-    """Stop a verb so many times."""
+    """Stop a command `tries` times."""
     call, complete = WRITING_COMMANDS[name], workdir / "whole"
     complete.mkdir()
     assert run_command(call.arguments(complete), workdir / "names") == 0, f"{name} does not run"
@@ -106,7 +106,7 @@ def stop_repeatedly(name: str, tries: int, workdir: Path, rng: random.Random) ->
         out = workdir / "out"
         out.mkdir()
         before: dict[str, bytes] = {}
-        if attempt % 2 and not call.resumes:  # something older is there, which must not be lost
+        if attempt % 2 and not call.resumes:  # an older output exists and must not be lost
             assert run_command(call.arguments(out)) == 0
             before = read_outputs(out, call)
         signal_number = signal.SIGINT if attempt % 4 < 2 else signal.SIGKILL
@@ -114,7 +114,7 @@ def stop_repeatedly(name: str, tries: int, workdir: Path, rng: random.Random) ->
         assert code in (0, 130, -signal_number), f"{name} ended with {code}"
         stopped += code != 0
         num_hidden = check_outputs(out, call, before, expected)
-        hidden += num_hidden if signal_number == signal.SIGINT else 0  # who is killed cannot tidy up
+        hidden += num_hidden if signal_number == signal.SIGINT else 0  # a killed process cannot clean up
         shutil.rmtree(out)
     shutil.rmtree(complete)
     ended = tries - stopped

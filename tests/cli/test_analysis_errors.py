@@ -1,5 +1,4 @@
-"""headwise profile, describe and importance, as a person uses them: a small model on disk, results on stdout, errors
-in one line."""
+"""headwise profile, describe and importance on a small saved model: results on stdout, errors in one line."""
 
 import csv
 import json
@@ -46,10 +45,10 @@ def gold(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def parse_strict_json(text: str) -> Any:
-    """JSON as other programs read it: there is no NaN in it."""
+    """Parse strict JSON, without NaN."""
 
     def reject_constant(name: str) -> None:
-        raise AssertionError(f"{name} is no JSON")
+        raise AssertionError(f"{name} is not valid JSON")
 
     return json.loads(text, parse_constant=reject_constant)
 
@@ -96,8 +95,8 @@ def test_profile_json_equals_saved_profile(folder: str, text: str, tmp_path: Pat
     assert described.code == 0, described.err
     assert parse_strict_json(described.out)["metrics"] == result["heads"][5]["metrics"]
     text_output = run_command("describe", str(saved), "1.2", "--all").out
-    assert "Head 1.2: nothing found." in text_output
-    assert "how: docs/analysis.md#roles-and-the-ladder" in text_output
+    assert "texts, no role exceeded its baseline by" in text_output
+    assert "see docs/analysis.md#" in text_output
     assert "head 1.2" in text_output
     assert "entropy" in text_output
 
@@ -151,8 +150,8 @@ def test_importance_selected_heads_json(ranking: str, folder: str, text: str) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("profile", "{}", "--control", "sorted", "the dog runs"), "'sorted': not a control"),
-        (("profile", "{}", "nowhere.txt"), "there is no file or folder nowhere.txt"),
+        (("profile", "{}", "--control", "sorted", "the dog runs"), "'sorted': unknown control"),
+        (("profile", "{}", "nowhere.txt"), "nowhere.txt: file or folder not found"),
         (("profile", "{}", "--treebank", "nowhere.conllu"), "nowhere.conllu"),
         (("profile", "{}", "the dog runs", "--max-length", "0"), "length"),
         (("profile", "{}", "the dog runs", "--max-length", "-3"), "length"),

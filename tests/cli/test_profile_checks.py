@@ -1,4 +1,4 @@
-"""headwise profile: what cannot be shown is refused before the work begins, and what was not found is told."""
+"""headwise profile: invalid filters raise before the work starts, and a role without heads is reported."""
 
 from pathlib import Path
 
@@ -35,8 +35,8 @@ def profile_error(folder: Path, *options: str) -> str:
         (("--show-layers", "7"), "7"),
         (("--show-layers", "5-9"), "9"),
         (("--show-layers", "first"), "first"),
-        (("--role", "inductoin"), "there is no role 'inductoin'; did you mean induction?"),
-        (("--role", "pullz"), "there is no role 'pullz'; did you mean pulls?"),
+        (("--role", "inductoin"), "did you mean induction?"),
+        (("--role", "pullz"), "did you mean pulls?"),
         (("--role", "coref"), "did you mean coreference"),
     ],
 )
@@ -47,7 +47,7 @@ def test_profile_invalid_option_raises_before_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail_if_called(*_: object, **__: object) -> None:
-        raise AssertionError("the work has begun")
+        raise AssertionError("the work has started")
 
     monkeypatch.setattr("headwise.analysis.roles.profile.profile", fail_if_called)
     assert message in profile_error(folder, *options)
@@ -55,4 +55,4 @@ def test_profile_invalid_option_raises_before_work(
 
 def test_profile_role_without_heads_raises(folder: Path) -> None:
     error = profile_error(folder, "--no-causal", "--role", "pulls")
-    assert error == "headwise: no head here has the role 'pulls'; no head here has any role."
+    assert error.startswith("headwise: --role 'pulls': no head has this role.")

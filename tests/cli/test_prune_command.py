@@ -1,4 +1,4 @@
-"""headwise prune, as a person and a program use it."""
+"""headwise prune, as tables and as JSON."""
 
 import json
 import subprocess
@@ -79,13 +79,13 @@ def test_prune_named_heads_single_text(folder: str, tmp_path: Path) -> None:
         folder, "the cat saw the dog", "--heads", "1.*", "--no-fold-mean", "--out", tmp_path / "m", "--seeds", 0
     )
     assert done.code == 0, done.err
-    assert "4 of 8 heads are cut, named by hand; nothing is folded." in done.out
-    assert "layer 1 loses 0 1 2 3, all it had" in done.out
+    assert "4 of 8 heads are pruned, named by hand; nothing is folded." in done.out
+    assert "layer 1 loses 0 1 2 3 (all heads)" in done.out
     assert "cache bytes per token" in done.out
     assert same_weights(hw.load(tmp_path / "m"), hw.load(folder).prune("1.*"))
     done = run_prune(folder, "the cat saw the dog", "--heads", "1.*")
     assert (done.code, done.out) == (2, "")
-    assert "a single text cannot both choose" in done.err
+    assert "single text" in done.err
 
 
 def test_prune_curve_writes_figure(folder: str, texts: str, tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ def test_prune_curve_writes_figure(folder: str, texts: str, tmp_path: Path) -> N
         (ranking, heads) for ranking in ("ablation", "gradient", "random") for heads in (6, 2)
     ]
     svg = (tmp_path / "curve.svg").read_text()
-    assert all(f"<!-- {words} -->" in svg for words in ("ablation", "gradient", "random", "share of heads kept"))
+    assert all(f"<!-- {words} -->" in svg for words in ("ablation", "gradient", "random", "fraction of heads kept"))
     done = run_prune(*arguments, "--keep", 0.75, "--ranking", "gates", "--gate-steps", 3, "--curve")
     assert "gates" in done.out
-    assert "more than full" in done.out
-    assert "What it cost" in done.out
+    assert "increase" in done.out
+    assert "texts, with 95% CI" in done.out
 
 
 def test_prune_test_option_evaluates_other_text(folder: str, texts: str, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_prune_encoder_decoder_without_text(tmp_path: Path) -> None:
         "cross.0.0"
     ]
     assert (
-        "needs pairs: give corpus=hw.Corpus.pairs(sources, texts), TEXT and --source"
+        "Give corpus=hw.Corpus.pairs(sources, texts), or TEXT and --source"
         in run_prune(tmp_path / "full", "--keep", 0.5).err
     )
 
@@ -136,22 +136,22 @@ def test_prune_invalid_arguments_print_one_line(folder: str, texts: str, tmp_pat
     Transformer(ModelSpec(vocab=9, context=8, layers=1, attention=AttentionSpec(width=8, heads=2))).save(tmp_path / "m")
     hw.plan_pruning(hw.load(tmp_path / "m"), PruneRequest(heads="0.1", fold_mean=False)).save(tmp_path / "theirs.json")
     for arguments, message in (
-        ((folder, texts), "say which heads go, in one way"),
-        ((folder, texts, "--keep", 0.5, "--heads", "0.1"), "say which heads go, in one way"),
-        ((folder, texts, "--curve", "--out", tmp_path / "o"), "say which heads go, in one way"),
+        ((folder, texts), "which heads to prune"),
+        ((folder, texts, "--keep", 0.5, "--heads", "0.1"), "which heads to prune"),
+        ((folder, texts, "--curve", "--out", tmp_path / "o"), "which heads to prune"),
         ((folder, texts, "--keep", 0), "above 0 and at most 1"),
         ((folder, texts, "--keep", 1.2), "above 0 and at most 1"),
-        ((folder, texts, "--heads", "0.*,1.*"), "would cut all 8 heads"),
-        ((folder, texts, "--heads", "0.7"), "names no head here"),
+        ((folder, texts, "--heads", "0.*,1.*"), "prune all 8 heads"),
+        ((folder, texts, "--heads", "0.7"), "no such head"),
         ((folder, tmp_path / "empty.txt", "--keep", 0.5), "is empty"),
-        ((folder, texts, "--plan", tmp_path / "theirs.json"), "the plan was made for another model"),
+        ((folder, texts, "--plan", tmp_path / "theirs.json"), "made for another model"),
         ((folder, texts, "--plan", tmp_path / "no.json"), "could not be read"),
-        ((folder, texts, "--keep", 0.5, "--out", tmp_path / "full"), "holds something else"),
-        ((folder, texts, "--keep", 0.5, "--ranking", "luck"), "cannot be ranked by 'luck'"),
-        ((folder, texts, "--curve", "--plot", tmp_path / "curve.txt"), "a picture is written as"),
-        ((folder, texts, "--curve", "--plot", tmp_path / "no" / "curve.png"), "make it first"),
-        ((folder, texts, "--curve", "--fractions", "half"), "numbers with commas"),
-        ((folder, texts, "--keep", 0.5, "--max-texts", 0), "a limit of 0"),
+        ((folder, texts, "--keep", 0.5, "--out", tmp_path / "full"), "not written by Headwise"),
+        ((folder, texts, "--keep", 0.5, "--ranking", "luck"), "ablation, gates, gradient, random"),
+        ((folder, texts, "--curve", "--plot", tmp_path / "curve.txt"), "the suffix must be one of"),
+        ((folder, texts, "--curve", "--plot", tmp_path / "no" / "curve.png"), "does not exist"),
+        ((folder, texts, "--curve", "--fractions", "half"), "not a comma-separated list of numbers"),
+        ((folder, texts, "--keep", 0.5, "--max-texts", 0), "number of texts must be at least 1"),
         ((tmp_path / "nowhere", texts, "--keep", 0.5), "nowhere"),
     ):
         done = run_prune(*arguments, "--max-length", 20, *(() if "--max-texts" in arguments else ("--max-texts", 4)))
@@ -216,5 +216,5 @@ def test_prune_recover_steps_trains_before_saving(folder: str, texts: str, tmp_p
 
 
 def test_prune_recover_unsupported_raises(folder: str, texts: str) -> None:
-    assert "recover_steps trains a model that was cut" in run_prune(folder, texts, "--curve", "--recover-steps", 5).err
-    assert "cannot be asked for tokens" in run_prune("minilm", texts, "--keep", 0.5, "--recover-steps", 5).err
+    assert "0 if no heads are pruned" in run_prune(folder, texts, "--curve", "--recover-steps", 5).err
+    assert "language modeling head" in run_prune("minilm", texts, "--keep", 0.5, "--recover-steps", 5).err

@@ -1,4 +1,4 @@
-"""headwise quantize, as a person types it."""
+"""headwise quantize and sensitivity on the command line."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_quantize_reports_bytes_and_loss(files: Path) -> None:
     )
     assert "bits of qk,0.1,3.0" in (files / "bits.csv").read_text()
     table = run_command("quantize", files / "model", "--weights", 8, "--max-texts", 0).output
-    assert "bits a number" in table
+    assert "bits per weight" in table
     assert "loss" not in table
     facts = json.loads(run_command("info", files / "small", "--json").output)
     assert facts["weight_bits"] == "heads 4 3, mlp 8"
@@ -37,12 +37,14 @@ def test_quantize_reports_bytes_and_loss(files: Path) -> None:
 
 
 def test_quantize_invalid_weights_raise(files: Path) -> None:
-    for weights, message in (("5", "8, 4, 3 or 2 bits"), ("much", "weights are bits"), ("9.1=4", "names no head here")):
+    for weights, message in (
+        ("5", "8, 4, 3 or 2 bits"),
+        ("much", "not a number of bits"),
+        ("9.1=4", "the model has no such head"),
+    ):
         assert message in run_command("quantize", files / "model", "--weights", weights, "--max-texts", 0).error_line
     run_command("quantize", files / "model", "--weights", 4, "--max-texts", 0, "--out", files / "small")
-    assert (
-        "at few bits already" in run_command("quantize", files / "small", "--weights", 4, "--max-texts", 0).error_line
-    )
+    assert "already quantized" in run_command("quantize", files / "small", "--weights", 4, "--max-texts", 0).error_line
 
 
 def test_sensitivity_reports_costs_and_figure(files: Path) -> None:
@@ -63,12 +65,12 @@ def test_sensitivity_reports_costs_and_figure(files: Path) -> None:
     assert "qk at 4 bits" in (files / "grid.svg").read_text()
     table = run_command(
         "sensitivity", files / "model", files / "text.txt", *options
-    ).output  # gone on with: nothing left to do
-    assert "What few bits cost, nats a token" in table
+    ).output  # resumed: all results are in the file
+    assert "Cost of quantization" in table
     assert (
         "8, 4, 3 or 2 bits" in run_command("sensitivity", files / "model", files / "text.txt", "--bits", "5").error_line
     )
-    assert "numbers with commas" in run_command("sensitivity", files / "model", "--bits", "few").error_line
+    assert "comma-separated list of integers" in run_command("sensitivity", files / "model", "--bits", "few").error_line
 
 
 def test_quantize_mean_bits_allocates_by_sensitivity(files: Path) -> None:
@@ -86,18 +88,24 @@ def test_quantize_mean_bits_allocates_by_sensitivity(files: Path) -> None:
         files / "small",
     )
     table = run_command("quantize", files / "model", files / "text.txt", "--weights", "mlp=8", *options)
-    assert "Bits shared out: 8 pairs at 4, 8 pairs at 3" in table.output
+    assert "Bit allocation: 8 pairs at 4, 8 pairs at 3" in table.output
     assert json.loads(run_command("info", files / "small", "--json").output)["weight_bits"] == "heads 4 3, mlp 8"
     result = json.loads(run_command("quantize", files / "model", files / "text.txt", *options[:-2], "--json").output)
     assert len(result["allocation"]["random"]) == 2
-    assert "give both" in run_command("quantize", files / "model", "--mean-bits", 3.5).error_line
+    assert (
+        "Use --sensitivity FILE together with"
+        in run_command("quantize", files / "model", "--mean-bits", 3.5).error_line
+    )
     byte_budget = ("--megabytes", 0.0019, *options[2:6])
     allocated = json.loads(
         run_command("quantize", files / "model", files / "text.txt", *byte_budget, "--max-texts", 0, "--json").output
     )
     heads = next(row for row in allocated["after"] if row["part"] == "heads")
     assert heads["nbytes"] <= 1900 < next(row for row in allocated["before"] if row["part"] == "heads")["nbytes"]
-    assert "one of them" in run_command("quantize", files / "model", "--megabytes", 1, *options[:4]).error_line
-    assert "choices are bits" in run_command("quantize", files / "model", *options[:4], "--choices", "few").error_line
+    assert "Use one of them" in run_command("quantize", files / "model", "--megabytes", 1, *options[:4]).error_line
+    assert (
+        "--choices: not a comma-separated list"
+        in run_command("quantize", files / "model", *options[:4], "--choices", "few").error_line
+    )
     make_model(5).save(files / "other")
     assert "another model" in run_command("quantize", files / "other", *options[:4], "--max-texts", 0).error_line

@@ -1,4 +1,4 @@
-"""Every table of every verb, as it stands in terminals of 80, 100 and 120 columns: whole."""
+"""All tables of all commands in terminals of 80, 100 and 120 columns are complete."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ TABLES: list[TextTable] = []
 
 @pytest.fixture(autouse=True)
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[TextTable]:
-    """Every table that is made, whoever makes it."""
+    """Record every table that is created."""
     init, TABLES[:] = TextTable.__init__, []
 
     def keep_table(self: TextTable, *args: object) -> None:
@@ -57,7 +57,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def table_commands(workdir: Path, cache: Path = Path("lab")) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """For each verb with tables, ways to call it that together show all of them."""
+    """Return calls of each command that together print all its tables."""
     model, texts, profile_path = str(workdir / "model"), str(workdir / "texts.txt"), str(workdir / "seen.npz")
     return {
         "info": ((model,),),
@@ -92,7 +92,7 @@ WITHOUT_TABLES = {
     "export",
     "plot",
     "view",
-}  # the demo's are those of maps, profile and prune
+}  # the tables of the demo are tested in tests/ui/test_demo.py
 
 
 def test_table_commands_cover_all_commands() -> None:
@@ -103,12 +103,12 @@ def test_table_commands_cover_all_commands() -> None:
 def test_command_tables_are_not_truncated(
     verb: str, workdir: Path, tables: list[TextTable], lab_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(workdir)  # a path longer than half a line would be folded
+    monkeypatch.chdir(workdir)  # a path longer than half a line would wrap
     for arguments in table_commands(Path(), lab_cache)[verb]:
         with FileLock(lab_cache / "lock"):
             done = run_command(verb, *arguments, columns=80)
-        assert "…" not in done.output, "what is left out is marked [...]"
-    assert tables, "there is a table"
+        assert "…" not in done.output, "omissions are marked [...]"
+    assert tables, "the command prints a table"
     for table in tables:
         for width in (80, 100, 120):
             assert_not_truncated(table, width)
@@ -117,7 +117,7 @@ def test_command_tables_are_not_truncated(
 def test_role_tables_are_not_truncated(
     workdir: Path, tables: list[TextTable], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the longest names there are, several roles a head, and what ablation showed."""
+    """The longest names, several roles per head, and causal effects."""
     head_profile = hw.Profile.load(workdir / "seen.npz")
     evidence = RoleEvidence(
         "pronoun-antecedent", "<", "value-weighted", 0.98765, 0.12345, (0.91, 1.0), 0.9, 0.00012, 2.0, "referent", 123_456,

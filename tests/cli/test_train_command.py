@@ -1,4 +1,4 @@
-"""headwise train as a person or a program uses it."""
+"""headwise train, as tables and as JSON."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_train_json_output_and_metrics(text: Path, tmp_path: Path) -> None:
 
     second = run_command("train", text, *SIZES, "--steps", "5", "--evaluate-every", "2", "--out", out, "--json")
     assert json.loads(second.out) | {"seconds": 0} == result | {"seconds": 0}
-    assert second.err == "going on from step 5 of 5\n"
+    assert second.err == "resuming from step 5 of 5\n"
 
 
 def test_train_text_output_names_next_command(text: Path, tmp_path: Path) -> None:
@@ -48,11 +48,11 @@ def test_train_text_output_names_next_command(text: Path, tmp_path: Path) -> Non
         "train", text, *SIZES, "--steps", "3", "--out", tmp_path / "run", "--masked", "--tokenizer", "character"
     )
     assert done.code == 0, done.err
-    assert "finished at step 3, 96 tokens" in done.out
+    assert "finished at step 3: 96 tokens" in done.out
     assert f"headwise generate {tmp_path / 'run'} ..." in done.out
     model = hw.load(tmp_path / "run" / "model")
     assert model.spec.kind == "encoder"
-    assert model.spec.vocab == len(set(TEXT)) + 3  # with unknown, end and mask
+    assert model.spec.vocab == len(set(TEXT)) + 3  # plus unknown, end and mask tokens
 
 
 def invalid_arguments(tmp_path: Path) -> dict[str, list[str | Path]]:
@@ -66,20 +66,20 @@ def invalid_arguments(tmp_path: Path) -> dict[str, list[str | Path]]:
     (tmp_path / "full" / "letter").write_text("dear all")
     words = tmp_path / "words.txt"
     return {
-        "no file or folder": [tmp_path / "nowhere.txt"],
+        "file or folder not found": [tmp_path / "nowhere.txt"],
         "latin.txt, line 2: byte 0xe9 is not UTF-8": [tmp_path / "latin.txt"],
-        "empty.txt is empty": [tmp_path / "empty.txt"],
-        "fewer than a context": [tmp_path / "short.txt"],
-        "not a kind of file": [tmp_path / "photo.png"],
+        "empty.txt: the file is empty": [tmp_path / "empty.txt"],
+        "needs at least": [tmp_path / "short.txt"],
+        "format is not supported": [tmp_path / "photo.png"],
         "no text in the folder": [tmp_path / "folder"],
-        "something else": [words, "--out", tmp_path / "full"],
-        "no tokenizer 'letters'": [words, "--tokenizer", "letters"],
-        "steps must be at least 1": [words, "--steps", "0"],
-        "learning_rate must be above 0": [words, "--learning-rate", "-1"],
-        "'float8' is unknown": [words, "--precision", "float8"],
-        "'nonsense' cannot be used": [words, "--device", "nonsense"],
-        "cannot be shared by 3 heads": [words, "--num-heads", "3"],
-        "cannot be cut into 3": [words, "--accumulation-steps", "3"],
+        "but no training run": [words, "--out", tmp_path / "full"],
+        "tokenizer: unknown name. Got 'letters'": [words, "--tokenizer", "letters"],
+        "steps: must be at least 1": [words, "--steps", "0"],
+        "learning_rate above 0": [words, "--learning-rate", "-1"],
+        "precision: unknown value. Got 'float8'": [words, "--precision", "float8"],
+        "device: it cannot be used here": [words, "--device", "nonsense"],
+        "not divisible by heads=3": [words, "--num-heads", "3"],
+        "Use a divisor of batch_size": [words, "--accumulation-steps", "3"],
         "tiny-nothing": [words, "--preset", "tiny-nothing"],
         "nowhere.txt": [words, "--valid", tmp_path / "nowhere.txt"],
     }
@@ -101,11 +101,11 @@ def test_train_subprocess_error_has_no_traceback(tmp_path: Path) -> None:
     done = run_in_subprocess("train", tmp_path / "nowhere.txt", "--json")
     assert done.code == 2
     assert done.out == ""
-    assert done.err == f"headwise: there is no file or folder {tmp_path / 'nowhere.txt'}.\n"
+    assert done.err == f"headwise: {tmp_path / 'nowhere.txt'}: file or folder not found. Check the path.\n"
 
 
 def test_train_corrected_option_reuses_folder(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that never began has no claim on its folder."""
+    """A run that did not start does not reserve its folder."""
     options = [str(text), *SIZES, "--steps", "2", "--out", str(tmp_path / "run")]
     assert run_command("train", *options, "--tokenizer", "letters").code == 2
     done = run_command("train", *options, "--tokenizer", "character")
@@ -124,9 +124,9 @@ def test_train_corrected_text_reuses_folder(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_train_empty_valid_text_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a text it is the synthetic language that is read; an own text to evaluate on is then used, or refused."""
+    """With the synthetic language as corpus, --valid is used or raises an error."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "other.txt").write_text("")  # empty: whoever reads it, must complain
+    (tmp_path / "other.txt").write_text("")  # empty, so reading it must raise
     done = run_command("train", "--valid", "other.txt", *SIZES, "--steps", "1")
     assert done.code == 2
     assert "other.txt" in done.err or "--valid" in done.err

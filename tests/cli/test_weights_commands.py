@@ -1,4 +1,4 @@
-"""info, generate and export as a person uses them."""
+"""headwise info, generate and export on the command line."""
 
 import json
 import os
@@ -20,7 +20,7 @@ quiet_transformers()
 
 
 def assert_one_line_error(done: CommandResult, *fragments: str) -> None:
-    """An error a person can put right: one line on standard error, nothing on standard output, exit code 2."""
+    """Check an error of the user: one line on standard error, no standard output, exit code 2."""
     assert done.code == 2, done.err
     assert done.out == ""
     assert done.err.startswith("headwise: ")
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenized_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small model that has a tokenizer: sixty-one words, one per token."""
+    """A small model with a tokenizer of 61 words."""
     folder = tmp_path_factory.mktemp("models") / "talker"
     make_llama().save_pretrained(folder)
     words = [f"{a}{b}" for a in "bdfgklmn" for b in ("a", "e", "i", "o", "u", "ar", "er")]
@@ -85,11 +85,11 @@ def test_info_preset_json() -> None:
 
 def test_info_missing_model_raises(tmp_path: Path) -> None:
     assert_one_line_error(run_command("info", "smolm2"), "'smolm2'", "did you mean smollm2?")
-    assert_one_line_error(run_command("info", str(tmp_path)), "holds no model")
+    assert_one_line_error(run_command("info", str(tmp_path)), "contains no model")
 
 
 def test_info_nan_weights_are_not_read(folder: Path) -> None:
-    """Numbers that are none would be refused by loading."""
+    """`info` does not load the weights: NaN in them would raise an error."""
     from safetensors.torch import load_file, save_file
 
     tensors = {
@@ -105,8 +105,8 @@ def test_info_nan_weights_are_not_read(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_generate_subprocess_streams_text() -> None:
-    """A process of its own, with its standard output as a pipe: the text comes in pieces, in order."""
-    folder = str(smollm2_folder())  # as transformers writes it: quicker to load than the bundle
+    """In a subprocess with a pipe as standard output, the text arrives in pieces and in order."""
+    folder = str(smollm2_folder())  # transformers format, which loads faster than the bundle
     command = [
         sys.executable,
         "-m",
@@ -184,9 +184,9 @@ def test_generate_zero_tokens_prints_prompt(tokenized_folder: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("hi", "--silence", "77.1"), "names no head here"),
-        (("hi", "--silence", "what"), "does not name heads"),
-        (("hi", "--max-new-tokens", "-1"), "0 or more"),
+        (("hi", "--silence", "77.1"), "no such head"),
+        (("hi", "--silence", "what"), "not a valid head pattern"),
+        (("hi", "--max-new-tokens", "-1"), "at least 0"),
         (("hi", "--temperature", "-1"), "temperature"),
         (("hi", "--temperature", "1", "--top-p", "7"), "top_p"),
     ],
@@ -237,15 +237,18 @@ def test_export_bundled_model_json(tmp_path: Path) -> None:
 
 def test_export_invalid_arguments_raise(folder: Path, tmp_path: Path) -> None:
     assert_one_line_error(
-        run_command("export", str(folder), str(tmp_path / "out"), "--family", "gpt2"), "cannot hold rotary positions"
+        run_command("export", str(folder), str(tmp_path / "out"), "--family", "gpt2"),
+        "cannot represent rotary positions",
     )
     assert_one_line_error(
         run_command("export", str(folder), str(tmp_path / "out"), "--family", "lama"), "did you mean llama?"
     )
-    assert_one_line_error(run_command("export", "nothing-here", str(tmp_path / "out")), "neither a file or folder")
+    assert_one_line_error(
+        run_command("export", "nothing-here", str(tmp_path / "out")), "not an existing file or folder"
+    )
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.txt").write_text("years of work")
-    assert_one_line_error(run_command("export", str(folder), str(tmp_path / "papers")), "holds something else")
+    assert_one_line_error(run_command("export", str(folder), str(tmp_path / "papers")), "not written by Headwise")
     assert not (tmp_path / "out").exists()
 
 

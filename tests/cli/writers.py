@@ -1,4 +1,4 @@
-"""Every verb that writes, called on a tiny model: what is typed, and the files and folders that come of it."""
+"""Calls of all writing commands on a tiny model, with their output files and folders."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +11,14 @@ from headwise.text.build_tokenizers import byte_tokenizer
 
 
 class CommandCall(NamedTuple):
-    """What is typed, split at blanks; OUT is the folder that is written into. `resumes` where the same again goes on."""
+    """A command line, split at spaces, with OUT as the output folder. `resumes`: the same call can be resumed."""
 
     template: str
     outputs: tuple[str, ...]
     resumes: bool = False
 
     def arguments(self, out: Path) -> list[str]:
-        """As the command line gets them."""
+        """Return the arguments with the output folder inserted."""
         return [word.replace("OUT", str(out)) for word in self.template.split()]
 
 
@@ -56,7 +56,7 @@ WRITING_COMMANDS = {
 
 
 def make_workdir(folder: Path) -> Path:
-    """A model of two heads that reads bytes, and a text, in a folder that everybody may read."""
+    """Create a model with two heads and a byte tokenizer, and a text, in a folder readable by all users."""
     torch.manual_seed(0)
     model = hw.Transformer(replace(hw.preset("gpt2").resized(layers=1, width=8, heads=2), vocab=257, context=64))
     model.tokenizer = byte_tokenizer()
@@ -67,7 +67,7 @@ def make_workdir(folder: Path) -> Path:
 
 
 def read_outputs(out: Path, call: CommandCall) -> dict[str, bytes]:
-    """Every byte that a call has made; what is hidden is nobody's result: a process that was killed may leave it behind."""
+    """Return the contents of all output files. Hidden files are skipped: a killed process may leave them."""
     files = [
         file for name in call.outputs for file in ((out / name).rglob("*") if (out / name).is_dir() else [out / name])
     ]

@@ -1,11 +1,11 @@
-"""Bits under a budget: the choice against all there are, equal cost of random mixes, and the report."""
+"""Bit allocation under a budget: comparison with brute force, random allocations of equal size, and the report."""
 
 from itertools import product
 
 import numpy as np
 import pytest
 
-from headwise.analysis.ablation.sensitivity import Sensitivity, sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import Sensitivity, sensitivity
 from headwise.compression.allocate_bits import _choose_bits, allocate_bits, report_allocation
 from headwise.compression.quantize import quantize, weight_footprints
 from headwise.errors import HeadwiseError
@@ -21,7 +21,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("seed", range(5))
 def test_choose_two_options_is_optimal(seed: int) -> None:
-    """Two choices, equal sizes: the steps that cost least are the best there are, by trying all."""
+    """With two choices and equal sizes, the cheapest steps are optimal, as brute force shows."""
     rng = np.random.default_rng(seed)
     costs = [[0.0, float(cost_increase)] for cost_increase in rng.random(8)]
     sizes = [[4, 3]] * 8
@@ -32,10 +32,10 @@ def test_choose_two_options_is_optimal(seed: int) -> None:
 
 
 def test_choose_skips_options_off_the_convex_hull() -> None:
-    """From 8 bits to 4 costs 1 a bit, by way of 5 more at first: one step down, not two."""
+    """From 8 bits to 4 costs 1 per bit, via 5 bits more at first: one step down, not two."""
     assert _choose_bits([[0.0, 3.9, 4.0]], [[8, 5, 4]], 5, "bits") == [2]
-    assert _choose_bits([[0.0, -0.5, 4.0]], [[8, 5, 4]], 6, "bits") == [1]  # measured to fall: taken as nothing
-    with pytest.raises(HeadwiseError, match="4 bits are the least, 3 were allowed"):
+    assert _choose_bits([[0.0, -0.5, 4.0]], [[8, 5, 4]], 6, "bits") == [1]  # a falling cost counts as 0
+    with pytest.raises(HeadwiseError, match="Got a budget of 3 bits"):
         _choose_bits([[0.0, 1.0]], [[8, 4]], 3, "bits")
 
 
@@ -56,7 +56,7 @@ def test_allocate_bits_sensitive_parts_get_more_bits() -> None:
         "1.0,1.1:vo",
     }
     assert allocation.mean_bits == 3.25
-    expected = 6 * 1.0 + (9.0 + 8.0) * (3 / 7) ** 2  # measured at 3 bits, at 4 by the square of the step
+    expected = 6 * 1.0 + (9.0 + 8.0) * (3 / 7) ** 2  # extrapolated from 3 bits to 4 by the square of the step
     assert allocation.expected_cost == pytest.approx(expected)
 
 
@@ -75,17 +75,17 @@ def test_allocate_bits_megabytes_budget_is_respected() -> None:
     max_bytes = weight_footprints(quantize(model, {"*": 4}))[0].nbytes
     allocation = allocate_bits(model, costs, megabytes=max_bytes / 1e6)
     assert weight_footprints(quantize(model, allocation.bits_by_head_and_part))[0].nbytes <= max_bytes
-    with pytest.raises(HeadwiseError, match="give one budget"):
+    with pytest.raises(HeadwiseError, match="exactly one budget"):
         allocate_bits(model, costs)
-    with pytest.raises(HeadwiseError, match="are the least"):
+    with pytest.raises(HeadwiseError, match="no choice of bits fits"):
         allocate_bits(model, costs, mean_bits=1.5)
 
 
 def test_allocate_bits_missing_heads_raises() -> None:
     model = make_model()
-    with pytest.raises(HeadwiseError, match="those of another model"):
+    with pytest.raises(HeadwiseError, match="another model"):
         allocate_bits(make_model(1), sensitivity(model, TEXTS, heads="0.*"), mean_bits=3.5)
-    with pytest.raises(HeadwiseError, match="measure them all"):
+    with pytest.raises(HeadwiseError, match="Measure all heads"):
         allocate_bits(model, sensitivity(model, TEXTS, heads="0.*"), mean_bits=3.5)
 
 

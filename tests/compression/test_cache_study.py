@@ -1,4 +1,4 @@
-"""What key heads that keep less save and cost, against losses and bytes by hand."""
+"""Cache studies: losses and bytes of reduced caches, compared with explicit computations."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ LINES = [f"{n} and {n} are {2 * n}, and so on and so on, and on it goes." for n 
 
 
 def loss_after_position(model: hw.Transformer, lines: list[str], position: int) -> list[tuple[float, int]]:
-    """Summed loss and number of the tokens behind the first so many, text by text, by plain logits."""
+    """Return the summed loss and the number of tokens after `position` for each text, from plain logits."""
     sums = []
     assert model.tokenizer is not None
     for line in lines:
@@ -45,7 +45,7 @@ def test_cache_study_losses_cover_tokens_after_eviction() -> None:
     assert report.loss_increase.mean == pytest.approx(report.loss_after.mean - report.loss_before.mean, abs=1e-6)
     assert report.loss_increase.low <= report.loss_increase.mean <= report.loss_increase.high
     assert len(report.random) == 2
-    # 2 layers, 2 key heads, a key and a value of 4 float32 numbers; those of layer 1 keep 8 tokens.
+    # 2 layers, 2 KV heads, a key and a value of 4 float32 numbers; the KV heads of layer 1 cache 8 tokens.
     length = min(1024, model.spec.context)
     assert report.bytes_before == 4 * length * 2 * 4 * 4
     assert report.bytes_after == 2 * length * 2 * 4 * 4 + 2 * 8 * 2 * 4 * 4
@@ -90,7 +90,7 @@ def test_cache_study_curve_contains_plan_point() -> None:
     assert ranked[0].cache_bytes == result.report.bytes_after
     all_streaming = [point for point in result.curve if point.streaming_heads == 8]
     assert all_streaming[0].loss_increase.mean == pytest.approx(all_streaming[1].loss_increase.mean), (
-        "all of them is all of them, drawn or chosen"
+        "a fraction of 1 selects all KV heads, by rank or at random"
     )
     assert [point.bits for point in result.curve if point.label == "all at fewer bits"] == [16, 8, 4]
     rows = {
@@ -108,7 +108,7 @@ def test_cache_study_saved_model_applies_policies(tmp_path: Path) -> None:
     loaded = hw.load(tmp_path / "small")
     assert isinstance(loaded, hw.Transformer)
     assert loaded.spec.cache == result.plan.cache
-    prompt = torch.arange(model.spec.context)[None]  # full, so that no room is left over
+    prompt = torch.arange(model.spec.context)[None]  # fills the context
     with torch.no_grad():
         cache = loaded.cache()
         loaded(prompt, cache=cache)
@@ -125,37 +125,37 @@ def test_cache_study_passkeys_relative_to_full_cache() -> None:
     )
     result = cache_study(model, study)
     assert result.report is not None
-    assert result.report.passkeys == (0, 0), "random weights find none"
+    assert result.report.passkeys == (0, 0), "a model with random weights finds no pass key"
 
 
 def test_cache_study_invalid_arguments_raise() -> None:
     model = make_model()
     for study, message in (
-        (dict[str, object](), "say what key heads keep"),
-        ({"fraction": 0.5, "heads": "0.1"}, "say what key heads keep"),
+        (dict[str, object](), "how to reduce the cache"),
+        ({"fraction": 0.5, "heads": "0.1"}, "how to reduce the cache"),
         ({"bits": 5}, "32, 16, 8, 4 bits"),
-        ({"fraction": 0.5, "sink_tokens": -1}, "sink_tokens counts tokens"),
-        ({"plan": hw.plan_pruning(model, PruneRequest(heads="0.1", fold_mean=False))}, "other things"),
+        ({"fraction": 0.5, "sink_tokens": -1}, "must be an integer number of tokens of"),
+        ({"plan": hw.plan_pruning(model, PruneRequest(heads="0.1", fold_mean=False))}, "changes only caches"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             CacheStudy(**study)  # pyright: ignore[reportArgumentType]
     for evaluated, study, message in (
-        (make_model(kind="encoder"), CacheStudy(bits=8), "which has none"),
-        (make_model(kind="encoder-decoder"), CacheStudy(bits=8), "which has none"),
-        (model, CacheStudy(fraction=0.5, corpus=LINES), "nothing is forgotten"),
+        (make_model(kind="encoder"), CacheStudy(bits=8), "only a decoder"),
+        (make_model(kind="encoder-decoder"), CacheStudy(bits=8), "only a decoder"),
+        (model, CacheStudy(fraction=0.5, corpus=LINES), "no token is evicted"),
         (model, CacheStudy(fraction=1.5, sink_tokens=1, window=8, corpus=LINES), "from 0 to 1"),
         (
             model,
             CacheStudy(fraction=0.5, sink_tokens=1, window=8, corpus=LINES, ranking="magic"),
-            "cannot be ranked by",
+            "unknown method",
         ),
         (model, CacheStudy(heads="0.1", sink_tokens=10, window=90, corpus=LINES), "no text is longer than 101"),
-        (model, CacheStudy(fraction=0.5, sink_tokens=1, window=8, corpus=LINES, max_texts=1), "raise max_texts"),
+        (model, CacheStudy(fraction=0.5, sink_tokens=1, window=8, corpus=LINES, max_texts=1), "Increase max_texts"),
         (model, CacheStudy(plan=hw.plan_pruning(make_model(1), cache={"0.1": 8}), corpus=LINES), "other weights"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             cache_study(evaluated, study)
-    with pytest.raises(HeadwiseError, match="say what key heads keep"):
+    with pytest.raises(HeadwiseError, match="how to reduce the cache"):
         cache_study(model, CacheStudy(fractions=(0.5,), sink_tokens=1, window=8, corpus=LINES), out="nowhere")
     with pytest.raises(HeadwiseError, match="no text is longer than 71 tokens"):
         PairedEvaluator.of(model, LINES, skip_tokens=70)

@@ -1,4 +1,4 @@
-"""Learned gates: the hard-concrete distribution against its closed forms; which heads learning finds; nothing left behind."""
+"""Learned gates: the hard-concrete distribution against its closed forms, selected heads, and restored model state."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ DRAWS = 200_000
 QUICK: dict[str, Any] = {"keep": 0.5, "steps": 12, "batch": 4}
 
 
-# The distribution, from its definition: g = min(1, max(0, 1.2 σ((L + log α) / .33) − .1)), L logistic.
+# The distribution by definition: g = min(1, max(0, 1.2 σ((L + log α) / 0.33) − 0.1)), L logistic.
 
 
 def hard_concrete_gate(noise: float, log_alpha: float) -> float:
@@ -42,7 +42,7 @@ def test_learned_gates_sample_matches_closed_form_probabilities(log_alpha: float
     assert samples.shape == (DRAWS // 2, 2)
     assert samples.min() >= 0
     assert samples.max() <= 1
-    edge = 0.33 * math.log(11)  # g is 0 where L + log α lies below −edge, 1 where it lies above edge
+    edge = 0.33 * math.log(11)  # g is 0 if L + log α is below −edge, and 1 if it is above edge
     p_closed, p_open = float(expit(-edge - log_alpha)), float(expit(log_alpha - edge))
     for event, probability in (((samples == 0), p_closed), ((samples == 1), p_open)):
         assert abs(event.float().mean().item() - probability) < 4 * math.sqrt(probability * (1 - probability) / DRAWS)
@@ -108,7 +108,7 @@ def test_set_open_share_shifts_all_log_alphas_equally() -> None:
         np.testing.assert_allclose(gates.log_alpha.detach().diff(), [4, 1, 2, 5], atol=1e-4)
 
 
-# What is found.
+# Selected heads.
 
 
 def top_heads(scores: dict[Address, float], fraction: float) -> set[str]:
@@ -117,7 +117,7 @@ def top_heads(scores: dict[Address, float], fraction: float) -> set[str]:
 
 
 def repeating_texts(count: int, seed: int = 0) -> list[str]:
-    """Texts in which three words come round again and again: each word was said three places before."""
+    """Return texts in which three words repeat: each word equals the word three positions before."""
     rng = np.random.default_rng(seed)
     return [" ".join(list(rng.choice(WORDS, 3, replace=False)) * 8) for _ in range(count)]
 
@@ -126,9 +126,9 @@ def test_learn_gates_constructed_useful_heads_stay_open() -> None:
     model = blank_model(heads=6, layers=1)
     (layer,) = model.attention_layers()
     for index in (1, 4):
-        # The word two back comes next; each of the two says it softly.
+        # The word two positions back is the next word; both heads predict it weakly.
         HeadBuilder(layer, index).attend_offsets(2).write(OUT, 0.3)
-    HeadBuilder(layer, 2).attend_offsets(0).write(SCRATCH, 0.0)  # looks, and writes nothing
+    HeadBuilder(layer, 2).attend_offsets(0).write(SCRATCH, 0.0)  # attends, but its output is zero
     scores = learn_gates(model, repeating_texts(40), keep=1 / 3, steps=40, rate=0.2)
     assert top_heads(scores, 1 / 3) == {"0.1", "0.4"}
     assert sum(scores.values()) / 6 == pytest.approx(1 / 3, abs=1e-3)
@@ -146,7 +146,7 @@ def test_learn_gates_trained_heads_stay_open_zero_heads_close(spec: ModelSpec) -
     tokenizer = add_mask_token(word_tokenizer(WORDS))
     model = Transformer(replace(spec, vocab=len(tokenizer)))
     model.tokenizer = tokenizer
-    with model.heads[USELESS].silenced():  # all that is learned, the others learn
+    with model.heads[USELESS].silenced():  # only the other heads learn
         recipe = Recipe(
             steps=300,
             batch_size=16,
@@ -162,7 +162,9 @@ def test_learn_gates_trained_heads_stay_open_zero_heads_close(spec: ModelSpec) -
             head.W_O.zero_()
     texts = repeating_texts(60, seed=1)
     head_importance = {head.head: head.importance for head in importance(model, texts, ablation="zero")}
-    assert min(head_importance["0.1"], head_importance["0.3"]) > 0.1 > 1e-6 > abs(head_importance["0.0"])  # as built
+    assert (
+        min(head_importance["0.1"], head_importance["0.3"]) > 0.1 > 1e-6 > abs(head_importance["0.0"])
+    )  # as constructed
     scores = learn_gates(model, texts, keep=0.5, steps=60, rate=0.2)
     assert top_heads(scores, 0.5) == {"0.1", "0.3"}
     assert sum(scores.values()) == pytest.approx(2, abs=1e-3)
@@ -184,11 +186,11 @@ def test_learn_gates_keep_zero_or_one(keep: float) -> None:
     assert list(scores.values()) == pytest.approx([keep] * 8, abs=1e-3)
 
 
-# What is left behind: nothing.
+# The model state is restored.
 
 
 def snapshot_state(model: Transformer) -> list[Any]:
-    """Everything that must stay: bits, flags, gradients, modes, and the random numbers of others."""
+    """Return everything that must not change: weights, flags, gradients, modes, and the global RNG state."""
     values = [(value.detach().clone(), value.requires_grad, value.grad) for value in model.parameters()]
     grads = [None if grad is None else grad.clone() for _, _, grad in values]
     return [values, grads, [module.training for module in model.modules()], torch.random.get_rng_state()]
@@ -207,7 +209,7 @@ def assert_same_state(before: list[Any], after: list[Any]) -> None:
 
 
 def make_partly_trained_model(spec: Any) -> Transformer:
-    """A model that somebody was training: gradients in it, one weight frozen, one part resting."""
+    """Return a model in the middle of training: with gradients, one frozen weight and one submodule in eval mode."""
     model = character_model(spec, dropout=0.2).train()
     first, *_, last = model.parameters()
     first.requires_grad_(False)
@@ -254,13 +256,13 @@ def test_learn_gates_weights_option_trains_unfrozen_only(spec: Any) -> None:
     assert learn_gates(model, TEXTS, **QUICK, train_weights=True) == expected
     after = snapshot_state(model)
     changed = [not torch.equal(old[0], new[0]) for old, new in zip(before[0], after[0], strict=True)]
-    assert not changed[0]  # the frozen one
+    assert not changed[0]  # the frozen weight
     assert sum(changed) > len(changed) / 2
-    assert [value[1:] for value in before[0]] == [value[1:] for value in after[0]]  # flags and gradients are as before
+    assert [value[1:] for value in before[0]] == [value[1:] for value in after[0]]  # flags and gradients are unchanged
     assert before[2] == after[2]
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ def test_learn_gates_weights_option_trains_unfrozen_only(spec: Any) -> None:
         ({"steps": 0}, "at least 1"),
         ({"batch": 0}, "at least 1"),
         ({"rate": 0.0}, "above 0"),
-        ({"context": 65}, "positions of the model"),
+        ({"context": 65}, "larger than the context of the model"),
     ],
 )
 def test_learn_gates_invalid_numbers_raise(wrong: dict[str, Any], message: str) -> None:

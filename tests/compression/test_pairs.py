@@ -1,4 +1,4 @@
-"""Cutting an encoder-decoder that is asked about pairs: ranked, folded, judged and healed, against a loop over pairs."""
+"""Pruning of an encoder-decoder on pairs: ranking, folding, evaluation and recovery, against a loop over pairs."""
 
 import math
 from contextlib import ExitStack
@@ -44,21 +44,21 @@ from tests.training.tiny import same_weights
 
 TOLERANCE = 1e-10  # the models compute in double precision
 SOME_HEADS = "enc.0.2,enc.1.*,dec.0.0,cross.1.1,cross.1.3"
-BLIND_LOSS = (4 * math.log(8) + math.log(5)) / 5  # of reversed words, for who cannot see the source: 1.985 nats a token
+BLIND_LOSS = (4 * math.log(8) + math.log(5)) / 5  # loss of reversed words without the source: 1.985 nats per token
 
 
 def mean_output(model: Transformer, head: Address) -> Tensor:
-    """What a head gives on average, (e,): over sources in the encoder, over texts elsewhere."""
+    """Return the mean z of a head, (e,): over sources in the encoder, over texts elsewhere."""
     return torch.cat(head_outputs(model, head, full_text=True)).mean(0)
 
 
 def mean_output_replacement(model: Transformer) -> Any:
-    """For `ablation_costs`: a head's own average in every row of every pair."""
+    """Return a replacement for `ablation_costs`: the mean z of a head in every row of every pair."""
     return lambda head: [mean_output(model, head).expand(len(row), -1) for row in head_outputs(model, head)]
 
 
 def loss_without(model: Transformer, heads: str, folded: bool = True) -> float:
-    """The mean loss of the model sliced by hand, what its heads gave on average added behind each layer."""
+    """Return the mean loss of a model pruned by hand, with mean outputs of the heads added after each layer."""
     small = prune_by_slicing(model, heads)
     small.tokenizer = model.tokenizer
     layers = {layer.hook_point.address: layer for layer in small.attention_layers()}
@@ -70,7 +70,7 @@ def loss_without(model: Transformer, heads: str, folded: bool = True) -> float:
         return mean_loss(small)
 
 
-# The trial.
+# Evaluation.
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -85,7 +85,7 @@ def test_paired_evaluation_covers_every_pair(name: str) -> None:
     np.testing.assert_allclose(trial.full_losses_per_text, [expected[index] for index in indices], atol=TOLERANCE)
     assert trial.counts.tolist() == [lengths[index] for index in indices]
     assert trial.mean_loss(trial.full_losses_per_text).mean == pytest.approx(mean_loss(model), abs=TOLERANCE)
-    assert trial.metric == "nats a token"
+    assert trial.metric == "nats per token"
     other = pair_model(SPECS[name], seed=1)
     assert trial.mean_loss(trial.losses_per_text(other)).mean == pytest.approx(mean_loss(other), abs=TOLERANCE)
 
@@ -93,7 +93,7 @@ def test_paired_evaluation_covers_every_pair(name: str) -> None:
 def test_halves_never_split_a_pair(tmp_path: Path) -> None:
     model = pair_model(SPECS["plain"])
     assert [sample.corpus_item for sample in eval_corpus(model, PAIRS).first(3)] == PAIRS[:3]
-    assert [sample.corpus_item for sample in eval_corpus(model, PAIRS, 4).first(99)] == PAIRS, "pairs are never cut"
+    assert [sample.corpus_item for sample in eval_corpus(model, PAIRS, 4).first(99)] == PAIRS, "pairs are never split"
     first_half, second_half = (
         [(s.source_text, s.text) for s in half] for half in eval_corpus(model, PAIRS).first(5).halves()
     )
@@ -102,7 +102,7 @@ def test_halves_never_split_a_pair(tmp_path: Path) -> None:
     assert list(Corpus.of(eval_corpus(model, Corpus.pairs(["a"], ["mat"])).first(5)).items()) == [("a", "mat")]
 
 
-# The plan.
+# Plans.
 
 
 @pytest.mark.parametrize("name", ["plain", "rotary, windows", "learned, post"])
@@ -115,7 +115,7 @@ def test_plan_fold_mean_uses_mean_of_each_stack(name: str, tmp_path: Path) -> No
         assert mean_loss(hw.apply(candidate, model)) == pytest.approx(loss_without(model, heads), abs=TOLERANCE)
     bare = hw.apply(hw.plan_pruning(model, PruneRequest(heads=heads, fold_mean=False)), model)
     assert mean_loss(bare) == pytest.approx(loss_without(model, heads, folded=False), abs=TOLERANCE)
-    assert abs(mean_loss(bare) - mean_loss(hw.apply(plan, model))) > 1e-4, "folding does something here"
+    assert abs(mean_loss(bare) - mean_loss(hw.apply(plan, model))) > 1e-4, "folding changes the loss"
 
 
 @pytest.mark.parametrize("fold_mean", [True, False])
@@ -156,7 +156,7 @@ def test_plan_every_ranking_accepts_pairs(ranking: str) -> None:
         assert list(plan.head_scores.values()) == hw.importance(model, PAIRS, ranking="gradient").mean.tolist()
 
 
-# What it cost.
+# Reports.
 
 
 def test_report_evaluates_both_models_on_same_pairs() -> None:
@@ -190,7 +190,7 @@ def test_curve_prunes_at_every_fraction() -> None:
 
 
 def test_learn_gates_zero_heads_end_with_equal_gates() -> None:
-    """Nothing is lost or won by them, so they are moved by the price of an open gate alone, in whichever stack."""
+    """Zero heads have no effect on the loss, so only the sparsity term moves their gates, in every stack."""
     model, dead = pair_model(SPECS["plain"]), ("enc.0.1", "dec.1.2", "cross.0.3", "cross.1.0")
     with torch.no_grad():
         for head in dead:
@@ -201,12 +201,12 @@ def test_learn_gates_zero_heads_end_with_equal_gates() -> None:
     assert np.mean(list(open_probabilities.values())) == pytest.approx(0.5, abs=0.02)
     named = {str(head): probability for head, probability in open_probabilities.items()}
     assert len({named.pop(head) for head in dead}) == 1
-    assert len(set(named.values())) == 20, "all others have a slope of their own"
+    assert len(set(named.values())) == 20, "all other gates have different gradients"
     assert same_weights(model, before)
     assert learn_gates(model, PAIRS, keep=0.5, steps=12, batch=4) == open_probabilities
 
 
-# A model that has learned something: words turned round, two to six letters out of eight.
+# A trained model that reverses words of two to six letters out of eight.
 
 
 @pytest.fixture(scope="module")
@@ -227,13 +227,13 @@ def test_prune_all_cross_heads_loses_the_source(reversal_model: Transformer) -> 
     small = hw.prune(reversal_model, heads="cross.0.*", corpus=HELD_OUT)
     assert mean_loss(small, HELD_OUT) > BLIND_LOSS - 0.1
     recovered = recover(deepcopy(small), reversals(500, 2), steps=60, learning_rate=3e-3, progress=False).model
-    assert BLIND_LOSS - 0.1 < mean_loss(recovered, HELD_OUT) < BLIND_LOSS + 0.2, "it learns how often, never which"
+    assert BLIND_LOSS - 0.1 < mean_loss(recovered, HELD_OUT) < BLIND_LOSS + 0.2, "it learns frequencies, not the source"
 
 
 def test_recover_on_pairs_reduces_loss(reversal_model: Transformer) -> None:
     small = hw.prune(reversal_model, keep=0.5, corpus=reversals(100, 3))
     before = mean_loss(small, HELD_OUT)
-    assert before > 3 * mean_loss(reversal_model, HELD_OUT), "there is something to heal"
+    assert before > 3 * mean_loss(reversal_model, HELD_OUT), "pruning increases the loss, so recovery can lower it"
     recovered = recover(small, reversals(1000, 2), steps=80, learning_rate=3e-3, progress=False)
     assert recovered.model is small
     assert len(small.spec.head_addresses) == 6
@@ -254,7 +254,7 @@ def test_learn_gates_correlate_with_ablation_loss(reversal_model: Transformer) -
 def test_prune_ranking_beats_random(reversal_model: Transformer) -> None:
     selection, evaluation = eval_corpus(reversal_model, reversals(120, 4)).first(99).halves()
     small = hw.prune(reversal_model, keep=0.75, corpus=selection)
-    # Of 220 cuts that could be drawn; they differ more from each other than texts do.
+    # There are 220 possible random prunings. They differ more from each other than texts do.
     result = report(
         reversal_model, small, evaluation, means=mean_activations(reversal_model, selection), seeds=100, repeats=1
     )
@@ -262,7 +262,7 @@ def test_prune_ranking_beats_random(reversal_model: Transformer) -> None:
     assert result.increase_over_random.high < 0
 
 
-# What is refused.
+# Errors.
 
 
 def test_prune_pairs_invalid_corpus_raises() -> None:
@@ -290,7 +290,7 @@ def test_prune_pairs_invalid_corpus_raises() -> None:
     with pytest.raises(HeadwiseError, match="needs pairs"):
         report(encoder_decoder, small, TEXTS)
     for options in ({"keep": 0.5}, {"heads": "cross.0.0"}, {"keep": 0.5, "fold_mean": False}):
-        with pytest.raises(HeadwiseError, match="so it needs pairs: give corpus=…"):
+        with pytest.raises(HeadwiseError, match="needs pairs of a source and a text"):
             hw.plan_pruning(encoder_decoder, PruneRequest(**options))  # pyright: ignore
     assert (
         len(hw.plan_pruning(encoder_decoder, PruneRequest(keep=0.5, ranking="random", fold_mean=False)).pruned_heads)

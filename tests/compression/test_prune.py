@@ -1,4 +1,4 @@
-"""Which heads go: against a plain loop over all of them, and with heads known to be useless; and all that is refused."""
+"""Selection of heads to prune: against a plain loop over all heads, with heads known to be useless, and errors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def total_loss(model: Transformer) -> float:
 
 
 def greedy_prune(model: Transformer, prune_counts: list[int], replacement: str) -> list[Address]:
-    """The heads that go, so many in each round, by trying every one of those left on top of those gone."""
+    """Return the heads to prune, `prune_counts[i]` in round i, by ablating every remaining head with the pruned ones."""
     means, pruned_heads = mean_activations(model, TEXTS), []
     for count in prune_counts:
         remaining = [head for head in model.spec.head_addresses if head not in pruned_heads]
@@ -62,7 +62,9 @@ def test_plan_zero_output_heads_have_zero_importance(ranking: str, fold_mean: bo
     assert [
         str(h) for h, score in zip(model.spec.head_addresses, plan.scores, strict=True) if abs(score) < 1e-12
     ] == list(dead)
-    assert ranking == "ablation" or plan.pruned_heads == dead, "others may do harm, but no slope is less steep"
+    assert ranking == "ablation" or plan.pruned_heads == dead, (
+        "other heads may have negative importance, but no zero gradient"
+    )
     assert total_loss(prune(model, heads=",".join(dead), fold_mean=fold_mean, corpus=TEXTS)) == pytest.approx(
         total_loss(model), abs=1e-9
     )
@@ -71,7 +73,7 @@ def test_plan_zero_output_heads_have_zero_importance(ranking: str, fold_mean: bo
 @torch.no_grad()
 def test_prune_constant_head_fold_mean_keeps_loss() -> None:
     model = character_model(MODELS["decoder"])
-    model.heads["1.1"].W_V.zero_()  # it always gives b_V  # pyright: ignore
+    model.heads["1.1"].W_V.zero_()  # its z is always b_V  # pyright: ignore
     assert total_loss(prune(model, heads="1.1", corpus=TEXTS)) == pytest.approx(total_loss(model), abs=1e-9)
     assert abs(total_loss(prune(model, heads="1.1", fold_mean=False)) - total_loss(model)) > 1e-3
     scores = {
@@ -98,9 +100,9 @@ def test_plan_random_ranking_follows_seed() -> None:
     assert plans[0] == plans[1]
     assert len(set(plans)) > 1
     larger_plan = plan_pruning(model, PruneRequest(keep=0.25, ranking="random", fold_mean=False)).pruned_heads
-    assert set(plans[0]) < set(larger_plan), "with one seed, who goes early goes late as well"
+    assert set(plans[0]) < set(larger_plan), "with one seed, a larger plan contains the smaller one"
     counts = np.zeros(8)
-    for seed in range(400):  # no head is favoured: 400 fair draws of one half give each 200 ± 10
+    for seed in range(400):  # 400 fair draws of one half prune each head 200 ± 10 times
         pruned_heads = plan_pruning(
             model, PruneRequest(keep=0.5, ranking="random", fold_mean=False, seed=seed)
         ).pruned_addresses
@@ -121,11 +123,11 @@ def test_plan_gates_ranking_uses_learned_gates() -> None:
 def test_prune_model_without_output_ranks_by_states() -> None:
     model = character_model(MODELS["encoder"], output="none")
     assert len(prune(model, keep=0.5, corpus=TEXTS).spec.head_addresses) == 4
-    with pytest.raises(HeadwiseError, match="use ranking='ablation'"):
+    with pytest.raises(HeadwiseError, match="Use ranking='ablation'"):
         prune(model, keep=0.5, ranking="gradient", corpus=TEXTS)
 
 
-# The source stays as it is, whatever happens.
+# The given model is not changed.
 
 
 @pytest.mark.parametrize("ranking", ["ablation", "gradient", "gates"])
@@ -164,29 +166,29 @@ def test_prune_interrupted_leaves_model_unchanged(ranking: str, rounds: int) -> 
 def test_prune_invalid_arguments_raise() -> None:
     model = character_model(MODELS["decoder"])
     cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "in one way"),
-        ({"keep": 0.5, "heads": "0.1"}, "in one way"),
+        ({}, "which heads to prune"),
+        ({"keep": 0.5, "heads": "0.1"}, "which heads to prune"),
         *(
             ({"keep": keep, "corpus": TEXTS}, "above 0 and at most 1")
             for keep in (0, -0.5, 1.5, float("nan"), "half", True)
         ),
-        ({"heads": "*", "corpus": TEXTS}, "would cut all 8 heads"),
-        ({"heads": "5.1", "corpus": TEXTS}, "names no head"),
-        ({"heads": "0.1"}, "needs a text: give corpus=…, or fold_mean=False"),
-        ({"keep": 0.5}, "needs a text"),
-        ({"keep": 0.5, "fold_mean": False}, "ranking by ablation asks the model, so it needs a text: give corpus=…"),
-        ({"keep": 0.5, "ranking": "random"}, "needs a text"),
-        ({"keep": 0.5, "ranking": "luck", "corpus": TEXTS}, "cannot be ranked by 'luck'"),
+        ({"heads": "*", "corpus": TEXTS}, "prune all 8 heads"),
+        ({"heads": "5.1", "corpus": TEXTS}, "no such head"),
+        ({"heads": "0.1"}, "folding the mean outputs of heads needs"),
+        ({"keep": 0.5}, "needs texts"),
+        ({"keep": 0.5, "fold_mean": False}, "ranking method 'ablation' needs texts"),
+        ({"keep": 0.5, "ranking": "random"}, "needs texts"),
+        ({"keep": 0.5, "ranking": "luck", "corpus": TEXTS}, "ranking: unknown method. Got 'luck'"),
         ({"keep": 0.5, "rounds": 0, "corpus": TEXTS}, "rounds must be"),
         ({"keep": 0.5, "corpus": ""}, "is empty"),
         ({"keep": 0.5, "corpus": []}, "is empty"),
         ({"heads": "0.1", "corpus": ""}, "is empty"),
-        ({"keep": 0.5, "corpus": "a"}, "two tokens"),
+        ({"keep": 0.5, "corpus": "a"}, "at least 2 tokens"),
     ]
     for arguments, message in cases:
         with pytest.raises(HeadwiseError, match=message):
             prune(model, **arguments)
-    with pytest.raises(HeadwiseError, match="got Linear"):
+    with pytest.raises(HeadwiseError, match="Got Linear"):
         prune(torch.nn.Linear(2, 2), keep=0.5)  # pyright: ignore
     encoder_decoder = character_model(MODELS["encoder-decoder"])
     with pytest.raises(HeadwiseError, match="needs pairs"):

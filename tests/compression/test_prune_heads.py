@@ -1,4 +1,4 @@
-"""Cutting: a cut head is a silent one, a folded one gives its mean; what is left is a model like any other."""
+"""Pruned heads: equal to silenced heads, or to their mean output if folded; the result is a regular model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from tests.contract.layers import (
 from tests.parity.real import smollm2_folder
 from tests.training.tiny import same_weights
 
-# Every preset, small: eight heads in two layers; and every variant of a layer, as the layer of a decoder.
+# Every preset with small sizes (eight heads in two layers), and every attention variant as the layer of a decoder.
 SMALL_PRESETS = {
     name: replace(preset(name).resized(layers=2, width=32, heads=4), vocab=17, context=19, dropout=0.0)
     for name in presets()
@@ -41,7 +41,7 @@ VARIANTS = {
     if spec.kept_heads is None and spec.kv_width == spec.width
 }
 SPECS = {**MODELS, **SMALL_PRESETS, **VARIANTS}
-PATTERNS = ("{}0.1", "{}0.0-1", "{}1.*", "{}0.0-1,{}0.3,{}1.0", "{}0.*,{}1.1-3")  # one left at the end
+PATTERNS = ("{}0.1", "{}0.0-1", "{}1.*", "{}0.0-1,{}0.3,{}1.0", "{}0.*,{}1.1-3")  # the last leaves one head
 PRUNE_CASES = [(name, pattern.format(*[""] * 4)) for name, spec in SPECS.items() for pattern in PATTERNS
         if spec.kind != "encoder-decoder" and not spec.kept_heads]  # fmt: skip
 PRUNE_CASES += [("decoder, cut", "0.3")]
@@ -66,8 +66,8 @@ def test_prune_heads_equals_silencing(name: str, pattern: str) -> None:
         silenced = run_model(model)
     small = model.prune(pattern)
     assert_equal(run_model(small), silenced, 1e-9)
-    assert (silenced - before).abs().max() > 1e-4, "the heads did write something"
-    assert torch.equal(run_model(model), before), "the model itself stays as it is"
+    assert (silenced - before).abs().max() > 1e-4, "the heads have an effect"
+    assert torch.equal(run_model(model), before), "the model itself is not changed"
     assert set(small.spec.head_addresses) == set(model.spec.head_addresses) - set(model.heads.select(pattern).addresses)
     assert sum(p.numel() for p in small.parameters()) == small.spec.num_parameters
 
@@ -97,17 +97,17 @@ def test_prune_heads_keeps_mode_family_tokenizer_and_backend() -> None:
     assert small.tokenizer is model.tokenizer
     assert [layer.backend for layer in small.attention_layers()] == ["batched", "batched"]
     assert model.to(torch.bfloat16).prune("0.1").embed.tokens.weight.dtype == torch.bfloat16
-    assert same_weights(model.prune(()), model), "nothing cut is a copy"
+    assert same_weights(model.prune(()), model), "pruning no head copies the model"
 
 
 def test_prune_heads_drops_unused_kv_heads() -> None:
-    model = make_model(MODELS["decoder, rotary"])  # four heads share two keys
+    model = make_model(MODELS["decoder, rotary"])  # four heads share two KV heads
     small = model.prune("0.0-1,1.2,1.0")
     first, second = (layer.spec for layer in small.attention_layers())
     assert (first.kv_head_ids, first.kv_of_head) == ((1,), (0, 0))
     assert (second.kv_head_ids, second.kv_of_head) == ((0, 1), (0, 1))
     assert small.state_dict()["blocks.0.attention.qkv.k.weight"].shape == (1, 6, 12)
-    pruned_twice = small.prune("0.2")  # heads keep their numbers, whoever is gone
+    pruned_twice = small.prune("0.2")  # remaining heads keep their ids
     assert [str(address) for address in pruned_twice.spec.head_addresses] == ["0.3", "1.1", "1.3"]
     assert_equal(run_model(pruned_twice), run_model(model.prune("0.0-2,1.2,1.0")), 0)
 
@@ -152,7 +152,7 @@ def test_fold_mean_equals_closed_form() -> None:
         compute_folded_biases(model, "1.0", mean_activations(model, TEXTS, "position"))
 
 
-# What is left is a model like any other.
+# A pruned model is a regular model.
 
 PLANS = [("decoder", "0.1,1.*"), ("decoder, rotary", "0.0-1,1.2"), ("decoder, parallel", "1.0-2"), ("sink", "0.*,1.3")]
 
@@ -199,7 +199,7 @@ def test_pruned_model_generate_cache_equals_no_cache(name: str, pattern: str) ->
     assert torch.equal(generated, rows)
 
 
-# Real models.
+# Pretrained models.
 
 
 @pytest.mark.parametrize(
@@ -221,23 +221,23 @@ def test_prune_heads_real_models_equal_silencing(name: str, pattern: str) -> Non
         assert_equal(model.prune(pattern, compute_folded_biases(model, pattern, means))(ids), model(ids), 1e-3)
 
 
-# What cannot be done.
+# Errors.
 
 
 def test_prune_heads_invalid_heads_raise() -> None:
     model: Any = make_model(MODELS["decoder"])
     for heads, message in (
-        ("*", "would cut all 8 heads"),
-        ("0.*,1.*", "would cut all 8 heads"),
-        ("2.1", "names no head here"),
-        ("0.9", "names no head here"),
-        ("1", "names a layer"),
+        ("*", "prune all 8 heads"),
+        ("0.*,1.*", "prune all 8 heads"),
+        ("2.1", "no such head"),
+        ("0.9", "no such head"),
+        ("1", "selects a layer"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             model.prune(heads)
-    with pytest.raises(HeadwiseError, match="got Linear"):
+    with pytest.raises(HeadwiseError, match="Got Linear"):
         hw.prune(torch.nn.Linear(2, 2), heads="0.1")  # pyright: ignore
-    with pytest.raises(HeadwiseError, match="which stack"):
+    with pytest.raises(HeadwiseError, match="does not name a stack"):
         make_model(MODELS["encoder-decoder"]).prune("0.1")
     assert isinstance(model, Transformer)
     assert isinstance(run_model(model), Tensor)

@@ -1,4 +1,4 @@
-"""A cut and its judgement in one call, as `headwise prune` makes it; requests; how often weights are hashed."""
+"""Prune studies: pruning and evaluation in one call, request fields, and the number of weight digests."""
 
 import inspect
 from dataclasses import fields
@@ -17,12 +17,12 @@ from headwise.errors import HeadwiseError
 from headwise.model import weights_digest
 from tests.compression.test_prune import MODELS, TEXTS, character_model, same_weights
 
-MANY_TEXTS = sorted({" ".join([text] * times)[:60] for text in TEXTS for times in range(1, 9)})  # enough to train on
+MANY_TEXTS = sorted({" ".join([text] * times)[:60] for text in TEXTS for times in range(1, 9)})  # enough for training
 
 
 @pytest.fixture
 def hashed_models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The models whose weights were hashed."""
+    """Return the models whose weights were hashed."""
     models, digest = [], weights_digest.weights_digest
     for module in (plans, weights_digest):
         monkeypatch.setattr(
@@ -44,9 +44,9 @@ def test_prune_parameters_match_request_fields() -> None:
 def test_prune_request_equals_keyword_arguments(hashed_models: list[Any]) -> None:
     model, request = character_model(MODELS["decoder"]), PruneRequest(keep=0.5, corpus=TEXTS, ranking="gradient")
     small = hw.prune(model, keep=0.5, corpus=TEXTS, ranking="gradient")
-    assert len(hashed_models) == 1, "a plan that was just made is not checked against the same weights again"
+    assert len(hashed_models) == 1, "a new plan is not checked against the same weights again"
     assert same_weights(small, hw.apply(hw.plan_pruning(model, request), model))
-    assert len(hashed_models) == 1 + 2, "a plan that may have lain in a file is"
+    assert len(hashed_models) == 1 + 2, "a plan that may come from a file is checked"
     with pytest.raises(TypeError, match="kep"):
         hw.prune(model, kep=0.5)  # pyright: ignore[reportCallIssue]
 
@@ -62,7 +62,7 @@ def test_prune_study_saves_model_plan_report_and_curve(tmp_path: Path, hashed_mo
     selection, evaluation = TokenizedCorpus.of(model, MANY_TEXTS).halves()
     pruned = hw.prune(model, keep=0.5, corpus=selection)
     assert result.model.spec == pruned.spec
-    assert not same_weights(result.model, pruned), "it is healed"
+    assert not same_weights(result.model, pruned), "recovery changed the weights"
     assert same_weights(hw.load(tmp_path / "small", dtype=None), result.model)
     trial = PairedEvaluator.of(model, evaluation)
     assert result.report.loss_after.mean == pytest.approx(
@@ -82,9 +82,9 @@ def test_prune_study_conflicting_arguments_raise(tmp_path: Path) -> None:
     model = character_model(MODELS["decoder"])
     plan = hw.plan_pruning(model, PruneRequest(heads="0.1", fold_mean=False))
     for arguments in ({}, {"request": PruneRequest(keep=0.5), "plan": plan}):
-        with pytest.raises(HeadwiseError, match="say which heads go, in one way"):
+        with pytest.raises(HeadwiseError, match="which heads to prune"):
             PruneStudy(**arguments)
-    with pytest.raises(HeadwiseError, match="say which heads go, in one way"):
+    with pytest.raises(HeadwiseError, match="which heads to prune"):
         prune_study(model, PruneStudy(PruneRequest(corpus=TEXTS), fractions=(0.5,)), out=tmp_path / "small")
-    with pytest.raises(HeadwiseError, match="recover_steps trains a model that was cut"):
+    with pytest.raises(HeadwiseError, match="0 if no heads are pruned"):
         PruneStudy(fractions=(0.5,), recover_steps=3)

@@ -1,4 +1,4 @@
-"""Weights at few bits, by head and part: rounded as by hand, packed as counted, and otherwise the model they came from."""
+"""Quantized weights by head and part: compared with explicit rounding, sizes by formula, and unchanged parts."""
 
 import copy
 from dataclasses import replace
@@ -21,7 +21,7 @@ MIXED = {"*": 8, "0.1": 4, "0.2:qk": 3, "0.3:vo": 2, "mlp": 3, "vocabulary": 4}
 
 
 def quantize_by_hand(x: Tensor, bits: int, group: int = 32) -> Tensor:
-    """s = max|x| / (2^(b−1) − 1) of each group of a row, s · round(x / s); in float32, as it is packed."""
+    """s = max|x| / (2^(b−1) − 1) for each group of a row, s · round(x / s), in float32 as in the package."""
     result = x.detach().float().clone()
     for row in result.view(-1, x.shape[-1]):
         for start in range(0, len(row), group):
@@ -40,7 +40,7 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 
 
 def make_wide_model(**fields: object) -> Transformer:
-    """Sizes that are no multiples of a group, several groups a row, and a key head for two heads."""
+    """Return a model with sizes that are not multiples of the group size, several groups per row, and shared KV heads."""
     attention = AttentionSpec(width=72, heads=4, kv_heads=2, head_dim=34, rotary=Rotary())
     spec = ModelSpec(vocab=31, context=19, layers=2, attention=attention, mlp_width=50, positions="none")
     model = Transformer(replace(spec, **fields)).eval()  # pyright: ignore[reportArgumentType]
@@ -53,9 +53,9 @@ def test_quantize_every_part_equals_closed_form(bits: int) -> None:
     model = make_wide_model()
     small = quantize(model, bits)
     for old, new in zip(model.heads, small.heads, strict=True):
-        for name in ("W_Q", "W_K", "W_V"):  # (D, d): along the input, which is D
+        for name in ("W_Q", "W_K", "W_V"):  # (D, d): groups along the input D
             assert_close(getattr(new, name).mT, quantize_by_hand(getattr(old, name).mT, bits))
-        assert_close(new.W_O.mT, quantize_by_hand(old.W_O.mT, bits))  # (e, D): along e, inside the head
+        assert_close(new.W_O.mT, quantize_by_hand(old.W_O.mT, bits))  # (e, D): groups along e, within the head
     for name in ("up", "down"):
         old, new = (getattr(m.blocks[1].mlp, name).weight for m in (model, small))  # pyright: ignore
         assert_close(new, quantize_by_hand(old, bits))
@@ -80,7 +80,7 @@ def test_quantize_later_rules_override_earlier() -> None:
     layer, last = (small.spec.attention_at(hook_point).weight_bits for hook_point in small.spec.layer_addresses)
     assert layer is not None
     assert (layer.q, layer.o) == ((4, 8, 3, 4), (4, 8, 4, 4))
-    assert (layer.k, layer.v) == ((8, 4), (8, 4))  # the most that the two heads ask for
+    assert (layer.k, layer.v) == ((8, 4), (8, 4))  # the maximum over the two query heads
     assert last is not None
     assert (last.q, last.k) == ((8, 8, 8, 32), (8, 32))
     for name in ("W_Q", "W_O"):
@@ -109,7 +109,7 @@ def test_quantize_equals_dequantized_model(name: str) -> None:
     assert floats.spec == model.spec
     torch.testing.assert_close(run_model(small), run_model(floats), rtol=1e-5, atol=1e-5)
     assert not torch.equal(run_model(small), run_model(model))
-    requantized = dequantize(quantize(floats, weights))  # what was rounded once is rounded to itself
+    requantized = dequantize(quantize(floats, weights))  # quantization is idempotent
     for value, requantized_value in zip(floats.state_dict().values(), requantized.state_dict().values(), strict=True):
         assert torch.equal(value, requantized_value)
 
@@ -126,7 +126,7 @@ def test_weight_footprint_equals_file_bytes(name: str, tmp_path: Path) -> None:
 
 
 def test_weight_footprint_equals_closed_form() -> None:
-    """A row of 72 numbers at 4 bits: 36 bytes and three scales of 4. A head of 34 channels; W_O has 72 rows of 34."""
+    """A row of 72 weights at 4 bits has 36 bytes and three scales of 4 bytes. Heads have 34 channels: W_O has 72 × 34."""
     small = quantize(make_wide_model(), {"*": 4})
     row, output_row = 36 + 12, 17 + 8
     heads = 2 * (4 + 2 + 2) * 34 * row + 2 * 4 * 72 * output_row
@@ -160,7 +160,7 @@ def test_load_quantized_file_with_wrong_dtype_raises(tmp_path: Path) -> None:
     state = dict(small.state_dict())
     state["embed.tokens.codes8"] = state["embed.tokens.codes8"].float()
     write_tensors(state, folder / "model.safetensors", {"format": "headwise-2", "storage": "qkv"})
-    with pytest.raises(HeadwiseError, match=r"embed.tokens.codes8 as torch.float32"):
+    with pytest.raises(HeadwiseError, match=r"but quantized weights require torch"):
         hw.load(folder)
 
 
@@ -220,15 +220,15 @@ def test_quantize_activations_only_if_requested() -> None:
     expected = torch.nn.functional.linear(quantize_by_hand(x, 8, 72), up.weight, up.bias)
     torch.testing.assert_close(up(x), expected, rtol=1e-5, atol=1e-5)
     assert not torch.equal(run_model(with_activations), run_model(eight))
-    with_large_row = torch.cat((x, 1000 * x[:1]))  # a loud row does not make the others coarse
+    with_large_row = torch.cat((x, 1000 * x[:1]))  # a large row does not change the scale of other rows
     assert torch.equal(up(with_large_row)[:5], up(x))
-    with pytest.raises(HeadwiseError, match="8, or 32 for not rounded; got 4"):
+    with pytest.raises(HeadwiseError, match="activation_bits=4"):
         quantize(model, 8, activation_bits=4)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_quantize_balanced_basis_keeps_other_heads(name: str) -> None:
-    """At 8 bits both are near the model; and heads whose weights stay as they are, only turned, compute the same."""
+    """At 8 bits both models are close to the original. Unquantized heads are only rotated and compute the same output."""
     model = make_model(MODELS[name])
     first = next(iter(model.spec.head_addresses))
     weights = {str(first): 8}
@@ -244,23 +244,23 @@ def test_quantize_invalid_arguments_raise() -> None:
     model = make_wide_model()
     small = quantize(model, 4)
     for weights, message in [
-        (5, "8, 4, 3 or 2 bits; got 5"),
-        ({"*": "4"}, "got '4'"),
-        ({"9.*": 4}, "names no head here"),
-        ({"0.1:ov": 4}, "has the pairs qk and vo"),
-        ({3: 4}, "named by head and part"),
+        (5, "bits=5: not supported"),
+        ({"*": "4"}, "bits='4'"),
+        ({"9.*": 4}, "no such head"),
+        ({"0.1:ov": 4}, "Use :qk or :vo"),
+        ({3: 4}, "keys must be strings"),
     ]:
         with pytest.raises(HeadwiseError, match=message):
             quantize(model, weights)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(HeadwiseError, match="beside those of heads are mlp and vocabulary; got 'mpl'"):
+    with pytest.raises(HeadwiseError, match="unknown part 'mpl'"):
         quantize(model, {"mpl": 4})
-    with pytest.raises(HeadwiseError, match="needs a headwise model; got Linear"):
+    with pytest.raises(HeadwiseError, match=r"must be a headwise model\. Got Linear"):
         quantize(torch.nn.Linear(2, 2), 4)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(HeadwiseError, match="at few bits already"):
+    with pytest.raises(HeadwiseError, match="already quantized"):
         quantize(small, 4)
-    with pytest.raises(HeadwiseError, match="group_size counts"):
+    with pytest.raises(HeadwiseError, match="group_size=0"):
         quantize(model, 4, group_size=0)
-    with pytest.raises(HeadwiseError, match="no basis 'svd'"):
+    with pytest.raises(HeadwiseError, match="basis='svd'"):
         quantize(model, 4, basis="svd")  # pyright: ignore[reportArgumentType]
     with pytest.raises(HeadwiseError, match=r"hw.dequantize"):
         hw.train(small, "to be or not to be " * 20, progress=False)

@@ -1,4 +1,4 @@
-"""What a plan is compared with: another of equal cost, its heads and bits drawn."""
+"""Random plans: baselines of equal size with random heads and bits."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""A new way to rank heads is one entry of a table: plans, curves, printing and the command line know it."""
+"""A new ranking method is one table entry. Plans, curves, tables and the command line use it."""
 
 import io
 import json
@@ -23,7 +23,7 @@ TEXTS = ["the cat saw the dog", "a dog ran to the tree", "it was green", "and th
 
 
 def rank_by_norm(model: ModelProtocol, ranking_input: RankingInput) -> Scores:
-    """The length of what a head writes with; no text is read."""
+    """Rank heads by the norm of W_O, without texts."""
     return {head.address: head.W_O.detach().norm().item() for head in model.heads}
 
 
@@ -49,7 +49,7 @@ def test_custom_ranker_works_in_plan_prune_curve_and_table(model: hw.Transformer
     assert [(point.ranking, point.heads) for point in points] == [("length", 3)]
     output = io.StringIO()
     show_prune_plan(plan, Console(file=output, width=120))
-    assert "a head and its score (the length of W_O)" in output.getvalue()
+    assert "scores (the length of W_O)" in output.getvalue()
 
 
 def test_custom_ranker_works_on_command_line(model: hw.Transformer, tmp_path: Path) -> None:
@@ -70,5 +70,5 @@ def test_default_rankers_without_output_exclude_gradient(model: hw.Transformer) 
         hw.ModelSpec(vocab=257, context=32, layers=1, attention=model.spec.attention, output="none")
     )
     assert default_rankings(headless) == ("ablation", "random", "length")
-    with pytest.raises(HeadwiseError, match="cannot be ranked by 'slope'"):
+    with pytest.raises(HeadwiseError, match="Got 'slope'"):
         hw.plan_pruning(model, PruneRequest(keep=0.5, ranking="slope", fold_mean=False))

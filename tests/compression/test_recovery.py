@@ -1,4 +1,4 @@
-"""Healing: a cut model, trained a little further in place, loses less on text it has not seen."""
+"""Recovery fine-tuning: a pruned model that is trained in place has a lower loss on held-out text."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ QUICK: dict[str, Any] = {"steps": 4, "batch_size": 4, "progress": False}
 
 
 def repeating_texts(count: int, seed: int, different: int = 3) -> list[str]:
-    """Texts of 24 words in which so many different ones come round again and again."""
+    """Return texts of 24 words in which `different` words repeat."""
     rng = np.random.default_rng(seed)
     return [" ".join(list(rng.choice(WORDS, different, replace=False)) * (24 // different)) for _ in range(count)]
 
@@ -49,7 +49,7 @@ def new_model(spec: ModelSpec) -> Transformer:
 
 @torch.no_grad()
 def held_out_loss(model: Transformer, different: int) -> float:
-    """The loss on other texts, read as in training, from all the logits: of each next word, or of every fifth, hidden."""
+    """Return the held-out loss from all logits: of each next word, or of every fifth word, masked."""
     tokenizer = model.tokenizer
     assert isinstance(tokenizer, Tokenizer)
     assert tokenizer.mask is not None
@@ -91,7 +91,7 @@ def test_recover_default_recipe_is_conservative(tmp_path: Path) -> None:
 
 
 def saved_recipe(folder: Path) -> dict[str, Any]:
-    """The recipe of a run."""
+    """Return the recipe of a run."""
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))["recipe"]
 
 
@@ -105,7 +105,7 @@ def test_recover_valid_text_gives_valid_loss() -> None:
     model = new_model(GROUPED)
     recovered = recover(model, repeating_texts(40, seed=0), valid=repeating_texts(10, seed=1), **QUICK)
     assert recovered.valid_loss is not None
-    # Four looks on the way, the end among them.
+    # Four evaluations, the last one at the end.
     assert len([row for row in recovered.history if "valid_loss" in row]) == 4
 
 
@@ -138,7 +138,7 @@ def test_recover_with_teacher_reduces_kl() -> None:
     full = make_student(3, layers=2)
     with torch.no_grad():
         for head in full.heads:
-            head.W_O.mul_(8.0)  # so that it matters whether a head is there
+            head.W_O.mul_(8.0)  # increases the effect of pruning a head
     small = hw.prune(full, heads="0.1,0.3,1.*", fold_mean=False)
     texts = " ".join(str(n * n) for n in range(400))
     assert full.tokenizer is not None
@@ -162,7 +162,7 @@ def test_recover_with_teacher_reduces_kl() -> None:
         progress=False,
     )
     assert teacher_kl() < before / 2
-    with pytest.raises(hw.HeadwiseError, match="give teacher="):
+    with pytest.raises(hw.HeadwiseError, match="teacher="):
         recover(small, texts, steps=1, losses="logits", progress=False)
 
 
@@ -178,5 +178,5 @@ def test_prune_study_recovers_with_full_model_as_teacher(monkeypatch: pytest.Mon
         prune_study(model, PruneStudy(request, recover_steps=2, recover_losses=losses, seeds=0))
     with_teacher = [pair for pair in teachers if pair != (None, None)]
     assert with_teacher == [(model, ("logits",)), (model, ("qkv", "maps"))], (
-        "whole models that are trained alike have no teacher"
+        "full models with the same training have no teacher"
     )

@@ -1,4 +1,4 @@
-"""What cutting brings and costs: sizes against closed forms and torch's own counter, losses against those of plain calls."""
+"""Reports of pruning: sizes against closed forms and torch's operation counter, losses against plain forward calls."""
 
 import copy
 import io
@@ -41,7 +41,7 @@ def losses(model: Transformer) -> np.ndarray:
         return np.array([float(text_loss(model, ids)) for ids in encode_texts(model)])
 
 
-COUNTS = np.array([len(text) - 1 for text in TEXTS])  # a token a letter
+COUNTS = np.array([len(text) - 1 for text in TEXTS])  # one token per letter
 
 
 # Sizes.
@@ -66,7 +66,7 @@ def test_footprint_gpt2_equals_closed_form() -> None:
 
 
 def test_footprint_kv_head_removed_with_last_head() -> None:
-    spec = preset("smollm2-135m")  # three heads to a key
+    spec = preset("smollm2-135m")  # three query heads per KV head
     assert Footprint.of(spec.without("0.0-1")).cache_bytes_per_token == Footprint.of(spec).cache_bytes_per_token
     assert (
         Footprint.of(spec.without("0.0-2")).cache_bytes_per_token
@@ -120,7 +120,7 @@ def test_report_losses_equal_plain_calls() -> None:
     random_losses = [losses(prune(model, keep=0.5, ranking="random", corpus=TEXTS, seed=seed)) for seed in range(4)]
     total = COUNTS.sum()
     assert result.texts == len(TEXTS)
-    assert result.metric == "nats a token"
+    assert result.metric == "nats per token"
     assert result.loss_before.mean == pytest.approx(before.sum() / total, abs=1e-9)
     assert result.loss_after.mean == pytest.approx(after.sum() / total, abs=1e-9)
     assert result.loss_increase.mean == pytest.approx((after - before).sum() / total, abs=1e-9)
@@ -140,7 +140,7 @@ def test_report_losses_equal_plain_calls() -> None:
         result.time.after,
         result.time.after / result.time.before,
     ]
-    assert result.time.repeats == 3, "an odd number, so that one of them is the median"
+    assert result.time.repeats == 3, "an odd number, so that one repeat is the median"
 
 
 def test_report_recovery_compared_with_equally_trained_models() -> None:
@@ -172,7 +172,7 @@ def test_report_recovery_compared_with_equally_trained_models() -> None:
     assert recovery is not None
     assert recovery.increase_over_random is not None
     assert result.random == pytest.approx([losses(candidate).sum() / total for candidate in random_models], abs=1e-9), (
-        "as before healing"
+        "random losses before recovery"
     )
     assert recovery.loss.mean == pytest.approx(pruned_loss / total, abs=1e-9)
     assert recovery.loss_increase.mean == pytest.approx((pruned_loss - before) / total, abs=1e-9)
@@ -180,10 +180,10 @@ def test_report_recovery_compared_with_equally_trained_models() -> None:
     assert recovery.increase_over_full.mean == pytest.approx((pruned_loss - full_loss) / total, abs=1e-9)
     assert recovery.random == pytest.approx([candidate / total for candidate in random_losses], abs=1e-9)
     assert recovery.increase_over_random.mean == pytest.approx((pruned_loss - np.mean(random_losses)) / total, abs=1e-9)
-    assert abs(pruned_loss - losses(small).sum()) > 1e-3, "healing did something"
+    assert abs(pruned_loss - losses(small).sum()) > 1e-3, "recovery changed the loss"
     named = {str(row[0]): row[1] for row in result.loss_rows()}
-    assert named["before, trained alike"] == recovery.full_loss.mean
-    assert named["random cuts, healed, 2 seeds: mean, least, most"] == pytest.approx(np.mean(recovery.random))
+    assert named["before, same training"] == recovery.full_loss.mean
+    assert named["random pruning, recovered, 2 seeds: mean, min, max"] == pytest.approx(np.mean(recovery.random))
     recovered = copy.deepcopy(small)
     train(recovered)
     second = report(model, small, TEXTS, seeds=0, repeats=1, length=8, recover=train, recovered=recovered)
@@ -191,7 +191,7 @@ def test_report_recovery_compared_with_equally_trained_models() -> None:
     assert second.recovered.loss == recovery.loss
     assert second.to_dict()["recovered"]["increase_over_random"] is None
     for options in ({"recovered": recovered}, {"recovered": model, "recover": train}):
-        with pytest.raises(HeadwiseError, match="must be trained alike"):
+        with pytest.raises(HeadwiseError, match="recovered: must be a trained copy"):
             report(model, small, TEXTS, **options)  # pyright: ignore
 
 
@@ -200,7 +200,7 @@ def make_evaluation(counts: list[int]) -> PairedEvaluator:
 
 
 def test_difference_from_draws_equals_t_interval() -> None:
-    """Where texts do not differ, it is the interval of Student's test over the draws; where draws do not, over texts."""
+    """It is the Student t interval over draws if texts do not differ, and over texts if draws do not differ."""
     draws = [2.0, 2.5, 2.1, 2.9]
     estimate = make_evaluation([3] * 5).difference_from_random(
         np.full(5, 3 * 1.7), [np.full(5, 3 * loss) for loss in draws]
@@ -214,13 +214,13 @@ def test_difference_from_draws_equals_t_interval() -> None:
     assert (estimate.low, estimate.high) == pytest.approx((expected.low, expected.high))
     single = make_evaluation([3] * 6).difference_from_random(texts, [np.full(6, 5.0)])
     assert single.mean == pytest.approx(np.mean(texts - 5) / 3)
-    assert math.isnan(single.low), "one draw says nothing of others"
+    assert math.isnan(single.low), "a single draw has no interval"
     same = make_evaluation([2, 3]).difference_from_random(np.array([2.0, 3.0]), [np.array([4.0, 6.0])] * 2)
     assert (same.mean, same.low, same.high) == (-1, -1, -1)
 
 
 def test_difference_from_draws_interval_has_nominal_coverage() -> None:
-    """Cuts and texts drawn anew a thousand times, the true difference 0: intervals over texts alone miss it mostly."""
+    """Sample prunings and texts a thousand times with a true difference of 0. Intervals over texts alone mostly miss it."""
     rng, n, S, times = np.random.default_rng(3), 24, 3, 1000
     counts = rng.integers(5, 30, n)
     covered = covered_over_texts = 0
@@ -237,11 +237,11 @@ def test_difference_from_draws_interval_has_nominal_coverage() -> None:
     assert covered_over_texts / times < 0.6
 
 
-# Seconds.
+# Timing.
 
 
 def test_timing_reports_median_turn() -> None:
-    """Medians of each side alone, .083 and .086, say nothing of turns whose median share is 1.34."""
+    """The medians of each side, 0.083 and 0.086, do not give the median ratio of 1.34."""
     turns = [(0.083, 0.111), (0.060, 0.086), (0.080, 0.070), (0.090, 0.085), (0.085, 0.115)]
     timing = PairedTiming.median_of(turns)
     assert (timing.before, timing.after) == (0.083, 0.111)
@@ -253,7 +253,7 @@ def test_timing_reports_median_turn() -> None:
     slower = PairedTiming.median_of([(1.0, 1.2), (1.0, 1.1), (1.0, 1.3)])
     assert slower.is_clearly_different
     assert str(slower) == "1.150–1.250"
-    assert str(PairedTiming.median_of([(2.0, 1.0)])) == "one turn"
+    assert str(PairedTiming.median_of([(2.0, 1.0)])) == "one repeat"
     assert not PairedTiming.median_of([(2.0, 1.0)]).is_clearly_different
 
 
@@ -285,7 +285,7 @@ def test_report_intervals_are_bootstrap_over_texts() -> None:
 def test_report_nothing_pruned_costs_zero() -> None:
     model = character_model(MODELS["encoder"])
     result = report(model, prune(model, keep=1, corpus=TEXTS), TEXTS, repeats=1)
-    single = report(model, model, TEXTS[:1], repeats=1)  # one text has no spread
+    single = report(model, model, TEXTS[:1], repeats=1)  # one text has no variance
     assert math.isnan(single.loss_increase.low)
     assert single.to_dict()["loss_increase"] == {"mean": 0.0, "low": None, "high": None}
     assert (result.loss_increase.mean, result.loss_increase.low, result.loss_increase.high) == (0, 0, 0)
@@ -307,8 +307,8 @@ def test_report_invalid_arguments_raise() -> None:
     model = character_model(MODELS["decoder"])
     small = prune(model, heads="0.1", fold_mean=False)
     for before, after, corpus, message in (
-        (small, model, TEXTS, "give the full model first"),
-        (model, small, "a", "two tokens"),
+        (small, model, TEXTS, "Pass the full model first"),
+        (model, small, "a", "no text is long enough to have a target"),
         (model, small, [], "is empty"),
     ):
         with pytest.raises(HeadwiseError, match=message):
@@ -317,7 +317,7 @@ def test_report_invalid_arguments_raise() -> None:
         PairedEvaluator.of(character_model(MODELS["encoder-decoder"]), TEXTS)
 
 
-# Two halves.
+# Splitting a corpus in halves.
 
 
 def test_halves_split_texts_deterministically() -> None:
@@ -331,25 +331,23 @@ def test_halves_split_texts_deterministically() -> None:
     assert abs(len(first_half) - len(second_half)) <= 1
     assert sorted([*first_half, *second_half]) == sorted(TEXTS)
     assert halves(TEXTS[::-1]) == [first_half[::-1], second_half[::-1]], (
-        "wherever a text stands, it is in the same half"
+        "the half of a text does not depend on its position"
     )
     pairs = [f"{kind} {number}" for number in range(100) for kind in ("question", "answer")]
     num_questions = sum(text.startswith("question") for text in halves(pairs)[0])
-    assert 30 < num_questions < 70, "a file of alternating pairs is not split along the pair"
+    assert 30 < num_questions < 70, "a file with alternating questions and answers is not split into the two kinds"
     duplicate_halves = halves(["a b", "c d", "a b", "e f"])
-    assert ["a b" in half for half in duplicate_halves].count(True) == 1, (
-        "a text that comes twice is chosen on or judged by, not both"
-    )
+    assert ["a b" in half for half in duplicate_halves].count(True) == 1, "a duplicated text is in one half only"
     chunked = TokenizedCorpus.of(model, "the cat sat " * 30, 12).first(10)
     assert [sample.text for sample in chunked] == ["the cat sat "] * 10
     assert [sample.index for half in TokenizedCorpus.of(model, TEXTS).halves() for sample in half] == [0, 1, 0, 1]
     with pytest.raises(HeadwiseError, match="a single text"):
         halves(["the cat"])
-    with pytest.raises(HeadwiseError, match="a limit of 0"):
+    with pytest.raises(HeadwiseError, match="number of texts must be at least 1"):
         TokenizedCorpus.of(model, TEXTS).first(0)
 
 
-# The curve.
+# Pruning curves.
 
 
 def test_curve_points_equal_prunes_at_every_fraction() -> None:
@@ -375,13 +373,13 @@ def test_curve_points_equal_prunes_at_every_fraction() -> None:
         assert point.loss_increase.mean == pytest.approx(np.mean(expected) - full / total, abs=1e-9)
         if point.ranking == "random":
             assert (point.loss.low, point.loss.high) == pytest.approx((min(expected), max(expected)), abs=1e-9)
-    assert progress_calls[-1] == ("measuring cuts", 8, 8)
+    assert progress_calls[-1] == ("pruned models", 8, 8)
     assert len(result.points_by_ranking("random")) == 2
     assert len(result.rows()) == 6
 
 
 def test_curve_reports_actual_kept_fraction() -> None:
-    model = character_model(MODELS["decoder"])  # 8 heads: .3 of them are 2, and so are .28; .7 are 6
+    model = character_model(MODELS["decoder"])  # 8 heads: fractions 0.3 and 0.28 are 2 heads, 0.7 is 6
     result = pruning_curve(model, TEXTS, keep_fractions=(0.7, 0.3, 0.28), rankings=("random",), seeds=1)
     assert [(p.kept_fraction, p.heads) for p in result.points] == [(0.75, 6), (0.25, 2)]
     assert [row[1] for row in result.rows()] == [0.75, 0.25]
@@ -413,7 +411,7 @@ def test_curve_separate_texts_and_given_scores() -> None:
         "ablation",
         "random",
     ]
-    with pytest.raises(HeadwiseError, match="a curve needs"):
+    with pytest.raises(HeadwiseError, match="at least one of each"):
         pruning_curve(model, TEXTS, keep_fractions=())
     with pytest.raises(HeadwiseError, match="above 0 and at most 1"):
         pruning_curve(model, TEXTS, keep_fractions=(0.5, 0.0))

@@ -1,4 +1,4 @@
-"""Key heads that stream: plans of caches, how heads are chosen, beside chance; and pass keys."""
+"""Streaming KV heads: cache plans, ranking methods compared with explicit computations, and pass keys."""
 
 import json
 from contextlib import ExitStack
@@ -52,7 +52,7 @@ def test_plan_cache_policies_save_load_apply(tmp_path: Path) -> None:
             assert torch.equal(model(piece, cache=by_plan), changed(piece, cache=by_spec))
     assert by_plan.nbytes == by_spec.nbytes
     assert str(plan).splitlines() == [
-        "3 of 6 key heads keep less, named by hand.", "  streaming 1 + 3: 0.0 0.1", "  8 bits: 2.1",
+        "3 of 6 KV heads cache less, named by hand.", "  streaming 1 + 3: 0.0 0.1", "  8 bits: 2.1",
     ]  # fmt: skip
 
 
@@ -73,10 +73,10 @@ def test_plan_prunes_heads_and_streams_kv_heads() -> None:
         streaming(model, model.spec.cached_kv_head_addresses[2:3], CachePolicy(bits=8)),
     ):
         assert_equal(small(ids), model(ids), 1e-9)
-    with pytest.raises(HeadwiseError, match=r"use hw\.apply\(plan, model\)\.cache\(\)"):
+    with pytest.raises(HeadwiseError, match=r"Use hw\.apply\(plan, model\)\.cache\(\)"):
         model.cache(plan)
-    assert "3 of 12 heads are cut" in str(plan)
-    assert "3 of 6 key heads keep less" in str(plan)
+    assert "3 of 12 heads are pruned" in str(plan)
+    assert "3 of 6 KV heads cache less" in str(plan)
 
 
 def test_plan_second_cache_plan_keeps_first() -> None:
@@ -94,31 +94,31 @@ def test_plan_cache_invalid_arguments_raise() -> None:
     plan = hw.plan_pruning(model, cache={"0.0": SMALL_POLICY})
     for other, message in (
         (make_model(replace(model.spec, layers=2)), "made for another model"),
-        (make_model(model.spec, seed=5), "other weights of the same sizes"),
+        (make_model(model.spec, seed=5), "other weights"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             hw.apply(plan, other)
         with pytest.raises(HeadwiseError, match=message):
             other.cache(plan)
-    with pytest.raises(HeadwiseError, match="a cache is 'dynamic', 'static', 'sliding' or what a Plan says; got 3"):
+    with pytest.raises(HeadwiseError, match="kind=3"):
         model.cache(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(HeadwiseError, match="say which heads go, in one way"):
+    with pytest.raises(HeadwiseError, match="which heads to prune"):
         hw.plan_pruning(model)
-    with pytest.raises(HeadwiseError, match="keeps no cache, for an encoder"):
+    with pytest.raises(HeadwiseError, match="no KV cache, because an encoder"):
         hw.plan_pruning(character_model(MODELS["encoder"]), cache={"0.0": SMALL_POLICY})
-    with pytest.raises(HeadwiseError, match="32, 16, 8, 4 bits; got 3"):
+    with pytest.raises(HeadwiseError, match="bits=3"):
         hw.plan_pruning(model, cache={"0.0": 3})
     text = json.loads(plan.to_json())
     for damaged, message in (
-        ({"cache": [{"heads": ["7.7"], "policy": {"bits": 8}}]}, "names no head here"),
-        ({"cache": [{"heads": ["0.0"], "policy": {"bits": 5}}]}, "bits; got 5"),
+        ({"cache": [{"heads": ["7.7"], "policy": {"bits": 8}}]}, "no such head"),
+        ({"cache": [{"heads": ["0.0"], "policy": {"bits": 5}}]}, "bits=5"),
         ({"cache_scores": [1.0]}, "1 scores for 6 heads"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             Plan.from_json(json.dumps(text | damaged))
 
 
-# Choosing.
+# Ranking methods.
 
 
 @pytest.mark.parametrize("ranking", STREAM_RANKERS)
@@ -145,7 +145,7 @@ def test_plan_streaming_every_ranking_selects_fraction(ranking: str, name: str) 
 
 @torch.no_grad()
 def test_plan_streaming_attention_equals_attention_outside_window() -> None:
-    """Over all rows that have forgotten anything, from whole maps."""
+    """Over all rows after the first eviction, from full attention maps."""
     model, text = make_reader(), LONG[0]
     plan = hw.plan_streaming(model, StreamingRequest(0.5, **SMALL_WINDOW, ranking="attention", corpus=[text]))
     assert model.tokenizer is not None
@@ -158,13 +158,13 @@ def test_plan_streaming_attention_equals_attention_outside_window() -> None:
     for layer in maps:
         rows = [layer[:, i, 1 : i - 2].sum(-1) for i in range(4, ids.shape[1])]
         mass = torch.stack(rows).mean(0)  # (H,)
-        expected += [mass[:2].max(), mass[2:].max()]  # one reader that looks far is enough
+        expected += [mass[:2].max(), mass[2:].max()]  # maximum over the query heads of a KV head
     assert plan.cache_scores == pytest.approx(torch.stack(expected).tolist(), abs=1e-6)
 
 
 @torch.no_grad()
 def test_plan_streaming_output_equals_output_change() -> None:
-    """Layer by layer on the whole model's stream, beside layers of models in which one key head streams."""
+    """Layer by layer on the residual stream of the full model, with layers of models in which one KV head streams."""
     model, text = make_reader(), LONG[0]
     plan = hw.plan_streaming(model, StreamingRequest(0.5, **SMALL_WINDOW, ranking="output", corpus=[text]))
     assert model.tokenizer is not None
@@ -185,7 +185,7 @@ def test_plan_streaming_output_equals_output_change() -> None:
 
 @torch.no_grad()
 def test_plan_streaming_second_round_ranks_with_first_streaming() -> None:
-    """Scores of the second round, beside layers of models in which those of the first and one more stream."""
+    """Scores of the second round equal those of models in which the heads of the first round and one more stream."""
     model, text = make_reader(), LONG[0]
     once, twice = (
         hw.plan_streaming(
@@ -193,7 +193,7 @@ def test_plan_streaming_second_round_ranks_with_first_streaming() -> None:
         )
         for fraction, rounds in ((0.5, 1), (1.0, 2))
     )
-    first_heads = once.cache[0].heads  # half of the heads is what the first of two rounds chooses of all
+    first_heads = once.cache[0].heads  # the first of two rounds selects half of the streaming heads
     scores = dict(zip(map(str, model.spec.cached_kv_head_addresses), twice.cache_scores, strict=True))
     first = dict(zip(map(str, model.spec.cached_kv_head_addresses), once.cache_scores, strict=True))
     assert {head: scores[head] for head in first_heads} == {head: first[head] for head in first_heads}
@@ -220,7 +220,7 @@ def test_plan_streaming_second_round_ranks_with_first_streaming() -> None:
 
 @torch.no_grad()
 def test_plan_streaming_protected_retrieval_heads_stay_full() -> None:
-    """The best by role stay whole, though they would be first to stream by what they write."""
+    """The best heads by role keep their full cache, although they have the lowest scores by output change."""
     model, text = make_reader(), "to be or not to be that is the question " * 4
     roles = hw.plan_streaming(model, StreamingRequest(0.0, **SMALL_WINDOW, ranking="role"))
     heads = model.spec.cached_kv_head_addresses
@@ -235,7 +235,7 @@ def test_plan_streaming_protected_retrieval_heads_stay_full() -> None:
 
 
 def test_plan_streaming_loss_equals_loss_increase() -> None:
-    """From plans of one head each, applied; before the fifth token nothing can differ."""
+    """From applied plans of one head each. Nothing can differ before the fifth token."""
     model, text = make_reader(), LONG[0]
     plan = hw.plan_streaming(model, StreamingRequest(0.5, **SMALL_WINDOW, ranking="loss", corpus=[text]))
     assert model.tokenizer is not None
@@ -253,7 +253,7 @@ def test_plan_streaming_loss_equals_loss_increase() -> None:
 
 
 def test_plan_streaming_long_range_head_stays_full() -> None:
-    """Blind to what is said, heads lean on what is near by ALiBi's slopes alone: 1/4, 1/16, 1/64 and 1/256."""
+    """Heads ignore content and attend to near tokens by the ALiBi slopes alone: 1/4, 1/16, 1/64 and 1/256."""
     model = character_model(MODELS["decoder, parallel"], layers=1)
     with torch.no_grad():
         for head in model.heads:
@@ -267,19 +267,19 @@ def test_plan_streaming_long_range_head_stays_full() -> None:
 def test_plan_streaming_invalid_arguments_raise() -> None:
     model = make_reader()
     for options, message in (
-        ({"ranking": "luck"}, "cannot be ranked by 'luck'"),
-        ({"corpus": None}, r"needs a text: give corpus=…"),
-        ({"fraction": 1.5}, "from 0 to 1; got 1.5"),
-        ({"max_length": 4}, "so nothing is forgotten; give a larger"),
+        ({"ranking": "luck"}, "unknown method. Got 'luck'"),
+        ({"corpus": None}, r"needs texts"),
+        ({"fraction": 1.5}, "from 0 to 1. Got 1.5"),
+        ({"max_length": 4}, "no token is evicted. Increase max_length"),
         ({"corpus": ["at"]}, "no text is longer than the 4 tokens"),
-        ({"ranking": "gates", "gate_steps": 0}, "1 or more; got 0"),
-        ({"rounds": 0}, "in rounds, 1 or more; got 0"),
-        ({"protected_fraction": 0.75}, "never stream, at most 0.5; got 0.75"),
-        ({"ranking": "role", "rounds": 2}, r"rounds say nothing; choose by attention \| output \| loss"),
+        ({"ranking": "gates", "gate_steps": 0}, "gate_steps: must be at least 1. Got 0"),
+        ({"rounds": 0}, "rounds: must be an integer of at least 1. Got 0"),
+        ({"protected_fraction": 0.75}, "0.5. Got 0.75"),
+        ({"ranking": "role", "rounds": 2}, r"Use rounds=1, or ranking=attention \| output \| loss"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             hw.plan_streaming(model, StreamingRequest(**{"corpus": LONG, **SMALL_WINDOW} | options))  # pyright: ignore
-    with pytest.raises(HeadwiseError, match="keep less already"):
+    with pytest.raises(HeadwiseError, match="a reduced cache already"):
         hw.plan_streaming(
             hw.apply(hw.plan_pruning(model, cache={"0.0": 8}), model), StreamingRequest(corpus=LONG, **SMALL_WINDOW)
         )
@@ -287,7 +287,7 @@ def test_plan_streaming_invalid_arguments_raise() -> None:
         hw.plan_streaming(character_model(MODELS["encoder"]), StreamingRequest(corpus=LONG, **SMALL_WINDOW))
 
 
-# What it costs.
+# Reports.
 
 
 def test_report_streaming_compared_with_random_plans() -> None:
@@ -303,7 +303,7 @@ def test_report_streaming_compared_with_random_plans() -> None:
     assert all(sorted(len(rule.heads) for rule in spec.cache) == [1, 3] for spec in random_specs)
     assert all(len(spec.head_addresses) == 11 for spec in random_specs)
     assert len({spec.cache for spec in random_specs}) > 2
-    # 20 tokens, 6 + 6 numbers of 8 bytes; 4 tokens are held by those that stream, 2 · (6 + 4) bytes at 8 bits
+    # 20 tokens of 6 + 6 numbers of 8 bytes; streaming KV heads cache 4 tokens; 2 · (6 + 4) bytes per token at 8 bits
     assert result.before.cache_bytes_per_token == 6 * 12 * 8
     assert result.after.cache_bytes_per_token == round((3 * 4 * 96 + 20 * 20 + 2 * 20 * 96) / 20)
 
@@ -331,7 +331,7 @@ def test_make_cases_have_length_and_hidden_key() -> None:
         assert len(case.key) == KEY_DIGITS
         assert text.endswith("What is the pass key? The pass key is")
         assert abs(text.index("The pass key is") / (300 - 115) - case.depth) < 0.1
-    with pytest.raises(HeadwiseError, match="the text has 10"):
+    with pytest.raises(HeadwiseError, match="a text of 10 tokens"):
         make_passkey_cases(model, ["some words"], 300)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import headwise as hw
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.long_offsets import LENGTH, STREAMING_POLICY, FarPositionTaskMetric
-from headwise.analysis.roles.prompt_roles import streaming_candidate_mask
+from headwise.analysis.roles.prompt_role_definitions import streaming_candidate_mask
 from headwise.compression.cache_study import CacheStudy, cache_study
 from headwise.compression.streaming_cost import (
     BOUND,
@@ -99,7 +99,7 @@ def test_streaming_cost_built_induction_head_fails(induction: WordModel, evaluat
     assert costs["running text"].mean == pytest.approx(0, abs=BOUND)
     assert costs["random tokens repeated"].low > 1
     assert costs["nouns repeated"].low > 1
-    assert costs["facts asked for later"].low > BOUND
+    assert costs["facts recalled later"].low > BOUND
     assert not test.passed
 
 
@@ -154,11 +154,11 @@ def test_cache_study_passkeys_reports_losses_on_retrieval_texts(induction: WordM
         assert report is not None
         assert [cost.kind for cost in report.retrieval] == list(KINDS[1:])
         assert all((cost.loss_increase.low > BOUND) == lost for cost in report.retrieval)
-        assert [row[0] for row in report.loss_rows()][-1] == "this plan − whole, facts asked for later"
+        assert [row[0] for row in report.loss_rows()][-1] == "this plan − full cache, facts recalled later"
 
 
 def test_streaming_cost_model_without_retrieval_never_passes() -> None:
-    """A model that cannot repeat anything loses nothing, and that is no evidence."""
+    """A model that cannot repeat anything has no loss increase. This must not count as evidence."""
     built = WordModel(words(), heads=1, positions=LENGTH)
     built.set_head("0.0", position_scores=scores_to_offset(1, num_positions=LENGTH), output_map=torch.eye(built.V))
     evaluation = StreamingEvaluator.of(built.model, STREAMING_POLICY, texts())

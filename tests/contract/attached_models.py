@@ -1,7 +1,7 @@
 # ruff: noqa: C408 (sizes read better as keywords)
-"""One small model of every kind, ours and attached, with what each is asked: the whole contract suite runs over these.
+"""Small models of every kind, native and attached, with their inputs. The contract suite runs over these models.
 
-In double precision, with weights large enough that every head matters, and with dropout, so that a mode left on would show.
+Models are in float64, with weights large enough that every head matters, and with dropout, so that training mode is visible.
 """
 
 import copy
@@ -65,12 +65,12 @@ HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         d_model=12, encoder_layers=2, decoder_layers=2, encoder_attention_heads=3, decoder_attention_heads=3,
         encoder_ffn_dim=20, decoder_ffn_dim=20, vocab_size=VOCAB, max_position_embeddings=48, attention_dropout=0.3,
         pad_token_id=END, bos_token_id=END, eos_token_id=END, decoder_start_token_id=END, forced_eos_token_id=None)),
-    # Learned sinks and capped scores, on the eager functions of their own files.
+    # Learned sinks and softcaps, with the eager attention functions of their own files.
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", GROUPED | dict(
         sliding_window=4, num_local_experts=2, num_experts_per_tok=1, experts_implementation="eager")),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GROUPED | dict(
         sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=5.0)),
-    # Off the interface: what their modules call is watched.
+    # Not on the attention interface of transformers: the calls of their modules are traced.
     "falcon": ("FalconForCausalLM", "FalconConfig", dict(
         hidden_size=12, num_hidden_layers=2, num_attention_heads=3, ffn_hidden_size=20, vocab_size=VOCAB, alibi=False,
         new_decoder_architecture=False, multi_query=False, bias=True, attention_dropout=0.3, hidden_dropout=0.3,
@@ -99,10 +99,10 @@ NATIVE = {
     "encoder-decoder": hw.ModelSpec(**NATIVE_SIZES, attention=ATTENTION, kind="encoder-decoder"),
 }
 NAMES = (*NATIVE, *HF_MODELS)
-# Their softmax is in single precision, where the smallest double is -inf: a row of padding that sees nothing is NaN in plain
-# transformers too, and with it what follows. So they run in single precision.
+# Their softmax is in single precision, in which the smallest double is -inf: a row of padding without visible keys is NaN in
+# plain transformers too, and so are later layers. So these models run in single precision.
 DTYPES = {"gemma2": torch.float32, "bloom": torch.float32}
-SINGLE_PRECISION = (*DTYPES, "gptj", "gpt_neo")  # the last two multiply queries and keys in single precision
+SINGLE_PRECISION = (*DTYPES, "gptj", "gpt_neo")  # the last two compute scores in single precision
 TOLERANCE = 1e-9
 DECODERS = (
     "decoder",
@@ -120,10 +120,10 @@ DECODERS = (
 ENCODERS = ("encoder", "bert", "deberta", "mpnet")
 ENCODER_DECODERS = ("encoder-decoder", "bart")
 GENERATORS = (*DECODERS, *ENCODER_DECODERS)
-# Which norm stands before heads is known of these (docs/attach.md); of others it is not told.
+# The input norms of these models are known (docs/attach.md); those of other models are not.
 PRE_NORM = ("decoder", "encoder-decoder", "gpt2", "llama", "mistral", "gpt_neox", "gpt_oss", "gptj")
-POST_NORM = ("encoder", "bert", "bart")  # no norm before heads, and known to have none
-NOT_PRUNABLE = {"bloom": "cannot be called without them"}  # masks made for all heads, in which each has its slope
+POST_NORM = ("encoder", "bert", "bart")  # post-norm models, which have no input norms
+NOT_PRUNABLE = {"bloom": "cannot be pruned"}  # its masks are built for all heads, each with its slope
 NO_RESIDUAL_STREAM = {"gemma2": "they may be capped"}
 
 each_model = pytest.mark.parametrize("name", NAMES)
@@ -131,16 +131,16 @@ each_model = pytest.mark.parametrize("name", NAMES)
 
 @cache
 def cached_model(name: str) -> Any:
-    """The model of a name, built once: whoever looks leaves it as it was, which is half of the contract."""
+    """Return the model of a name, built once. Tests must leave it unchanged, which is part of the contract."""
     return new_model(name)
 
 
 @cache
 def tolerance(name: str) -> float:
-    """How far apart two ways to the same logits may be.
+    """Return the tolerance of logits that are computed in two ways.
 
-    1e-9; for a model that rounds to single precision on its way, ten times what plain transformers itself is off by where a
-    text is padded and where it is not, which may be no more than 1e-5 of the largest logit.
+    It is 1e-9. For a model that computes partly in single precision, it is ten times the difference between padded and
+    unpadded texts in plain transformers, which must be at most 1e-5 of the largest logit.
     """
     if name not in SINGLE_PRECISION:
         return TOLERANCE
@@ -156,7 +156,7 @@ def tolerance(name: str) -> float:
 
 
 def new_model(name: str) -> Any:
-    """A model that may be spoilt."""
+    """Return a new model that a test may change."""
     inner = build_model(name)
     if name in NATIVE:
         inner.tokenizer = TOKENIZER
@@ -165,7 +165,7 @@ def new_model(name: str) -> Any:
 
 
 def build_model(name: str) -> Any:
-    """A model as it is built, not attached."""
+    """Return the model before it is attached."""
     torch.manual_seed(3)
     if name in NATIVE:
         inner: Any = hw.Transformer(NATIVE[name])
@@ -182,7 +182,7 @@ def build_model(name: str) -> Any:
 
 
 def batch(name: str, side: str = "none") -> dict[str, Tensor]:
-    """Two texts as token ids, the shorter one padded on a side ("none": as long as the shorter one, both)."""
+    """Return token ids of two texts, the shorter one padded on a side, or both truncated to the shorter one for "none"."""
     rows = [TOKENIZER.encode(text) for text in TEXTS[:2]]
     ids, attention_mask = pad_rows(rows, side)
     inputs = {"ids": ids} if attention_mask is None else {"ids": ids, "attention_mask": attention_mask}
@@ -208,15 +208,15 @@ def pad_rows(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor | None]:
 
 @torch.no_grad()
 def logits(model: Any, inputs: dict[str, Tensor], **extra: Any) -> Tensor:
-    """What it says at real tokens, one text after the other: (tokens, V)."""
-    output = model(**inputs, **extra)
+    """Return the logits at real tokens of all texts, (tokens, V)."""
+    output = model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, **extra)
     real = inputs.get("attention_mask")
-    return output.flatten(0, 1) if real is None else output[real]
+    return output.flatten(0, 1) if real is None else output[real.to(model.device)]
 
 
 @contextmanager
 def scaled_copy(model: Any, address: Any, amount: float) -> Iterator[Any]:
-    """A copy whose W_O is scaled at one head: the other way to silence it."""
+    """Return a copy with W_O of one head scaled, which is another way to silence the head."""
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.heads[address].W_O.mul_(amount)
@@ -224,7 +224,7 @@ def scaled_copy(model: Any, address: Any, amount: float) -> Iterator[Any]:
 
 
 def sample_heads(model: Any) -> list[Any]:
-    """Of every stack the first layer's last head, and the last layer's first."""
+    """Return the last head of the first layer and the first head of the last layer of every stack."""
     by_stack: dict[str, list[Any]] = {}
     for address in model.heads.addresses:
         by_stack.setdefault(address.stack, []).append(address)
@@ -239,7 +239,7 @@ def sample_heads(model: Any) -> list[Any]:
 
 @contextmanager
 def training_mode(model: Any) -> Iterator[None]:
-    """A model in training mode, but for one part; on leaving it must be so still."""
+    """Set training mode except for one module, and check on exit that the modes are unchanged."""
     modes = {part: part.training for part in model.modules()}
     model.train()
     next(part for part in model.modules() if not list(part.children())).training = False

@@ -1,5 +1,4 @@
-"""Every verb that looks at a model or changes a copy of it, as one call on any model of the contract suite, and what it gives
-as plain numbers."""
+"""Every function that analyzes a model or changes a copy of it, as one call on any model of the contract suite."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +44,7 @@ ModelFunction = Callable[[Any, str], object]
 
 
 def corpus(name: str) -> list[Any]:
-    """Texts, or for an encoder-decoder pairs of them."""
+    """Return texts, or pairs of texts for an encoder-decoder."""
     return (
         [TextPair(text, other) for text, other in zip(TEXTS, TEXTS[::-1], strict=True)]
         if name in ENCODER_DECODERS
@@ -58,14 +57,14 @@ def _head(model: Any) -> str:
 
 
 def _logits_within(model: Any, name: str, context: AbstractContextManager[Any]) -> Tensor:
-    """What a model says while heads are changed. That pass is the caller's own, so it is made in eval mode here."""
+    """Return the logits inside a context that changes heads. The test runs the forward pass, so it sets evaluation mode."""
     with context, eval_mode(model):
         return logits(model, batch(name))
 
 
 def _other_run(model: Any, name: str) -> Any:
-    """What heads give on other texts of as many tokens."""
-    inputs: dict[str, Any] = {part: ids.flip(0) for part, ids in batch(name).items()}
+    """Return head outputs on other texts with the same number of tokens."""
+    inputs: dict[str, Any] = {part: ids.flip(0).to(model.device) for part, ids in batch(name).items()}
     return record_z(model, **inputs)
 
 
@@ -75,7 +74,7 @@ def _maps(model: Any, name: str) -> list[Tensor]:
 
 
 def _z(model: Any, inputs: dict[str, Any]) -> object:
-    return record_z(model, **inputs).z
+    return record_z(model, **{part: ids.to(model.device) for part, ids in inputs.items()}).z
 
 
 def _means(profile: hw.Profile) -> list[np.ndarray]:
@@ -155,13 +154,13 @@ def _history(model: Any) -> object:
 
 
 def flatten_numbers(value: Any) -> list[float]:
-    """All numbers in what a verb gave, in order; what was timed is left out."""
+    """Return all numbers of a result in order, without timings."""
     return list(_iter_numbers(value))
 
 
 def _iter_numbers(value: Any) -> Iterator[float]:
     if isinstance(value, Tensor):
-        yield from value.detach().double().flatten().tolist()
+        yield from value.detach().cpu().double().flatten().tolist()
     elif isinstance(value, np.ndarray):
         yield from value.astype(float).ravel().tolist() if value.dtype.kind in "fiub" else ()
     elif isinstance(value, bool | int | float):

@@ -1,4 +1,4 @@
-"""What the tests of layers and models share: variants of both with random weights, and cutting a state dict by hand."""
+"""Shared helpers of layer and model tests: variants with random weights, and pruning of state dicts by slicing."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from headwise.kernels import BACKENDS, Mask, causal
 from headwise.model import ModelProtocol, Transformer
 from headwise.spec import AttentionSpec, LayerAddress, ModelSpec, Rotary
 
-# Sizes that cannot be mistaken for each other; head_dim is even, for rotary positions.
+# All sizes are different. head_dim is even, for rotary positions.
 B, T, S, WIDTH, HEADS, HEAD_DIM = 2, 5, 7, 20, 4, 6
 PLAIN = AttentionSpec(width=WIDTH, heads=HEADS, head_dim=HEAD_DIM)
 
@@ -77,12 +77,12 @@ def assert_equal(got: Any, want: Any, tolerance: float = 1e-10) -> None:
 
 
 def backends_for(spec: AttentionSpec) -> list[str]:
-    """Every backend that takes the layer: the fused kernel cannot cap scores."""
+    """Return every backend that supports the layer. The fused kernel does not support a softcap."""
     return [name for name in ("auto", *BACKENDS) if name != "fused" or spec.softcap is None]
 
 
 def randomize(module: torch.nn.Module, seed: int = 0) -> None:
-    """Random numbers everywhere, also in biases, norms, gates and sinks, where fresh weights would hide a mistake."""
+    """Set random values in all parameters, including biases, norms, gates and sinks, whose defaults would hide errors."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -102,7 +102,7 @@ def make_model(spec: ModelSpec, seed: int = 0, **options: Any) -> Transformer:
 
 
 def make_varied_model(spec: ModelSpec, seed: int = 0) -> Transformer:
-    """One whose greedy text does not soon repeat itself: untied, with heads that pick and choose."""
+    """Return an untied model with sharp attention, whose greedy text does not repeat itself early."""
     model = make_model(replace(spec, tied=False), seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -118,7 +118,7 @@ def random_tensor(*shape: int, seed: int = 1) -> Tensor:
 
 
 def layer_inputs(spec: AttentionSpec) -> tuple[tuple[Tensor, ...], Mask | None]:
-    """What the layer reads, and its mask: causal, or for cross-attention a source and none."""
+    """Return the inputs of a layer and its mask: causal, or a source and no mask for cross-attention."""
     x = random_tensor(B, T, spec.width)
     if spec.kv_width != spec.width:
         return (x, random_tensor(B, S, spec.kv_width, seed=2)), None
@@ -145,11 +145,11 @@ def run_model(model: ModelProtocol, **options: Any) -> Tensor:
     return model(**model_inputs(model.spec), **options)
 
 
-# Cutting by hand: rows of a saved state dict.
+# Pruning by slicing a saved state dict.
 
 
 def prune_layer_state(state: dict[str, Tensor], before: AttentionSpec, after: AttentionSpec, prefix: str = "") -> None:
-    """Take the heads that `after` no longer has out of a layer's saved tensors."""
+    """Remove heads that are not in `after` from the saved tensors of a layer."""
     heads = [before.head_ids.index(head) for head in after.head_ids]
     kv_heads = [before.kv_head_ids.index(head) for head in after.kv_head_ids]
     rows = {"q": heads, "k": kv_heads, "v": kv_heads}
@@ -165,13 +165,13 @@ def prune_layer_state(state: dict[str, Tensor], before: AttentionSpec, after: At
 
 
 def state_prefix(address: LayerAddress) -> str:
-    """Where an attention layer's tensors are in a model's state dict."""
+    """Return the prefix of an attention layer's tensors in the state dict of a model."""
     stack = "encoder_blocks" if address.stack == "enc" else "blocks"
     return f"{stack}.{address.layer}.{'cross' if address.stack == 'cross' else 'attention'}."
 
 
 def prune_by_slicing(model: Transformer, pattern: str) -> Transformer:
-    """The smaller model, by slicing."""
+    """Return the pruned model, built by slicing."""
     after = model.spec.without(pattern)
     state = dict(model.state_dict())
     for address in model.spec.layer_addresses:

@@ -1,6 +1,7 @@
-"""Measured as trained: what stood before a text in training stands before it wherever the model reads one.
+"""Texts get the same BOS/EOS template in every function as in training.
 
-Heard is what reaches the embedding, of whatever model: the given one, a cut copy, a twin of random weights.
+The tests capture the token ids that reach the embedding of any model: the given one, a pruned copy, or a copy with random
+weights.
 """
 
 import shutil
@@ -51,14 +52,14 @@ TEXT = min(PLAIN, key=len)
 
 @contextmanager
 def captured_starts() -> Iterator[set[tuple[int, ...]]]:
-    """The first two ids of every text that is read, whoever reads it: those at position 0 and 1."""
+    """Record the ids at positions 0 and 1 of every text that reaches the embedding."""
     starts: set[tuple[int, ...]] = set()
     original = Embedding.forward
 
     def recording_forward(self: Embedding, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         for row, row_positions in zip(ids.tolist(), positions.expand(len(ids), -1).tolist(), strict=True):
-            if 0 in row_positions:  # else the text goes on from a cache
-                # behind the padding on its left, which is at 0 too
+            if 0 in row_positions:  # otherwise the text continues from a cache
+                # after left padding, whose positions are 0 too
                 first = len(row_positions) - 1 - row_positions[::-1].index(0)
                 starts.add(tuple(row[first : first + 2]))
         return original(self, ids, positions, types)
@@ -154,7 +155,7 @@ def test_generate_command_empty_prompt_starts_with_eos(folder: Path) -> None:
 
 @pytest.mark.usefixtures("few_documents")
 def test_encoder_trained_on_texts_reads_same_template() -> None:
-    """A frame before and behind, in training as in every verb; here by every text that training reads, and its mask."""
+    """Training and every function add the BOS/EOS template to every text, and set its attention mask."""
     rows: set[tuple[int, ...]] = set()
     original = Embedding.forward
 
@@ -183,18 +184,18 @@ def test_encoder_trained_on_texts_reads_same_template() -> None:
 
 
 def test_train_valid_loss_equals_loss_measured_afterwards(folder: Path) -> None:
-    """Evaluation asks for the end of a text too, so texts are cut at the context: then both ask for the same words."""
+    """Evaluation predicts the end token too, so texts are truncated to the context. Then both losses use the same targets."""
     spec = replace(SPEC, context=12)
     result = train(spec, PLAIN, replace(TEXTS, holdout=0.0), valid=PLAIN, tokenizer="word", progress=False)
     tokenizer = tokenizer_of(result.model)
     truncated = [" ".join(text.split()[:12]) for text in PLAIN]
     assert result.valid_loss == pytest.approx(ensemble_loss([result.model], truncated), abs=1e-6)
-    # 13 tokens each, by hand
+    # 13 tokens each, counted by hand
     token_rows = [[tokenizer.eos, *tokenizer.encode(text, add_special_tokens=False)] for text in truncated]
     ids = torch.tensor(token_rows)
     by_hand = F.cross_entropy(result.model(ids[:, :-1]).mT, ids[:, 1:]).item()
     assert result.valid_loss == pytest.approx(by_hand, abs=1e-6)
-    longer = replace(SPEC, context=13)  # the same weights, if positions were learned for one more place
+    longer = replace(SPEC, context=13)  # the same weights with one more position
     longer_model = Transformer(replace(longer, vocab=len(tokenizer)))
     state = result.model.state_dict()
     state["embed.positions.weight"] = F.pad(state["embed.positions.weight"], (0, 0, 0, 1))
@@ -242,7 +243,7 @@ def test_train_window_rows_add_no_template() -> None:
 
 
 def template_tokenizer(template: str) -> Tokenizer:
-    """Bytes, and a start token of its own that a user's tokenizer puts before a text."""
+    """Byte tokenizer with a start token that it adds before a text."""
     backend = byte_tokenizer().backend
     backend.add_special_tokens(["<s>"])
     backend.post_processor = processors.TemplateProcessing(template, None, [("<s>", 257), ("<end>", 256)])  # pyright: ignore
@@ -313,7 +314,7 @@ def test_train_pairs_add_no_template() -> None:
 
 
 def test_load_model_without_template_adds_none(folder: Path, tmp_path: Path) -> None:
-    """No guess is made: its texts have nothing before them, in the exam as everywhere, until its tokenizer says so."""
+    """A model without a template gets none in any function until its tokenizer defines one."""
     shutil.copytree(folder, tmp_path / "old")
     plain_tokenizer_of(folder).save(tmp_path / "old")
     old: Any = load(tmp_path / "old")
@@ -329,7 +330,7 @@ def test_load_model_without_template_adds_none(folder: Path, tmp_path: Path) -> 
 
 
 def plain_tokenizer_of(folder: Path) -> Tokenizer:
-    """The model's words without a frame."""
+    """Return the tokenizer of a model without its template."""
     backend = Tokenizer.load(folder).backend
     backend.post_processor = processors.ByteLevel(trim_offsets=False)  # pyright: ignore  # which puts nothing
     return Tokenizer(backend, Tokenizer.load(folder).special)

@@ -1,8 +1,8 @@
-"""Every verb of look/ and change/, over ours and fourteen architectures of others: in both modes it gives the same numbers,
-and every part is in its mode again; padding on either side changes nothing; and what heads do with a cache they do without.
+"""Every function of analysis and compression on native models and fourteen attached architectures.
 
-Verbs that read a corpus make their own batches, padded on the right; made to pad on the left, they give the same here.
-The grid of modes and sides is whole in the slow tests.
+Results are the same in training and evaluation mode, modes are restored, padding on either side changes nothing, and heads
+behave the same with and without a cache. Functions that read a corpus make their own batches, padded on the right; here they
+are also made to pad on the left. The full grid of modes and sides is part of the slow tests.
 """
 
 from collections.abc import Sequence
@@ -36,31 +36,31 @@ from tests.contract.attached_models import (
 from tests.contract.functions import FUNCTIONS, corpus, flatten_numbers
 
 OTHERS = tuple(name for name in NAMES if name not in NATIVE)
-OWN_DECODERS = "chosen in headwise's own decoders"
-# Who refuses what, and in which words.
+OWN_DECODERS = "own decoders"
+# Models that a function does not support, with the fragment of the error.
 ERROR_MESSAGES: dict[str, dict[str, str]] = {
-    "match_heads": dict.fromkeys(ENCODER_DECODERS, "heads are matched on single texts"),
-    "coreference": dict.fromkeys(ENCODER_DECODERS, "needs what it reads"),
-    "HeadHistory": dict.fromkeys(ENCODER_DECODERS, "reads one text at a time"),
-    "logit_attribution": dict.fromkeys((*ENCODERS, "bart"), "logits (cannot be|are) shared out")
-    | {"encoder-decoder": "logits are shared out in decoders"}
+    "match_heads": dict.fromkeys(ENCODER_DECODERS, "heads of an encoder-decoder cannot be"),
+    "coreference": dict.fromkeys(ENCODER_DECODERS, "source=source_ids"),
+    "HeadHistory": dict.fromkeys(ENCODER_DECODERS, "HeadHistory does not support"),
+    "logit_attribution": dict.fromkeys((*ENCODERS, "bart"), "logit attribution")
+    | {"encoder-decoder": "logit attribution"}
     | NO_RESIDUAL_STREAM,
-    "token_effects": dict.fromkeys((*ENCODERS, *ENCODER_DECODERS), "promotes cannot be read off")
+    "token_effects": dict.fromkeys((*ENCODERS, *ENCODER_DECODERS), "promoted tokens can")
     | NO_RESIDUAL_STREAM
-    | {"bloom": "bare embeddings are not what is read"},  # a norm stands behind them
+    | {"bloom": "bare embeddings are not what is read"},  # a norm follows its embeddings
     "prune": NOT_PRUNABLE,
     "report": NOT_PRUNABLE,
-    "curve": dict.fromkeys(NOT_PRUNABLE, "cannot be cut"),
-    "prune_study": dict.fromkeys(NOT_PRUNABLE, "cannot be cut"),
-    "quantize": dict.fromkeys(OTHERS, "packed by head in headwise's own models"),
+    "curve": dict.fromkeys(NOT_PRUNABLE, "cannot be pruned"),
+    "prune_study": dict.fromkeys(NOT_PRUNABLE, "cannot be pruned"),
+    "quantize": dict.fromkeys(OTHERS, "weights can be quantized per head only"),
     "plan_streaming": dict.fromkeys(NAMES[1:], OWN_DECODERS),
 }
 SLOW = ("profile, light", "importance, resample", "prune_study", "report")
-# Every verb on one model of each kind; on those that are reached another way, one that looks and one that cuts.
+# All functions on one model of each kind, and one analysis and one pruning function on models attached in other ways.
 FULLY_TESTED = (*NATIVE, "gpt2", "llama", "mistral", "gpt_neox", "bert", "bart")
 FEW_FUNCTIONS = ("attention_maps", "prune")
-# Verbs whose own batches hold no padding: weights alone, one text at a time, texts cut to one length; the caller's own batch,
-# which is tried below with padding on both sides; and healing, whose rows are those of training, padded on the right.
+# Functions whose batches have no padding: they read weights only, one text at a time, texts truncated to one length, or the
+# caller's batch, which is tested below with padding on both sides. Recovery trains on right-padded rows.
 UNPADDED = (
     *(
         "copying_scores",
@@ -73,17 +73,18 @@ UNPADDED = (
     ),
     *("coreference", "plan_streaming", "variability", "record_z", "patched", "recover"),
 )
-LEFT = [name for name in NAMES if name != "bart"]  # it counts positions from the first column, and refuses the left
+# BART counts positions from the first column, so it does not support left padding.
+LEFT = [name for name in NAMES if name != "bart"]
 
 
 @cache
 def eval_result(name: str, verb: str) -> list[float]:
-    """What a verb gives in eval mode, padded on the right."""
+    """Return the result of a function in evaluation mode with right padding."""
     return flatten_numbers(FUNCTIONS[verb](cached_model(name), name))
 
 
 def force_left_padding(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Whatever was asked for; how many tokens of padding each batch has."""
+    """Pad on the left in all batches. Return the number of padding tokens of each batch."""
     original, padded = batching._pad_ids, list[int]()
 
     def padded_left(rows: Sequence[tuple[int, ...]], side: str = "right") -> Any:
@@ -107,7 +108,7 @@ def check_function(name: str, verb: str, trains: bool, left: bool, monkeypatch: 
     want = eval_result(name, verb)
     padded = force_left_padding(monkeypatch) if left else []
     with training_mode(model) if trains else nullcontext():
-        torch.manual_seed(5)  # what a verb draws, it draws from its own seed
+        torch.manual_seed(5)  # functions draw random numbers from their own seed
         got = flatten_numbers(FUNCTIONS[verb](model, name))
     assert len(want)
     assert any(padded) == (left and verb not in UNPADDED), "what is padded on the left is really so"
@@ -151,12 +152,12 @@ def test_make_rows_uneven_texts_pads_right() -> None:
 
 def test_importance_left_padded_bart_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     force_left_padding(monkeypatch)
-    with pytest.raises(hw.HeadwiseError, match="put padding on the right"):
+    with pytest.raises(hw.HeadwiseError, match="Pad on the right"):
         hw.importance(cached_model("bart"), corpus("bart"))
 
 
 def single_row(inputs: dict[str, Any], row: int) -> dict[str, Any]:
-    """One text of a padded batch, without its padding."""
+    """Return one text of a padded batch without its padding."""
     single = {"ids": inputs["ids"][row : row + 1, inputs["attention_mask"][row]]}
     if "source" in inputs:
         single["source"] = inputs["source"][row : row + 1, inputs["source_attention_mask"][row]]
@@ -166,7 +167,7 @@ def single_row(inputs: dict[str, Any], row: int) -> dict[str, Any]:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", NAMES)
 def test_record_padded_text_equals_unpadded(name: str, side: str) -> None:
-    """z, maps, and what is said while a head is ablated, by a pass of one's own."""
+    """z, attention maps, and logits with an ablated head, in a forward pass of the caller."""
     model, head = cached_model(name), sample_heads(cached_model(name))[-1]
     inputs: dict[str, Any] = {**batch(name, side)}
     real = {
@@ -175,7 +176,7 @@ def test_record_padded_text_equals_unpadded(name: str, side: str) -> None:
         if key in inputs
     }
     if (name, side) == ("bart", "left"):
-        with pytest.raises(hw.HeadwiseError, match="put padding on the right"):
+        with pytest.raises(hw.HeadwiseError, match="Pad on the right"):
             record_z(model, **inputs)
         return
     queries = real["source"] if head.stack == "enc" else real["ids"]
@@ -201,12 +202,12 @@ def test_record_padded_text_equals_unpadded(name: str, side: str) -> None:
         assert (logits[row, inputs["attention_mask"][row]] - unpadded_logits[0]).abs().max() <= tolerance(name)
 
 
-# With a cache and without.
+# With and without a cache.
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_record_generation_rows_equal_full_pass(name: str) -> None:
-    """Each step of a generation is the last row of a whole pass over what was written so far."""
+    """Each step of a generation equals the last row of a full pass over the text so far."""
     model, ids, head = cached_model(name), batch(name)["ids"][:1], sample_heads(cached_model(name))[0]
     with hw.record(model, head) as steps, training_mode(model):
         written = torch.stack(list(model.stream(ids, 4)), 1)

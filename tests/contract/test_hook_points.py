@@ -1,4 +1,4 @@
-"""Contracts 2, 3 and 5 for layers and models: looking changes nothing; silent = zeroed = cut; saved = loaded."""
+"""Contracts 2, 3 and 5 of layers and models: recording changes nothing; silenced = zeroed = pruned; saved = loaded."""
 
 import copy
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ each_backend = pytest.mark.parametrize(
 
 @contextmanager
 def recorded_calls(hook_points: list[HookPoint]) -> Iterator[list[AttentionCall]]:
-    """Listen at many sites at once and keep what they show."""
+    """Record the calls at several hook points at once."""
     calls: list[AttentionCall] = []
     with ExitStack() as stack:
         for hook_point in hook_points:
@@ -53,11 +53,11 @@ def recorded_calls(hook_points: list[HookPoint]) -> Iterator[list[AttentionCall]
         yield calls
 
 
-# Looking changes nothing, and what is shown is what happened.
+# Recording changes nothing, and recorded calls are exact.
 
 
 def assert_call_reproduces_output(attention_call: AttentionCall, layer: MultiHeadAttention, out: Tensor) -> None:
-    """From q, k, v and terms one gets z, and from z what the layer returned, as a sum over heads."""
+    """Check that q, k, v and score params give z, and that z gives the output of the layer as a sum over heads."""
     kv_of_head = list(attention_call.params.kv_of_head)
     z = attention_weights(attention_call.q, attention_call.k, attention_call.params) @ attention_call.v[:, kv_of_head]
     if layer.gate is not None:
@@ -118,7 +118,7 @@ def test_listener_rotary_layer_sees_rotated_q() -> None:
     assert not torch.allclose(calls[0].q[:, 0, 1:], unrotated[:, 1:]), "position 0 is not turned, all others are"
 
 
-# Silent = zeroed = cut.
+# Silenced = zeroed = pruned.
 
 
 def silenced_outputs(layer: MultiHeadAttention, head_id: int) -> Iterator[Tensor]:
@@ -191,7 +191,7 @@ def test_gates_overlapping_selections_multiply() -> None:
     assert_equal(combined[1], second[1])
 
 
-# Contexts nest, restore, and scale or replace as asked.
+# Contexts nest, restore, and scale or replace z.
 
 
 @torch.no_grad()
@@ -261,7 +261,7 @@ def test_scaled_per_example_tensor_scales_each_row() -> None:
 @torch.no_grad()
 def test_replaced_tensor_or_function_sets_z() -> None:
     layer, z = make_layer(LAYERS["biases"]), random_tensor(B, HEADS, T, HEAD_DIM, seed=8)
-    mean = z.mean((0, 2), keepdim=True)  # (1, H, 1, e): one mean for all places
+    mean = z.mean((0, 2), keepdim=True)  # (1, H, 1, e): mean over all positions
     bias = layer.b_O
     assert bias is not None
     for value in (z, mean):
@@ -288,18 +288,18 @@ def test_hook_point_edits_apply_in_order_before_listeners() -> None:
 
 
 MISFITS: dict[str, tuple[Any, str]] = {
-    "scaled, too few": (lambda layer: layer.hook_point.scaled(torch.ones(3)), r"the gate is \(3,\) but must be \(4,\)"),
+    "scaled, too few": (lambda layer: layer.hook_point.scaled(torch.ones(3)), r"shape \(4,\) .*Got shape \(3,\)"),
     "scaled, other batch": (
         lambda layer: layer.heads[0].scaled(torch.ones(3)),
-        r"the gate is \(3, 4\) but must be \(4,\) or \(2, 4\)",
+        r"shape \(4,\) or \(2, 4\)\. Got shape \(3, 4\)",
     ),
     "replaced, function": (
         lambda layer: layer.hook_point.replaced(lambda z: z[..., :-1]),
-        r"z at 0 is \(2, 4, 5, 6\) but was replaced by \(2, 4, 5, 5\); keep the shape",
+        r"has shape \(2, 4, 5, 5\), but z has \(2, 4, 5, 6\)",
     ),
     "replaced, tensor": (
         lambda layer: layer.hook_point.replaced(torch.zeros(B, HEADS, T, HEAD_DIM + 1)),
-        r"z at 0 is \(2, 4, 5, 6\) but was replaced by \(2, 4, 5, 7\); keep the shape",
+        r"has shape \(2, 4, 5, 7\), but z has \(2, 4, 5, 6\)",
     ),
 }
 
@@ -313,17 +313,17 @@ def test_hook_point_edit_wrong_shape_raises(context: Any, message: str) -> None:
 
 def test_gates_wrong_shape_raises() -> None:
     layer, model = make_layer(PLAIN), make_model(MODELS["decoder"])
-    with pytest.raises(HeadwiseError, match=r"the gate is \(5,\) but must be \(4,\) or \(2, 4\): one number per head"):
+    with pytest.raises(HeadwiseError, match=r"shape \(4,\) or \(2, 4\)\. Got shape \(5,\)"):
         call_layer(layer, gate=torch.ones(5))
-    with pytest.raises(HeadwiseError, match=r"one number per example \(B,\); got \(2, 4\)"):
+    with pytest.raises(HeadwiseError, match=r"one number per example, \(B,\)\. Got \(2, 4\)"):
         layer.heads[0].scaled(torch.ones(2, 4)).__enter__()
-    with pytest.raises(HeadwiseError, match=r"'0\.9' names no head here"):
+    with pytest.raises(HeadwiseError, match=r"'0\.9': the model has no such head"):
         run_model(model, gates={"0.9": 0.0})
     with pytest.raises(HeadwiseError, match="9"):
         run_model(model, gates={LayerAddress("", 9): torch.zeros(4)})
 
 
-# Nobody is in the way of anybody else.
+# Contexts do not affect each other.
 
 
 @torch.no_grad()
@@ -365,7 +365,7 @@ def test_deepcopy_model_has_own_hook_points(name: str) -> None:
     assert all(bool((hook_point.W_O == 0).all()) for hook_point in twin.hook_points())
 
 
-# Checkpointing: memory saved, nothing else changed.
+# Checkpointing saves memory and changes nothing else.
 
 
 def losses_and_gradients(model: Transformer, **options: Any) -> list[Tensor]:
@@ -401,7 +401,7 @@ def test_checkpointing_dropout_repeats_same_mask() -> None:
 
 
 def test_checkpointing_silenced_heads_stay_silenced_in_backward() -> None:
-    """The backward pass may come after the context has closed; blocks are then repeated as they were."""
+    """The backward pass may run after the context has closed. Blocks are then repeated with the original edits."""
     model = make_model(MODELS["decoder"])
     want = losses_and_gradients(model, gates={"0.1": 0.0})[1:]
     model.checkpointing = True

@@ -1,7 +1,7 @@
 # ruff: noqa: C408 (sizes read better as keywords)
-"""The contract of models, for those that read pictures, or pictures and words: as far as it does not speak of texts.
+"""The model contract for models that read images, or images and text, without the parts about text.
 
-Every expected value comes another way: W_O changed by hand in a copy, the model before it was attached, its own folder.
+Expected values are computed in another way: W_O changed in a copy, the model before it was attached, its own folder.
 """
 
 import copy
@@ -27,7 +27,7 @@ COMMON_SIZES = dict(
 )
 VISION = COMMON_SIZES | dict(image_size=8, patch_size=4)
 TEXT = COMMON_SIZES | dict(vocab_size=31, max_position_embeddings=24, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-IMAGE_TOKEN = 30  # the token in whose place patches stand
+IMAGE_TOKEN = 30  # the token that patches replace
 
 
 def _vit() -> Any:
@@ -54,7 +54,7 @@ each_model = pytest.mark.parametrize("name", BUILDERS)
 
 
 def build_model(name: str) -> Any:
-    """A model as it is built, with weights large enough that every head matters."""
+    """Return a model before it is attached, with weights large enough that every head matters."""
     torch.manual_seed(5)
     inner = BUILDERS[name]()
     with torch.no_grad():
@@ -65,12 +65,12 @@ def build_model(name: str) -> Any:
 
 @cache
 def cached_model(name: str) -> Any:
-    """The model of a name, attached once."""
+    """Return the model of a name, attached once."""
     return hw.attach(build_model(name))
 
 
 def model_inputs(name: str) -> dict[str, Tensor]:
-    """Two pictures, and for models of words too two texts."""
+    """Return two images, and two texts for models that also read text."""
     generator = torch.Generator().manual_seed(1)
     pixels = {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)}
     words = {"clip": [[1, 5, 7, 2], [1, 8, 9, 2]], "llava": [[5, *[IMAGE_TOKEN] * 4, 7], [6, *[IMAGE_TOKEN] * 4, 9]]}
@@ -78,7 +78,7 @@ def model_inputs(name: str) -> dict[str, Tensor]:
 
 
 def flat_outputs(model: Any, name: str, **extra: Any) -> Tensor:
-    """All numbers that a model gives for a call, one after the other."""
+    """Return all outputs of a call in one tensor."""
     with torch.no_grad():
         return torch.cat(
             [x.flatten() for x in flatten_tensors(model(**model_inputs(name), **extra)) if x.is_floating_point()]
@@ -190,13 +190,13 @@ def test_save_load_full_or_pruned_restores_model(name: str, tmp_path: Path) -> N
         assert all(torch.equal(value, weights[part]) for part, value in variant.model.state_dict().items())
         assert (
             flat_outputs(again, name) - flat_outputs(variant, name)
-        ).abs().max() <= TOLERANCE  # a file's weights lie at other addresses
+        ).abs().max() <= TOLERANCE  # memory alignment of weights from a file differs
 
 
 @each_model
 def test_text_functions_image_model_raise(name: str) -> None:
     """Without a tokenizer no text can be read; a picture model reads none with one either."""
-    with pytest.raises(hw.HeadwiseError, match=r"tokenizer|reads pictures, not text"):
+    with pytest.raises(hw.HeadwiseError, match=r"tokenizer|reads images"):
         hw.importance(cached_model(name), ["a cat"])
     with pytest.raises(hw.HeadwiseError):
         cached_model(name).generate("a cat", 3)

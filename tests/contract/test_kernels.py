@@ -1,4 +1,4 @@
-"""Contract 1: every kernel equals the reference, forward and gradient; and the reference equals what others compute."""
+"""Contract 1: every kernel equals the reference, forward and gradient, and the reference equals other implementations."""
 
 from importlib import import_module
 
@@ -41,14 +41,14 @@ each_kernel = pytest.mark.parametrize("name", KERNELS)
 each_kernel_and_reference = pytest.mark.parametrize("name", ALL)
 each_float = pytest.mark.parametrize("dtype", FLOATS, ids=["float64", "float32"])
 
-# `headwise.kernels.fused` is the function; its module has to be asked for by its path.
+# `headwise.kernels.fused` is the function, so the module is imported by its path.
 fused_module = import_module("headwise.kernels.fused")
 
 
 def random_call(
     B: int, H: int, T: int, S: int, d: int = 5, dtype: torch.dtype = torch.float64, **options
 ) -> KernelCall:
-    """Plain heads, random numbers, gradients wanted."""
+    """Return a call with plain heads and random tensors that need gradients."""
     generator = torch.Generator().manual_seed(1)
     shapes = (B, H, T, d), (B, H, S, d), (B, H, S, d)
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
@@ -67,7 +67,7 @@ def test_maps_of_rows_one_batch_row_equals_full_map(call: KernelCall, data: st.D
     )
 
 
-# The reference, against implementations that share no line with it.
+# The reference kernel against independent implementations.
 
 
 def numpy_attention(call: KernelCall) -> np.ndarray:
@@ -128,7 +128,7 @@ def test_reference_plain_call_equals_torch(kv_heads: int, options: dict, sdpa_op
     assert_close(forward_and_backward(oracle, call), forward_and_backward(torch_kernel, call), 1e-10)
 
 
-# Every kernel, against the reference: first one feature at a time, so that a failure has a name, then any mixture.
+# Every kernel against the reference: single features, then random combinations.
 
 B, H, T, S = 2, 6, 7, 11
 
@@ -195,13 +195,13 @@ def test_kernel_reordered_groups_equals_reference(name: str) -> None:
 
 @each_float
 @each_kernel
-@settings(FIXED_SETTINGS, max_examples=50)  # a hundred for each kernel
+@settings(FIXED_SETTINGS, max_examples=50)  # a hundred per kernel
 @given(data=st.data())
 def test_kernel_any_call_equals_reference(name: str, dtype: torch.dtype, data: st.DataObject) -> None:
     call = data.draw(calls(capped=name != "fused")).to(dtype)
     want = forward_and_backward(oracle, call.to(torch.float64))
     assert_close(forward_and_backward(KERNELS[name], call), want, TOLERANCE[dtype])
-    with torch.no_grad():  # without gradients nothing is recomputed: another path through the blocks
+    with torch.no_grad():  # without gradients nothing is recomputed, which is another code path
         assert_close({"z": KERNELS[name](call)}, {"z": want["z"]}, TOLERANCE[dtype])
 
 
@@ -219,11 +219,11 @@ def test_kernel_no_query_heads_gives_empty_output() -> None:
 
 
 def test_fused_softcap_raises() -> None:
-    with pytest.raises(HeadwiseError, match=r"the fused kernel cannot cap scores; use backend='blockwise'"):
+    with pytest.raises(HeadwiseError, match="does not support softcap"):
         KERNELS["fused"](random_call(1, 2, 3, 5, softcap=2.0))
 
 
-# Rows that may look nowhere.
+# Rows without visible keys.
 
 
 def hide(index: tuple) -> Tensor:
@@ -273,11 +273,11 @@ def test_kernel_fully_masked_rows_give_zeros_and_finite_gradients(
     assert not result["gradient of q"][empty].any()
 
 
-# What the fused kernel does with inputs too large for one mask.
+# The fused kernel on inputs that are too large for one mask.
 
 
 LEFT_PADDING = causal() & padding_mask(torch.arange(137) > torch.tensor([[3], [70]]))
-LARGE_CALLS: dict[str, tuple[int, dict]] = {  # how many rows at a time, and the call
+LARGE_CALLS: dict[str, tuple[int, dict]] = {  # rows per block, and the call
     "padding": (64, {"mask": LEFT_PADDING}),
     "alibi": (64, {"mask": causal(offset=2), "bias": AlibiBias(alibi_slopes(3))}),
     "bias": (64, {"bias": torch.linspace(-1, 1, 131 * 137).view(1, 1, 131, 137)}),
@@ -292,7 +292,7 @@ LARGE_CALLS: dict[str, tuple[int, dict]] = {  # how many rows at a time, and the
 def test_fused_row_blocks_equal_reference(
     rows: int, options: dict, sink: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_module, "MASK_BUDGET", 1)  # the kernel never takes fewer than 64 rows for it
+    monkeypatch.setattr(fused_module, "MASK_BUDGET", 1)  # the minimum is 64 rows
     monkeypatch.setattr(fused_module, "NARROW_ROW_BLOCK", 7)
     block_rows, run_blocks = [], fused_module.run_blocks
     monkeypatch.setattr(fused_module, "run_blocks", lambda *args: block_rows.append(args[-1].rows) or run_blocks(*args))
@@ -305,7 +305,7 @@ def test_fused_row_blocks_equal_reference(
 
 @each_float
 def test_fused_fully_masked_key_tile_equals_reference(dtype: torch.dtype) -> None:
-    """Left padding longer than the 512 keys a flash kernel takes at a time, so that its first tile is all −inf."""
+    """Left padding longer than the 512 keys of a flash kernel tile, so that the first tile is all −inf."""
     call = random_call(1, 2, 3, 1031, mask=padding_mask(torch.arange(1031)[None] >= 1019)).to(dtype)
     want = forward_and_backward(oracle, call.to(torch.float64))
     assert_close(forward_and_backward(KERNELS["fused"], call), want, TOLERANCE[dtype])
@@ -313,10 +313,10 @@ def test_fused_fully_masked_key_tile_equals_reference(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("name", ["fused", "blockwise", "blockwise, 3 rows", "blockwise, 3 rows, 2 heads"])
 def test_kernel_keys_outside_window_are_not_read(name: str) -> None:
-    """`Mask.key_range` promises that kernels skip what lies beyond; a NaN there would show in z or in a gradient."""
+    """Kernels skip keys outside of `Mask.key_range`: a NaN there would appear in z or in a gradient."""
     clean = random_call(2, 3, 7, 29, mask=causal() & window(4))
     k, v = (x.detach().clone() for x in (clean.k, clean.v))
-    unseen = 29 - 7 - 3  # the first query stands at 22 and sees three more behind it
+    unseen = 29 - 7 - 3  # the first query is at position 22 and sees three earlier keys
     k[:, :, :unseen] = v[:, :, :unseen] = torch.nan
     poisoned = KernelCall(clean.q, k.requires_grad_(), v.requires_grad_(), mask=clean.mask)
     assert_close(forward_and_backward(KERNELS[name], poisoned), forward_and_backward(oracle, clean), 1e-10)
@@ -328,7 +328,7 @@ def test_kernel_keys_outside_window_are_not_read(name: str) -> None:
 @pytest.mark.parametrize("sink", [None, 0.0])
 @each_kernel_and_reference
 def test_dropout_many_draws_keep_mean(name: str, sink: float | None) -> None:
-    """Each batch row is one more throw of the dice on the same numbers."""
+    """Each example draws another dropout mask for the same inputs."""
     draws, base = 4000, random_call(1, 3, 2, 5, mask=causal(), sink=sink)
     q, k, v = (x.detach().expand(draws, -1, -1, -1) for x in (base.q, base.k, base.v))
     torch.manual_seed(0)

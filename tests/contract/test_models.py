@@ -1,7 +1,7 @@
-"""The contract of models, over ours and fourteen architectures of others: calls, padding, caches, modes, heads, copies
-and folders.
+"""The model contract for native models and fourteen attached architectures: calls, padding, caches, modes, copies, folders.
 
-Every expected value comes another way: W_O changed by hand in a copy, texts alone instead of padded, no cache instead of one.
+Expected values are computed in another way: W_O changed in a copy, single texts instead of padded ones, no cache instead of
+one.
 """
 
 import copy
@@ -41,7 +41,7 @@ from tests.contract.attached_models import (
 )
 
 SIDES = ("none", "left", "right")
-# which it refuses
+# not supported by this model
 NAMES_AND_SIDES = [(name, side) for name in NAMES for side in SIDES if (name, side) != ("bart", "left")]
 
 
@@ -63,7 +63,7 @@ def test_model_any_architecture_satisfies_protocol(name: str) -> None:
         assert model.decoder_start_token == END
 
 
-# Calls: padding, modes, gates.
+# Calls: padding, modes and gates.
 
 
 @each_model
@@ -71,7 +71,7 @@ def test_model_any_architecture_satisfies_protocol(name: str) -> None:
 def test_forward_padding_either_side_changes_nothing(name: str, side: str) -> None:
     model, inputs = cached_model(name), batch(name, side)
     if (name, side) == ("bart", "left"):
-        with pytest.raises(hw.HeadwiseError, match="put padding on the right"):
+        with pytest.raises(hw.HeadwiseError, match="Pad on the right"):
             logits(model, inputs)
         return
     batched = logits(model, inputs)
@@ -116,7 +116,11 @@ def test_gates_half_equal_scaled_w_o(name: str, side: str) -> None:
         twice = logits(model, inputs, gates={str(address): 0.5, f"{address.layer_address}.*": 0.75})
         with model.heads[address].scaled(0.5), model.heads.select(f"{address.layer_address}.*").scaled(0.75):
             assert (logits(model, inputs) - twice).abs().max() <= tolerance(name)
-    for wrong, message in (({"77.0": 0.0}, "77"), ({3: 0.0}, "gates name heads by address"), ([1], "gates map heads")):
+    for wrong, message in (
+        ({"77.0": 0.0}, "77"),
+        ({3: 0.0}, "keys must be head patterns"),
+        ([1], "must map head patterns"),
+    ):
         with pytest.raises(hw.HeadwiseError, match=message):
             logits(model, inputs, gates=wrong)
 
@@ -152,7 +156,7 @@ def test_without_unprunable_model_raises() -> None:
         "vocab_size": VOCAB,
     }
     model = hw.attach(transformers.DogeForCausalLM(transformers.DogeConfig(**sizes, num_key_value_heads=3, head_dim=4)))
-    with pytest.raises(hw.HeadwiseError, match=r"cannot be cut.*silence them instead"):
+    with pytest.raises(hw.HeadwiseError, match=r"cannot be pruned.*Silence the heads instead"):
         model.prune("0.1")
 
 
@@ -168,11 +172,11 @@ def test_train_mode_forward_applies_dropout(name: str) -> None:
     assert torch.equal(logits(model, inputs), still)
 
 
-# Writing on, with a cache and without.
+# Generation with and without a cache.
 
 
 def greedy(model: Any, inputs: dict[str, torch.Tensor], tokens: int, gates: Any = None) -> torch.Tensor:
-    """Token by token, each time from the beginning: (1, T + tokens)."""
+    """Generate token by token from the full text: (1, T + tokens)."""
     ids = inputs["ids"]
     for _ in range(tokens):
         with torch.no_grad():
@@ -217,12 +221,12 @@ def test_stream_same_seed_samples_same_tokens(name: str) -> None:
     assert samples[0] == samples[1] != samples[2]
 
 
-# How it is put together.
+# Structure.
 
 
 @each_model
 def test_norms_pre_norm_model_returns_layer_input_norms(name: str) -> None:
-    """What the norm gives for the stream is what the layer is seen to read; where a stack is post-norm there is none."""
+    """The norm of the residual stream equals the recorded input of the layer. Post-norm stacks have no input norm."""
     model, inputs = cached_model(name), batch(name)
     norms = model.input_norms()
     if name not in (*PRE_NORM, *POST_NORM):
@@ -256,7 +260,7 @@ def test_norms_pre_norm_model_returns_layer_input_norms(name: str) -> None:
 
 @each_model
 def test_attention_layer_output_equals_sum_of_heads(name: str) -> None:
-    """A hook on a layer gives Σ z W_O + b_O, as its heads and bias say."""
+    """A forward hook on a layer sees Σ z W_O + b_O."""
     model, inputs = cached_model(name), batch(name)
     outputs: dict[Any, torch.Tensor] = {}
     hooks = [
@@ -282,11 +286,11 @@ def test_residual_stream_decoder_returned_else_raises(name: str) -> None:
         residual = model.residual_stream()
         assert list(residual.layers) == [0, 1]
         return
-    with pytest.raises(hw.HeadwiseError, match=NO_RESIDUAL_STREAM.get(name, r"logits|no sum")):
+    with pytest.raises(hw.HeadwiseError, match=NO_RESIDUAL_STREAM.get(name, r"logit|no sum")):
         model.residual_stream()
 
 
-# Others like it.
+# Copies and variants.
 
 
 @each_model
@@ -317,7 +321,7 @@ def test_untrained_model_same_shape_new_weights(name: str) -> None:
 
 @each_model
 def test_randomize_attention_any_model_redraws_projections_alone(name: str) -> None:
-    """Every head keeps the root mean square of each of its weights; every other tensor keeps its bits."""
+    """Every head keeps the root mean square of each of its weights, and every other tensor keeps its bits."""
     model = cached_model(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     redrawn_model, same, other = (randomize_attention(model, seed) for seed in (0, 0, 1))
@@ -331,7 +335,7 @@ def test_randomize_attention_any_model_redraws_projections_alone(name: str) -> N
             )
             assert torch.equal(new, again)
             assert not torch.equal(new, next_seed)
-            spread = 4 / (2 * new.numel()) ** 0.5  # four standard errors of a root mean square of normal numbers
+            spread = 4 / (2 * new.numel()) ** 0.5  # four standard errors of the root mean square of normal numbers
             assert new.norm() / old.norm() == pytest.approx(1, abs=spread)
             cosine = torch.cosine_similarity(new.flatten(), old.flatten(), dim=0)
             assert abs(cosine) < 5 / new.numel() ** 0.5
@@ -361,10 +365,10 @@ def test_save_reopen_restores_model(name: str, tmp_path: Path) -> None:
     model.save(tmp_path / "model")
     again = type(model).reopen(tmp_path / "model")
     assert not again.training
-    assert (logits(again, inputs).double() - before).abs().max() <= 1e-4  # it comes back in single precision
+    assert (logits(again, inputs).double() - before).abs().max() <= 1e-4  # loaded in single precision
     assert again.heads.addresses == model.heads.addresses
     if name == "gpt_neox":
-        return  # transformers writes its folder with names from before, which only its own loading turns back
+        return  # transformers saves the folder with older names, which only its own loader converts
     modified = new_model(name)
     state = {key: value.clone() for key, value in load_file(tmp_path / "model" / "model.safetensors").items()}
     with torch.no_grad():
@@ -387,5 +391,5 @@ def test_export_pruned_model_runs_in_transformers(name: str, tmp_path: Path) -> 
 
 
 def test_export_attached_model_to_other_family_raises(tmp_path: Path) -> None:
-    with pytest.raises(hw.HeadwiseError, match="stays what it is, gpt2"):
+    with pytest.raises(hw.HeadwiseError, match="only be exported as its own family, gpt2"):
         hw.export(cached_model("gpt2"), tmp_path / "out", family="llama")

@@ -1,4 +1,4 @@
-"""Nothing stays changed: whatever looks, asks or writes leaves every part in the mode it was in, also when it breaks off."""
+"""Every function restores the mode of every module, also after an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -96,11 +96,11 @@ FUNCTIONS: dict[str, Callable[[Any], object]] = {
 }
 ATTACHED_FUNCTIONS = sorted(
     FUNCTIONS.keys() - {"HeadHistory", "synthetic_eval", "evaluate"}
-)  # those are for our own models
+)  # these functions support native models only
 
 
 def set_mixed_modes(model: Any) -> dict[str, bool]:
-    """One block trains, the next does not, and inside the last only its attention."""
+    """Set training mode in one block, evaluation mode in the next, and only attention to training mode in the last."""
     model.train()
     first, second, third = blocks(model)
     second.eval()
@@ -136,8 +136,8 @@ def test_functions_mixed_modes_are_restored(whose: str, verb: str) -> None:
 
     blocks(model)[2].register_forward_hook(fail)
     with pytest.raises(
-        (ZeroDivisionError, HeadwiseError), match=r"half-way|no call could be tried"
-    ):  # a cut tries calls
+        (ZeroDivisionError, HeadwiseError), match=r"half-way|could not be called"
+    ):  # pruning runs test calls
         FUNCTIONS[verb](model)
     assert {name: part.training for name, part in model.named_modules()} == modes
     assert torch.is_grad_enabled()

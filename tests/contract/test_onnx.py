@@ -1,7 +1,7 @@
-"""The ONNX `Attention` operator's own node tests, run on every backend that takes the call.
+"""The node tests of the ONNX `Attention` operator, run on every backend that supports the call.
 
-https://onnx.ai/onnx/operators/onnx__Attention.html: inputs and outputs come from the `onnx` package, so nothing of ours
-decides what is right. The adapter below says in our words what the operator's attributes and inputs say in its own.
+Inputs and outputs come from the `onnx` package (https://onnx.ai/onnx/operators/onnx__Attention.html), so the expected values
+are independent of headwise. The adapter below converts the attributes and inputs of the operator to our arguments.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ OUTPUTS = ("Y", "present_key", "present_value", "qk_matmul_output")
 
 @dataclass(frozen=True)
 class NodeCase:
-    """One node test: attributes, and input and output arrays by the names of the operator's text."""
+    """One node test: attributes, and input and output arrays by their names in the operator specification."""
 
     name: str
     attributes: dict[str, Any]
@@ -50,8 +50,8 @@ class NodeCase:
 
 @cache
 def node_cases() -> dict[str, NodeCase]:
-    """Those for the operator itself; the expanded ones test its definition by other operators."""
-    with pytest.MonkeyPatch.context() as patch:  # it would make the tests of every operator, and throw them away
+    """Return the tests of the operator itself. The expanded tests define it by other operators."""
+    with pytest.MonkeyPatch.context() as patch:  # otherwise it would create and discard the tests of all operators
         patch.setattr(operators, "import_recursive", lambda package: import_module(f"{package.__name__}.attention"))
         collected = operators.collect_testcases("Attention")
     by_case_name = {}
@@ -74,23 +74,23 @@ def node_cases() -> dict[str, NodeCase]:
 
 
 def name_arrays(slots: tuple[str, ...], used: Any, arrays: Any) -> dict[str, Tensor]:
-    """Arrays come without a place for what a node leaves out; its slots say which those are."""
+    """Return arrays by name. Omitted inputs of a node have no array; the slots of the node show which inputs these are."""
     present = [slot for slot, name in zip(slots, used, strict=False) if name]
     return {slot: to_torch(array) for slot, array in zip(present, arrays, strict=True)}
 
 
 def to_torch(array: Any) -> Tensor:
-    if array.dtype.name == "bfloat16":  # numpy's is an extension that torch does not know
+    if array.dtype.name == "bfloat16":  # numpy's bfloat16 is an extension that torch does not support
         return torch.from_numpy(array.astype(np.float32)).bfloat16()
     return torch.from_numpy(np.array(array))
 
 
-# The adapter, from what a node says to q, k, v and our terms.
+# The adapter from a node to q, k, v and score params.
 
 
 @dataclass(frozen=True)
 class AdaptedCall:
-    """A case as a call of our kernels, k and v with their past."""
+    """A case as a call of our kernels. k and v include the past."""
 
     q: Tensor
     k: Tensor
@@ -109,25 +109,27 @@ def to_kernel_call(case: NodeCase) -> AdaptedCall:
     mask = masks[0] if masks else None
     for other in masks[1:]:
         mask = mask & other  # pyright: ignore[reportOptionalOperand]
-    softcap = attributes.get("softcap") or None  # the operator writes 0 for none
+    softcap = attributes.get("softcap") or None  # 0 means no softcap
     params = make_score_params(q, k, v, mask=mask, bias=bias, softcap=softcap, scale=attributes.get("scale"))
     return AdaptedCall(q, k, v, params)
 
 
 def split_heads(x: Tensor, heads: int | None) -> Tensor:
-    """(B, T, heads·d) → (B, heads, T, d), where heads are given."""
+    """Split heads if their number is given: (B, T, heads·d) → (B, heads, T, d)."""
     return x if heads is None else x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def masks_and_bias(case: NodeCase, T: int, S: int) -> tuple[list[Mask], Tensor | None]:
-    """Everything that hides keys, as masks, and what is added to the scores."""
+    """Return everything that hides keys as masks, and the bias of the scores."""
     inputs, attributes = case.inputs, case.attributes
     masks, bias = [], None
     if "attn_mask" in inputs:
         attn_mask = inputs["attn_mask"]
-        fill = False if attn_mask.dtype == torch.bool else -torch.inf  # the operator's mask may stop short of the keys
+        fill = (
+            False if attn_mask.dtype == torch.bool else -torch.inf
+        )  # the operator's mask may have fewer columns than keys
         attn_mask = torch.nn.functional.pad(attn_mask, (0, S - attn_mask.shape[-1]), value=fill)
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]  # broadcast from the right: three axes are (heads, T, S)
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]  # broadcasts from the right: three axes are (heads, T, S)
         if attn_mask.dtype == torch.bool:
             masks.append(Mask.of(attn_mask))
         else:
@@ -135,7 +137,7 @@ def masks_and_bias(case: NodeCase, T: int, S: int) -> tuple[list[Mask], Tensor |
     lengths = inputs.get("nonpad_kv_seqlen")
     if lengths is not None:
         masks.append(padding_mask(torch.arange(S) < lengths[:, None]))
-        # Each batch row has a place of its own, which our causal and window masks have not: one dense plane each.
+        # Examples have different offsets, which our causal and window masks do not support, so masks are dense.
         offsets = [int(length) - T for length in lengths]
         planes = [position_masks(attributes, offset) for offset in offsets]
         masks += [Mask.of(torch.cat([mask.dense(T, S) for mask in row])) for row in zip(*planes, strict=True)]
@@ -146,7 +148,7 @@ def masks_and_bias(case: NodeCase, T: int, S: int) -> tuple[list[Mask], Tensor |
 
 
 def position_masks(attributes: dict[str, Any], offset: int) -> list[Mask]:
-    """Masks that know where the first query stands. −1 leaves a side of a window open."""
+    """Return masks for a position of the first query. −1 means no limit on one side of a window."""
     masks = [causal(offset)] if attributes.get("is_causal") else []
     left, right = attributes.get("left_window_size", -1), attributes.get("right_window_size", -1)
     if left >= 0 or right >= 0:
@@ -156,7 +158,7 @@ def position_masks(attributes: dict[str, Any], offset: int) -> list[Mask]:
 
 
 def operator_scores(call: AdaptedCall, mode: int) -> Tensor:
-    """The operator's fourth output: 0 and 1 scaled (and capped) products, 2 with bias and mask, 3 the weights."""
+    """Return the fourth output of the operator: 0 and 1 scaled (and capped) products, 2 with bias and mask, 3 the weights."""
     T, S = call.q.shape[2], call.k.shape[2]
     if mode == 3:
         return attention_weights(call.q, call.k, call.params)
@@ -165,7 +167,7 @@ def operator_scores(call: AdaptedCall, mode: int) -> Tensor:
 
 
 def check(case: NodeCase, output_name: str, got: Tensor) -> None:
-    """By the case's own tolerances; bfloat16 by the two units in the last place that onnx's own runner grants it."""
+    """Compare with the tolerances of the case. For bfloat16 two units in the last place, as in the runner of onnx."""
     want = case.outputs[output_name]
     assert got.dtype == want.dtype
     rtol = max(case.rtol, 2**-6) if want.dtype == torch.bfloat16 else case.rtol
@@ -177,7 +179,7 @@ def check(case: NodeCase, output_name: str, got: Tensor) -> None:
 NAMES = sorted(node_cases())
 
 
-RUNS = [  # every case on every backend that takes it; a capped one is refused by fused, as test_kernels.py says
+RUNS = [  # every case on every backend that supports it; the fused kernel does not support a softcap
     (name, backend)
     for name, backend in product(NAMES, BACKENDS)
     if backend != "fused" or not node_cases()[name].attributes.get("softcap")
@@ -203,7 +205,7 @@ def run_node(case: NodeCase, backend: str) -> Tensor:
 
 
 def check_closer_to_float64(case: NodeCase, got: Tensor) -> None:
-    """Two ways to compute in half precision may lie farther apart than the tolerance: then by who is nearer to float64."""
+    """If two half-precision results differ by more than the tolerance, require that ours is closer to float64."""
     doubles = {name: x.double() if x.is_floating_point() else x for name, x in case.inputs.items()}
     exact = run_node(replace(case, inputs=doubles), "reference")
     own_error, reference_error = got.double() - exact, case.outputs["Y"].double() - exact

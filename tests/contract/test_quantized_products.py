@@ -1,8 +1,8 @@
-"""Every product of packed weights that a generation step may take is the reference, x Wᵀ + b of the numbers that are stored.
+"""Every product of quantized weights in a decode step equals the reference, x Wᵀ + b of the stored numbers.
 
-In a form at 16 bits the numbers of a row may each move by HALF_TOLERANCE of the row's largest, so an output by no more than
-that times Σ|x|. The reference is computed in float64, so the bound holds whatever the instruction set is. Products of float32
-weights are in tests/kernels/test_linear.py.
+Prepacked 16-bit weights may differ by FP16_TOLERANCE of the largest number of their row, so an output may differ by that
+times Σ|x|. The reference is in float64, so the bound does not depend on the instruction set.
+tests/kernels/test_matmul_tuner.py tests products of float32 weights.
 """
 
 import pytest
@@ -29,7 +29,7 @@ def random_inputs(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor,
 
 
 def assert_within(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """What FP16_TOLERANCE allows, and float32 sums."""
+    """Check that a product is within FP16_TOLERANCE and the error of float32 sums."""
     want = reference_linear(x, weight, bias)
     allowed = FP16_TOLERANCE * x.double().abs().sum(-1, keepdim=True) * weight.double().abs().amax(1)
     assert got.dtype == torch.float32
@@ -54,7 +54,7 @@ def test_prepacked_fp16_operator_equals_reference(
             pytest.skip(f"this build of torch has no {operator} product at 16 bits")
         for added in (None, bias):
             assert_within(prepacked(x, added), x, layer.dequantize()[0], added)
-        strided = torch.cat((x, x), -1)[..., ::2]  # not side by side in memory
+        strided = torch.cat((x, x), -1)[..., ::2]  # noncontiguous
         assert_within(prepacked(strided, None), strided, layer.dequantize()[0], None)
 
 
@@ -62,7 +62,7 @@ def test_prepacked_fp16_operator_equals_reference(
 @pytest.mark.parametrize("bits", BITS)
 @torch.no_grad()
 def test_decode_step_quantized_weights_equal_reference(bits: int, activation_bits: int) -> None:
-    """Through the door a model uses: one weight, three at once, and many rows, which take the plain way bitwise."""
+    """Through the public module: one weight, three weights at once, and many rows, which use the plain product bitwise."""
     tuner = MatmulTuner(AUTOTUNED)
     x, weight, bias = random_inputs(3, 64, 96)
     layer = quantized_layer(weight[None], bits, activation_bits)
@@ -83,7 +83,7 @@ def test_decode_step_quantized_weights_equal_reference(bits: int, activation_bit
 
 
 def quantized_layer(weight: Tensor, bits: int, activation_bits: int = FULL_PRECISION) -> QuantizedWeight:
-    """(1, out, in) as it is stored."""
+    """Return the stored weight, (1, out, in)."""
     with torch.device("meta"):
         layer = QuantizedLinear(weight.shape[2], weight.shape[1], False, bits, activation_bits=activation_bits)
     layer = layer.to_empty(device="cpu")

@@ -1,4 +1,4 @@
-"""Contract 5, in memory: what is saved is split, whatever the storage, and comes back bit for bit; misfits are named."""
+"""Contract 5, in memory: state dicts are split for every storage and load bitwise; shape errors name the tensor."""
 
 from collections.abc import Callable
 
@@ -87,7 +87,7 @@ def test_load_state_dict_leaves_state_unchanged(storage: str) -> None:
     assert all(torch.equal(state[key], before[key]) for key in before)
 
 
-# Misfits, told by the names a person reads.
+# Shape errors name the saved tensors.
 
 
 def delete_key(key: str) -> Callable[[dict[str, Tensor]], None]:
@@ -109,13 +109,13 @@ MISFITS = {
     "unexpected gate": (set_zeros("gate", 4), r'Unexpected key\(s\) in state_dict: "gate"\.'),
     "weight": (
         set_zeros("qkv.q.weight", 4, 20, 6),
-        r"size mismatch for qkv.q.weight: it is \(4, 20, 6\), expected \(4, 6, 20\)\.",
+        r"size mismatch for qkv.q.weight: the shape is \(4, 20, 6\), expected \(4, 6, 20\)\.",
     ),
     "fused weight": (
         set_zeros("qkv.k.weight", 24, 20),
-        r"size mismatch for qkv.k.weight: it is \(24, 20\), expected",
+        r"size mismatch for qkv.k.weight: the shape is \(24, 20\), expected",
     ),
-    "bias": (set_zeros("qkv.v.bias", 24), r"size mismatch for qkv.v.bias: it is \(24,\), expected \(4, 6\)\."),
+    "bias": (set_zeros("qkv.v.bias", 24), r"size mismatch for qkv.v.bias: the shape is \(24,\), expected \(4, 6\)\."),
     "output": (set_zeros("output_projection.weight", 20, 4, 5), "size mismatch for output_projection.weight"),
     "output, heads behind channels": (
         set_zeros("output_projection.weight", 20, 6, 4),
@@ -158,7 +158,7 @@ def test_attention_unknown_storage_raises() -> None:
         MultiHeadAttention(width=8, heads=2, storage="kqv")
 
 
-# Taking the given tensors over: how a model without memory gets its weights.
+# Loading with assign=True, as for a model on the meta device.
 
 
 @each_model

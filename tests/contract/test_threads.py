@@ -30,7 +30,7 @@ def forward(model: Any, ids: Tensor = IDS) -> Tensor:
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """The result of a function that another thread runs to its end."""
+    """Return the result of a function that runs in another thread."""
     results: list[Any] = []
     thread = Thread(target=lambda: results.append(work()))
     thread.start()
@@ -112,7 +112,7 @@ def test_edit_closed_in_another_thread_raises() -> None:
 
 @each_model
 def test_two_threads_that_generate_leave_the_training_mode(build: Callable[[], Any]) -> None:
-    """One thread leaves `eval_mode` while the other is inside; the mode comes back after the last."""
+    """One thread leaves `eval_mode` while the other is inside. The mode is restored after the last one leaves."""
     from headwise.model import eval_mode
 
     model = build()

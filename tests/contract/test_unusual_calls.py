@@ -106,5 +106,5 @@ def test_gradient_function_inside_mode_equals_outside(model: hw.Transformer, nam
 def test_train_weights_made_in_inference_mode_raises(model: hw.Transformer) -> None:
     with torch.inference_mode():
         inference_model = hw.Transformer(model.spec)
-    with pytest.raises(hw.HeadwiseError, match=r"made under torch\.inference_mode"):
+    with pytest.raises(hw.HeadwiseError, match=r"created under torch\.inference_mode"):
         hw.train(inference_model, " ".join(TEXTS), RECIPE, tokenizer="byte", progress=False)

@@ -1,4 +1,4 @@
-"""What the kernel tests share: hypothesis strategies for masks and whole calls, the kernels by name, one comparison."""
+"""Shared helpers of kernel tests: hypothesis strategies for masks and calls, kernels by name, and a comparison."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from headwise.kernels import (
     window,
 )
 
-# The same examples on every run and every worker: a failure is always reproducible.
+# Every run and worker draws equal examples, so that a failure is reproducible.
 FIXED_SETTINGS = settings(
     derandomize=True,
     deadline=None,
@@ -35,24 +35,24 @@ FIXED_SETTINGS = settings(
 FLOATS = (torch.float64, torch.float32)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
-# Batch, queries, keys and channels are distinct primes, so that a swapped axis cannot pass; 1 is the odd one out.
+# Batch, queries, keys and channels are distinct primes, so that a swapped axis cannot pass. 1 is an additional edge case.
 BATCHES = (1, 2)
 TOKENS = ((7, 11), (13, 11), (11, 11), (7, 13), (3, 7), (1, 11), (7, 1), (1, 1))
-CHANNELS = ((17, 17), (17, 5), (5, 19))  # of q and k, of v
+CHANNELS = ((17, 17), (17, 5), (5, 19))  # channels of q and k, channels of v
 
-# How heads read key/value heads: (heads, key/value heads, kv_of_head).
+# Sharing of KV heads: (heads, KV heads, kv_of_head).
 HEADS: tuple[tuple[int, int, tuple[int, ...] | None], ...] = (
     (3, 3, None),  # plain
     (6, 3, None),  # grouped-query
     (3, 1, None),  # multi-query
     (5, 3, (0, 0, 0, 1, 2)),  # uneven, as after pruning
-    (5, 3, (2, 0, 0, 2, 0)),  # out of order, and one key/value head that nobody reads
+    (5, 3, (2, 0, 0, 2, 0)),  # out of order, and one unused KV head
 )
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """The arguments of one call of `attention`."""
+    """Arguments of one call of `attention`."""
 
     q: Tensor
     k: Tensor
@@ -67,11 +67,11 @@ class KernelCall:
 
     @property
     def options(self) -> dict:
-        """Everything besides q, k and v, as keyword arguments."""
+        """Return all arguments except q, k and v."""
         return {name: value for name, value in vars(self).items() if name not in ("q", "k", "v")}
 
     def to(self, dtype: torch.dtype) -> "KernelCall":
-        """The same numbers in another precision."""
+        """Return the call in another dtype."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(
             self, **{name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in tensors.items()}
@@ -79,7 +79,7 @@ class KernelCall:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """Every tensor that wants a gradient."""
+        """Return every tensor that needs a gradient."""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and x.requires_grad}
 
 
@@ -114,7 +114,7 @@ def oracle(call: KernelCall) -> Tensor:
 
 
 def forward_and_backward(kernel: Kernel, call: KernelCall) -> dict[str, Tensor]:
-    """What a call returns and the gradients it sends back, for a fixed random gradient from above."""
+    """Return the output of a call and its gradients for a fixed random output gradient."""
     z = kernel(call)
     output_grad = torch.randn(z.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(z.dtype)
     leaves = call.leaves
@@ -123,7 +123,7 @@ def forward_and_backward(kernel: Kernel, call: KernelCall) -> dict[str, Tensor]:
 
 
 def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
-    """Relative to the largest entry; inputs are of order 1, so what is smaller than 1 is measured against 1."""
+    """Compare relative to the largest entry, or to 1 if the largest entry is smaller."""
     assert got.keys() == want.keys()
     for name, expected in want.items():
         assert got[name].shape == expected.shape, f"{name}: {got[name].shape}, want {expected.shape}"
@@ -132,19 +132,19 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
             assert error <= tolerance * max(1.0, expected.abs().max().item()), f"{name} is off by {error:.1e}"
 
 
-# What hypothesis draws. Random tensors come from a drawn seed: the kernels have no interesting single numbers.
+# Hypothesis strategies. Random tensors come from a drawn seed, because single values are not interesting for kernels.
 
 
 @st.composite
 def random_bools(draw: st.DrawFn, *shape: int, share: float = 0.6) -> Tensor:
-    """A random bool tensor."""
+    """Return a random bool tensor."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     return torch.rand(shape, generator=generator) < share
 
 
 @st.composite
 def dense_masks(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> Mask:
-    """An arbitrary mask of two, three or four axes, each whole or 1; sometimes with rows that see nothing."""
+    """Draw an arbitrary mask with two, three or four axes, each full or 1, sometimes with rows without visible keys."""
     full = (B, H, T, S)
     shape = draw(st.sampled_from([full, (B, T, S), (T, S), (1, H, T, S), (B, 1, 1, S), (B, H, T, 1), (1, 1, 1, 1)]))
     tensor = draw(random_bools(*shape))
@@ -152,7 +152,7 @@ def dense_masks(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> Mask:
 
 
 def leaf_masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
-    """Masks that are not made of others."""
+    """Draw a mask that is not a combination of masks."""
     offsets = st.none() | st.integers(-T - 2, S + 2)
     sizes, batches = st.integers(1, S + 2), st.sampled_from((1, B))
     documents = st.integers(0, 999).map(lambda seed: torch.Generator().manual_seed(seed))
@@ -172,7 +172,7 @@ def leaf_masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
 
 
 def masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
-    """Any mask: a leaf, one for each head, or several joined by & and |."""
+    """Draw any mask: a single mask, one per head, or several combined by & and |."""
     single = leaf_masks(B, H, T, S)
     head_masks = st.builds(per_head, st.lists(leaf_masks(B, 1, T, S), min_size=H, max_size=H))
     base_mask = single | head_masks
@@ -186,7 +186,7 @@ def masks(B: int, H: int, T: int, S: int) -> st.SearchStrategy[Mask]:
 
 @st.composite
 def biases(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> Tensor | AlibiBias | None:
-    """No bias, ALiBi, or a tensor, fixed or learned, with or without entries and whole rows of −inf."""
+    """Draw no bias, ALiBi, or a tensor, fixed or learned, with or without entries and full rows of −inf."""
     kind = draw(st.sampled_from(("none", "alibi", "tensor", "tensor with −inf")))
     if kind == "none":
         return None
@@ -202,7 +202,7 @@ def biases(draw: st.DrawFn, B: int, H: int, T: int, S: int) -> Tensor | AlibiBia
 
 @st.composite
 def calls(draw: st.DrawFn, capped: bool = True) -> KernelCall:
-    """Any call, in float64, with gradients wanted by q, k, v and whatever is learned."""
+    """Draw any call in float64, with gradients of q, k, v and all learned tensors."""
     B = draw(st.sampled_from(BATCHES))
     (T, S), (d, e) = draw(st.sampled_from(TOKENS)), draw(st.sampled_from(CHANNELS))
     H, K, kv_of_head = draw(st.sampled_from(HEADS))

@@ -1,4 +1,4 @@
-"""What each process of a team runs: python -m tests.distillation.team_script FOLDER [STOP_AT]."""
+"""Script of each process of a process group: python -m tests.distillation.team_script FOLDER [STOP_AT]."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ RECIPE = Recipe(
 
 
 def distill_small_student(out: Path | None, stop: int = -1) -> TrainResult:
-    """A narrower student, by everything a teacher has."""
+    """Distill into a narrower student with all losses."""
 
     def stop_at_step(model: Transformer, step: int) -> None:
         if step == stop:

@@ -1,4 +1,4 @@
-"""`hw.distill` as a person calls it: it learns, goes on where it stopped, asks its teacher once."""
+"""`hw.distill` as users call it: losses fall, runs resume, and cached teacher logits are reused."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ import torch
 
 import headwise as hw
 from headwise.distillation import DistillConfig, teacher_logits_cache
-from headwise.distillation.activations import ActivationCapture
+from headwise.distillation.activations import ActivationExtractor
 from headwise.distillation.distill import distill_loss_factory
 from headwise.distillation.head_pairs import pair_heads_by_attention, pair_heads_by_order, parse_pairs
 from headwise.model import Transformer
@@ -42,7 +42,7 @@ def flat_weights(model: Transformer) -> torch.Tensor:
 
 @pytest.mark.parametrize("losses", ["logits", "hidden", "maps", "qkv", {"logits": 1.0, "maps": 0.5}])
 def test_distill_each_loss_decreases(losses) -> None:
-    # A random teacher and the text disagree.
+    # A random teacher contradicts the text, so only teacher losses are used.
     options: dict[str, Any] = {"losses": losses, "alpha": 1.0, "ce_weight": 0.0, "progress": False}
     result = hw.distill(SMALL, make_model(), TEXT, replace(RECIPE, steps=30, learning_rate=1e-2), **options)
     names = [losses] if isinstance(losses, str) else list(losses)
@@ -71,9 +71,9 @@ def test_distill_interrupted_run_resumes_bitwise(tmp_path: Path) -> None:
         )
     resumed = hw.distill(spec, make_model(), TEXT, RECIPE, out=tmp_path / "broken", **options)
     assert torch.equal(flat_weights(resumed.model), flat_weights(uninterrupted.model))
-    with pytest.raises(hw.HeadwiseError, match=r"holds another run \(loss was .*teacher '"):
+    with pytest.raises(hw.HeadwiseError, match=r"another run.* \(loss was .*teacher '"):
         hw.distill(spec, make_model(5), TEXT, RECIPE, out=tmp_path / "broken", **options)
-    with pytest.raises(hw.HeadwiseError, match=r"holds another run \(loss was alpha 0.9, now 0.5\); choose"):
+    with pytest.raises(hw.HeadwiseError, match=r"another run.* \(loss was alpha 0.9, now 0.5\)"):
         hw.distill(spec, make_model(), TEXT, RECIPE, out=tmp_path / "broken", alpha=0.5, **options)
 
 
@@ -83,12 +83,12 @@ def test_distill_cached_logits_skip_teacher_forward(tmp_path: Path, monkeypatch:
     first = hw.distill(SMALL, teacher, TEXT, RECIPE, **options)
     assert len(list((tmp_path / "kept").glob("*.safetensors"))) == RECIPE.steps
 
-    def reject_teacher(self: ActivationCapture, *args: Any, **kwargs: Any) -> Any:
-        assert self.model is not teacher, "the teacher was asked"
+    def reject_teacher(self: ActivationExtractor, *args: Any, **kwargs: Any) -> Any:
+        assert self.model is not teacher, "the teacher ran again"
         return original_call(self, *args, **kwargs)
 
-    original_call = ActivationCapture.__call__
-    monkeypatch.setattr(ActivationCapture, "__call__", reject_teacher)
+    original_call = ActivationExtractor.__call__
+    monkeypatch.setattr(ActivationExtractor, "__call__", reject_teacher)
     second = hw.distill(SMALL, teacher, TEXT, RECIPE, **options)
     assert torch.equal(flat_weights(first.model), flat_weights(second.model))
     metadata_file = tmp_path / "kept" / teacher_logits_cache.METADATA_FILE
@@ -96,7 +96,7 @@ def test_distill_cached_logits_skip_teacher_forward(tmp_path: Path, monkeypatch:
         hw.distill(SMALL, teacher, TEXT, RECIPE, logits_folder=tmp_path / "kept", top_k=5, progress=False)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "diary.txt").write_text("dear diary")
-    with pytest.raises(hw.HeadwiseError, match="holds something else"):
+    with pytest.raises(hw.HeadwiseError, match="has no teacher logits"):
         hw.distill(SMALL, teacher, TEXT, RECIPE, logits_folder=tmp_path / "other", progress=False)
     metadata = json.loads(metadata_file.read_text())
     assert metadata.pop("format") == teacher_logits_cache.FORMAT
@@ -107,7 +107,7 @@ def test_distill_cached_logits_skip_teacher_forward(tmp_path: Path, monkeypatch:
 
 @pytest.fixture(scope="module")
 def hf_model():
-    """A small GPT-2 of transformers', with random weights."""
+    """Return a small transformers GPT-2 with random weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"n_embd": 16, "n_layer": 3, "n_head": 4, "vocab_size": 257, "n_positions": 64}
@@ -188,21 +188,21 @@ def distill_small(**options: Any) -> object:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: distill_small(losses="logit"), "no loss 'logit' to distill with"),
-        (lambda: distill_small(losses=()), "losses names one or several"),
+        (lambda: distill_small(losses="logit"), "Got 'logit'"),
+        (lambda: distill_small(losses=()), "at least one loss"),
         (lambda: distill_small(losses={"maps": 0}), "weight of maps must be"),
-        (lambda: distill_small(temperatur=2), "DistillConfig has no field 'temperatur'"),
-        (lambda: distill_small(temperature=0), "temperature must be above 0"),
-        (lambda: distill_small(alpha=1.5), "between 0 and 1"),
-        (lambda: hw.distill(SMALL, make_model(kind="encoder"), TEXT, RECIPE), "the teacher of kind encoder"),
+        (lambda: distill_small(temperatur=2), "temperatur: not a field"),
+        (lambda: distill_small(temperature=0), "temperature: must be a finite number above 0"),
+        (lambda: distill_small(alpha=1.5), "from 0 to 1"),
+        (lambda: hw.distill(SMALL, make_model(kind="encoder"), TEXT, RECIPE), "a teacher of kind encoder"),
         (lambda: distill_small(losses="hidden", layers=[(0, 7)]), "the teacher 0 to 1"),
         (lambda: distill_small(losses="qkv", relation_layers=(0, 9)), "no heads in layer 9"),
-        (lambda: distill_small(losses="qkv", relation_heads=7), "7 relation heads cannot share"),
-        (lambda: distill_small(losses="maps", head_pairs="near"), '"order", "best" or a list'),
+        (lambda: distill_small(losses="qkv", relation_heads=7), "Got 7"),
+        (lambda: distill_small(losses="maps", head_pairs="near"), "unknown pairing"),
         (lambda: distill_small(losses="maps", head_pairs=[("0.0", "9.0")]), "no head 9.0; it has 0.0 to 1.3"),
         (lambda: distill_small(losses="maps", logits_folder="somewhere"), "losses='logits' alone"),
-        (lambda: hw.distill(SMALL, make_model(), TEXT, replace(RECIPE, compile=True), losses="maps"), "compile goes with"),
-        (lambda: parse_pairs(make_model(), make_model(), [("0.0",)]), "a pair is two heads"),  # pyright: ignore[reportArgumentType]
+        (lambda: hw.distill(SMALL, make_model(), TEXT, replace(RECIPE, compile=True), losses="maps"), "compile: "),
+        (lambda: parse_pairs(make_model(), make_model(), [("0.0",)]), "a student head and a teacher head"),  # pyright: ignore[reportArgumentType]
     ],
 )  # fmt: skip
 def test_distill_invalid_arguments_raise(call, message: str) -> None:
@@ -211,12 +211,12 @@ def test_distill_invalid_arguments_raise(call, message: str) -> None:
 
 
 def test_distill_without_corpus_equals_training() -> None:
-    """The synthetic language, read by its own recipe; a part of it here."""
+    """Uses a part of the synthetic language with its own recipe."""
     recipe = replace(DEFAULT_RECIPE, steps=3, batch_size=2, warmup=1)
     teacher = hw.train(hw.preset("synthetic").resized(layers=1, width=16, heads=2), recipe=recipe, progress=False).model
     distilled = hw.distill(teacher.spec, teacher, recipe=recipe, ce_weight=1.0, alpha=0.0, progress=False)
     assert torch.equal(flat_weights(distilled.model), flat_weights(teacher)), (
-        "text alone, by the same recipe: the same model"
+        "cross-entropy alone with the same recipe gives the same model"
     )
 
 
@@ -224,7 +224,7 @@ def test_distill_model_without_output_raises_and_writes_nothing(tmp_path: Path) 
     headless = Transformer(replace(make_model().spec, output="none"))
     headless.tokenizer = make_model().tokenizer
     for student, teacher in ((SMALL, headless), (headless, make_model())):
-        with pytest.raises(hw.HeadwiseError, match="both need an output"):
+        with pytest.raises(hw.HeadwiseError, match="both need a language modeling head"):
             hw.distill(student, teacher, TEXT, RECIPE, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -243,12 +243,12 @@ def test_distill_bfloat16_teacher_close_to_float32() -> None:
 def test_distill_different_tokenizers_raise() -> None:
     student = make_model()
     student.tokenizer = character_tokenizer("abc")
-    with pytest.raises(hw.HeadwiseError, match=r"different tokenizers: .* is token"):
+    with pytest.raises(hw.HeadwiseError, match=r"different tokenizers. Token .* has id"):
         hw.distill(student, make_model(), TEXT, RECIPE)
     student.tokenizer = None
-    with pytest.raises(hw.HeadwiseError, match="the student has no tokenizer"):
+    with pytest.raises(hw.HeadwiseError, match="student: it has no tokenizer"):
         hw.distill(student, make_model(), TEXT, RECIPE)
     untokenized = make_model()
     untokenized.tokenizer = None
-    with pytest.raises(hw.HeadwiseError, match="the teacher has no tokenizer"):
+    with pytest.raises(hw.HeadwiseError, match="teacher: it has no tokenizer"):
         hw.distill(SMALL, untokenized, TEXT, RECIPE)

@@ -1,4 +1,4 @@
-"""Two processes share each batch of a distillation and end where one would."""
+"""Two processes that share the batches of a distillation reach the same weights as one process."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ SCRIPT = "tests.distillation.team_script"
 def test_distill_two_processes_equal_one(two: WorkerGroup, tmp_path: Path) -> None:
     results = two.run(f"{SCRIPT}:run_and_summarize", str(tmp_path / "two"))
     for name in ("weight", "loss", "valid"):
-        assert results[0][name] == results[1][name], "both hold the same model"
+        assert results[0][name] == results[1][name], "both processes have the same model"
     single = distill_small_student(None)
     assert results[0]["loss"] == pytest.approx(single.loss, rel=1e-5)
     assert max_weight_difference(single.model, hw.load(tmp_path / "two" / "model")) < 1e-5

@@ -1,4 +1,4 @@
-"""Each loss against a closed form or a plain implementation, and at its one known value: 0 where both agree."""
+"""Each loss against a closed form or a plain implementation, and 0 for equal models."""
 
 import copy
 import math
@@ -60,7 +60,7 @@ def test_logits_loss_equals_kl_definition() -> None:
 
 
 def test_kl_high_temperature_gradient_is_logit_difference() -> None:
-    """T² KL of logits z at T → ∞ has the slope (z_s − z_t) / V, both centred (https://arxiv.org/abs/1503.02531)."""
+    """The gradient of T² KL of logits z for T → ∞ is (z_s − z_t) / V, both centered (https://arxiv.org/abs/1503.02531)."""
     V, T = 8, 300.0
     model = Transformer(
         hw.ModelSpec(vocab=V, context=4, layers=1, attention=hw.AttentionSpec(width=V, heads=1), tied=False)
@@ -120,7 +120,7 @@ def test_maps_loss_equals_row_kl_definition() -> None:
 
 
 def test_row_kl_gradient_masked_rows_equals_autograd() -> None:
-    """A mask that differs, a row that sees nothing, one that does not count."""
+    """A different mask, a fully masked row, and a row that does not count."""
     generator = torch.Generator().manual_seed(0)
     student_scores, teacher_scores = torch.randn(2, 2, 3, 5, 7, generator=generator, dtype=torch.double)
     student_scores[0, :, :2, 4:] = teacher_scores[1, 1, 2, :3] = -math.inf
@@ -142,7 +142,7 @@ def test_row_kl_gradient_masked_rows_equals_autograd() -> None:
 
 
 def test_distill_loss_backward_saves_no_attention_map() -> None:
-    """What is saved for the backward pass is smaller than one map of one head."""
+    """Tensors saved for the backward pass are smaller than one attention map of one head."""
     T = 1024
     spec = hw.ModelSpec(vocab=VOCAB, context=T, layers=1, attention=hw.AttentionSpec(width=8, heads=2))
     torch.manual_seed(0)
@@ -163,7 +163,7 @@ def test_distill_loss_backward_saves_no_attention_map() -> None:
 
 
 def peak_memory_of_logits_loss(N: int, V: int) -> float:
-    """What distilling by logits holds at most, in MB."""
+    """Return the peak memory of distillation by logits, in MB."""
     spec = hw.ModelSpec(vocab=V, context=4, layers=1, attention=hw.AttentionSpec(width=16, heads=2))
     student, teacher = Transformer(spec), Transformer(spec)
     hidden = torch.randn(N, 16, requires_grad=True), torch.randn(N, 16)
@@ -178,7 +178,7 @@ def peak_memory_of_logits_loss(N: int, V: int) -> float:
 
 @pytest.mark.slow
 def test_logits_loss_memory_below_one_logits_tensor() -> None:
-    """600 MB each, of the student and the teacher, and as much again for each slope: what is held stays below one of them."""
+    """Student and teacher logits have 600 MB each, and so do their gradients. Peak memory stays below one of them."""
     assert run_in_subprocess(peak_memory_of_logits_loss, 3000, 50_000) < 600
 
 
@@ -211,7 +211,7 @@ def test_resplit_channels_follow_concatenated_heads() -> None:
     x = torch.arange(24.0).reshape(1, 3, 2, 4)  # (B, H, T, d)
     flat = torch.cat([x[:, h] for h in range(3)], -1)  # (B, T, 12)
     assert torch.equal(split_relation_heads(x, 2), torch.stack([flat[..., :6], flat[..., 6:]], 1))
-    with pytest.raises(hw.HeadwiseError, match="must divide 12"):
+    with pytest.raises(hw.HeadwiseError, match="divisor of 12"):
         relation_head_count("k", (24, 36), 5)
 
 
@@ -246,7 +246,7 @@ def test_topk_kl_full_vocabulary_equals_exact_kl() -> None:
     exact, text = logit_loss.kl_and_nll(student, teacher, (hidden[0], hidden[1]), targets[is_target], 2.0)
     assert teacher.output is not None
     teacher_logits = teacher.output(hidden[1])
-    for k in (VOCAB, VOCAB - 1, 4 * VOCAB):  # one left is one bucket of its own
+    for k in (VOCAB, VOCAB - 1, 4 * VOCAB):  # with one token left over, the other-token bucket is exact
         topk_losses = logit_loss.kl_from_topk(
             student, hidden[0], targets[is_target], top_k_log_probs(teacher_logits, k, 2.0), 2.0
         )
@@ -255,12 +255,14 @@ def test_topk_kl_full_vocabulary_equals_exact_kl() -> None:
     truncated = logit_loss.kl_from_topk(
         student, hidden[0], targets[is_target], top_k_log_probs(teacher_logits, 3, 2.0), 2.0
     )
-    assert 0 < float(truncated[0].detach()) < float(exact.detach()), "lumping outcomes together cannot tell more apart"
+    assert 0 < float(truncated[0].detach()) < float(exact.detach()), (
+        "merging outcomes cannot increase the KL divergence"
+    )
     truncated[0].backward()
 
 
 def test_logits_loss_autocast_is_exact() -> None:
-    """Where states are given, bfloat16 elsewhere changes neither the divergence nor its slopes."""
+    """For given hidden states, bfloat16 autocast changes neither the KL divergence nor its gradients."""
     student, teacher = make_model(1), make_model(2)
     ids, targets = some_rows()
     is_target = targets != -100

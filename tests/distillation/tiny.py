@@ -29,7 +29,7 @@ def make_model(
 
 
 def make_batch(B: int = 2, T: int = 11, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and targets, some of which are not asked for."""
+    """Return ids and targets, some of which are ignored."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (B, T + 1), generator=generator)
     targets = ids[:, 1:].clone()

@@ -1,4 +1,4 @@
-"""Crews of other sizes than two, started by the first test that needs one."""
+"""Worker groups of more than two processes, started by the first test that needs one."""
 
 from collections.abc import Iterator
 

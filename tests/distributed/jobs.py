@@ -1,4 +1,4 @@
-"""What workers are asked to do in tests: functions of a module, as any executor can call."""
+"""Jobs for executor tests: functions of an importable module."""
 
 import os
 import signal
@@ -30,14 +30,14 @@ def raise_on_two(value: int) -> int:
 
 
 def append_mark(folder: str, index: int) -> int:
-    """Leaves a mark each time it is begun."""
+    """Append a mark to a file at each start."""
     with open(Path(folder) / str(index), "a") as file:
         file.write("x")
     return index
 
 
 def die_once(folder: str, index: int) -> int:
-    """The third is killed in the middle, the first time."""
+    """Kill the worker of the third job at its first start."""
     append_mark(folder, index)
     mark = Path(folder) / "killed"
     if index == 2 and not mark.exists():

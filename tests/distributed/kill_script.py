@@ -1,10 +1,10 @@
-"""A run of two processes in which one is killed again and again; forked here, so that they start at once.
+"""A run of two forked processes, one of which is killed repeatedly.
 
 python -m tests.distributed.kill_script FOLDER NAME PARALLEL STEPS KILLS SEED
 
-Each time the process that is killed and the moment are drawn: within one and a half times as long as a step and its
-checkpoint took, so after three steps at most. The other must notice by itself. The last time they are let finish. Then a
-run that nobody disturbs, in FOLDER-whole. Prints what happened as JSON.
+The killed process and the time are random: within 1.5 times the duration of a step and its checkpoint, so after at most three
+steps. The other process must notice it. The last run finishes, followed by an uninterrupted run in FOLDER-whole. Prints the
+results as JSON.
 """
 
 import json
@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch._dynamo  # what a first step would import, so that each process need not
+import torch._dynamo  # a first step imports it; import it once, before forking
 import torch.distributed as dist
 
 import headwise as hw
@@ -29,13 +29,13 @@ from headwise.training import train
 from tests.distributed.train_checks import RECIPE, SPECS
 from tests.training.tiny import TEXT
 
-PEER_LOST_CODE = 3  # the code of a process that was told the other is gone
+PEER_LOST_CODE = 3  # exit code of a process that detected the loss of the other
 KILLED_TIMEOUT = 90.0  # seconds for a run that is killed
-FULL_TIMEOUT = 600.0  # and for one that is let finish: a busy machine takes long
+FULL_TIMEOUT = 600.0  # seconds for a run that finishes, on a busy machine
 
 
 def fork_worker(rank: int, rendezvous: str, work: Callable[[], object]) -> int:
-    """Start one of two processes; its number."""
+    """Start one of two processes and return its id."""
     child = os.fork()
     if child:
         return child
@@ -58,7 +58,7 @@ def fork_worker(rank: int, rendezvous: str, work: Callable[[], object]) -> int:
 
 
 def wait_for_exit(child: int, until: float) -> int | None:
-    """How a process ended; None where it did not, and had to be ended."""
+    """Return the exit code of a process, or None if it had to be killed."""
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:

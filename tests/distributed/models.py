@@ -1,4 +1,4 @@
-"""Small models of every kind, with weights far from their beginnings."""
+"""Small models of every kind, with random weights in all parameters."""
 
 import torch
 
@@ -29,7 +29,7 @@ SPECS = {
     "two stacks": make_spec(AttentionSpec(width=36, heads=5, head_dim=7), kind="encoder-decoder", encoder_layers=2, layers=2),
     "slices": make_spec(AttentionSpec(width=36, heads=4, head_input="slice", softcap=5.0, window=5)),
 }  # fmt: skip
-# Nine heads with three key heads, five in the second layer, one in the last: a model that speaks.
+# Nine heads with three KV heads, five in the second layer, one in the last, for generation.
 GENERATING_SPEC = make_spec(
     AttentionSpec(width=36, heads=9, kv_heads=3, rotary=Rotary(), out_bias=True),
     vocab=257, context=64, mlp_width=40, kept_heads={"1": (0, 1, 4, 5, 8), "2": (3,)}, **LLAMA,
@@ -37,7 +37,7 @@ GENERATING_SPEC = make_spec(
 
 
 def make_model(spec: ModelSpec, double: bool = False) -> Transformer:
-    """A model whose weights are drawn the same everywhere; in float64 if need be."""
+    """Return a model with the same random weights in every process, in float64 if `double`."""
     torch.manual_seed(0)
     model = Transformer(spec)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def make_model(spec: ModelSpec, double: bool = False) -> Transformer:
 
 
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, beside the largest number."""
+    """Return the largest difference relative to the largest value."""
     if actual.shape != expected.shape:
         return float("inf")
     return (

@@ -1,7 +1,7 @@
-"""Processes that stay: started once, they run one check after the other, so that a check costs what it does and no more.
+"""Worker processes that are started once and run one check after the other, which saves startup time.
 
-As a script: one of them. It reads lines, {"check": "tests.distributed.checks:forward", "arguments": [...]}, and answers each
-with one.
+As a script, this is one worker. It reads lines, {"check": "tests.distributed.checks:forward", "arguments": [...]}, and
+answers each with one line.
 """
 
 import importlib
@@ -19,11 +19,11 @@ from threading import Thread
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CHECK_TIMEOUT = 180  # seconds for a check; a busy machine takes long
+CHECK_TIMEOUT = 180  # seconds per check, on a busy machine
 
 
 class WorkerGroup:
-    """So many processes that know of each other."""
+    """A group of worker processes."""
 
     def __init__(self, size: int) -> None:
         self.size, self.workers, self.listeners = size, list[subprocess.Popen[str]](), list[Thread]()
@@ -40,7 +40,7 @@ class WorkerGroup:
             self.workers.append(subprocess.Popen(command, cwd=ROOT, env=environment, **streams))
 
     def run(self, check: str, *arguments: Any, timeout: float = CHECK_TIMEOUT) -> list[Any]:
-        """What each process found; what one of them could not bear is raised here, and the crew is started anew."""
+        """Return the result of a check in each process. If a process fails, raise its error and restart the group."""
         if not self.workers:
             self.start()
         for worker in self.workers:
@@ -56,7 +56,7 @@ class WorkerGroup:
         deadline = time.monotonic() + timeout
         while any(listener.is_alive() for listener in listeners) and time.monotonic() < deadline:
             if any(answer is not None and "error" in answer for answer in answers):
-                deadline = min(deadline, time.monotonic() + 2)  # the others may wait for it in vain
+                deadline = min(deadline, time.monotonic() + 2)  # the others may wait for the failed process
             time.sleep(0.01)
         wrong = [answer["error"] for answer in answers if answer is not None and "error" in answer]
         if wrong or None in answers:

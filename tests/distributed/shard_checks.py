@@ -1,4 +1,4 @@
-"""What processes check about a model they hold together: each compares it with the whole one, which it has too."""
+"""Checks of a sharded model: each process compares it with the full model."""
 
 import copy
 from dataclasses import replace
@@ -30,7 +30,7 @@ def inputs(spec: hw.ModelSpec) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def forward_and_gradients(name: str, double: bool) -> dict[str, float]:
-    """Logits, loss and every gradient, beside those of one process."""
+    """Compare logits, loss and all gradients with those of one process."""
     spec = SPECS[name]
     model, part = full_and_sharded(spec, double)
     ids, extra = inputs(spec)
@@ -56,13 +56,13 @@ def forward_and_gradients(name: str, double: bool) -> dict[str, float]:
 
 
 def local_heads(name: str) -> list[list[int]]:
-    """The heads that are here, by layer, as sites tell them."""
+    """Return the local heads of each layer, from hook points."""
     _, part = full_and_sharded(SPECS[name])
     return [list(hook_point.head_ids) for hook_point in part.hook_points()]
 
 
 def generation() -> dict[str, bool]:
-    """Tokens written on, with every cache."""
+    """Compare generated tokens with every kind of cache."""
     cached_spec = GENERATING_SPEC.with_cache(
         {"0.*": hw.CachePolicy(bits=8), "1.0": hw.CachePolicy(sink_tokens=2, window=4), "2.*": 4}
     )
@@ -85,7 +85,7 @@ def generation() -> dict[str, bool]:
 
 
 def memory() -> dict[str, list[int]]:
-    """Bytes of weights and of the cache: here, and in one process."""
+    """Return bytes of weights and cache, local and in one process."""
     spec = hw.ModelSpec(vocab=512, context=64, layers=4, attention=hw.AttentionSpec(width=64, heads=8, kv_heads=4))
     model, part = full_and_sharded(spec)
     ids, caches = torch.randint(0, 512, (2, 32)), [m.cache("static", 32) for m in (model, part)]
@@ -97,7 +97,7 @@ def memory() -> dict[str, list[int]]:
 
 
 def edits() -> dict[str, float]:
-    """Silence, gates, masks by head, what was ablated or patched."""
+    """Compare silenced, scaled, masked, ablated and patched heads."""
     model, part = full_and_sharded(GENERATING_SPEC)
     ids = torch.randint(0, 257, (2, 9), generator=torch.Generator().manual_seed(1))
     gates = {"0.1": 0.0, "1.4": torch.tensor([0.5, 2.0])}
@@ -122,7 +122,7 @@ def edits() -> dict[str, float]:
 
 
 def recordings() -> dict[str, float]:
-    """What is recorded, seen and measured."""
+    """Compare recordings, attention maps and metrics."""
     spec = GENERATING_SPEC.with_cache({"0.0": hw.CachePolicy(bits=8), "1.0": hw.CachePolicy(sink_tokens=2, window=4)})
     model, part = full_and_sharded(spec)
     ids = torch.randint(0, 257, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -160,7 +160,7 @@ def importance_difference(ranking: str) -> float:
 
 
 def profile_difference(causal: bool) -> float:
-    """The largest difference between any numbers of two profiles."""
+    """Return the largest difference between the numbers of two profiles."""
     model, part = full_and_sharded(replace(GENERATING_SPEC, kept_heads={"1": (0, 4, 8), "2": ()}, layers=3))
     full, sharded = (hw.profile(m, TEXTS, relations=None if causal else False, causal=causal) for m in (model, part))
     assert full.addresses == sharded.addresses
@@ -174,7 +174,7 @@ def profile_difference(causal: bool) -> float:
 
 
 def error_messages() -> list[str]:
-    """Bad input, in words."""
+    """Return error messages for invalid input."""
     model, messages = make_model(SPECS["two stacks"]), []
 
     def collect_error(action: Any) -> None:
@@ -199,7 +199,7 @@ def error_messages() -> list[str]:
 
 
 def load_sharded(folder: str) -> dict[str, Any]:
-    """A model that was saved, read in parts."""
+    """Load a saved model in parts."""
     full: Any = hw.load(folder)
     part: Any = hw.load(folder, mesh=mesh())
     ids = torch.randint(0, full.spec.vocab, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Work handed to any executor: processes here, a real Dask cluster, submitit's local jobs, somebody's own."""
+"""Jobs on executors: local processes, a real Dask cluster, local submitit jobs and custom executors."""
 
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from headwise.distributed.job_executors import IsolatedProcessPool, check_executor, run_jobs_as_completed
+from headwise.distributed.job_executors import FaultTolerantProcessPool, check_executor, run_jobs_as_completed
 from headwise.errors import HeadwiseError
 from tests.distributed import jobs
 
 
 @contextmanager
 def dask() -> Iterator[str]:
-    """A cluster of two processes on this machine; its scheduler's address."""
+    """Start a cluster of two processes on this machine and return the address of its scheduler."""
     distributed = pytest.importorskip("distributed")
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
         yield f"dask:{cluster.scheduler_address}"
@@ -48,12 +48,12 @@ def test_work_killed_worker_repeats_only_its_job(tmp_path: Path) -> None:
     arguments = [(str(tmp_path), index) for index in range(6)]
     assert results(jobs.die_once, arguments, processes=2) == list(range(6))
     starts = [len((tmp_path / str(index)).read_text()) for index in range(6)]
-    assert starts == [1, 1, 2, 1, 1, 1], "the others went on undisturbed"
+    assert starts == [1, 1, 2, 1, 1, 1], "other jobs were not affected"
 
 
 @pytest.mark.slow
 def test_work_worker_always_dying_raises() -> None:
-    with pytest.raises(HeadwiseError, match="ended before it was done"):
+    with pytest.raises(HeadwiseError, match="ended before its job was done"):
         results(jobs.die, [0], processes=1)
 
 
@@ -68,7 +68,7 @@ def test_work_own_executor_stays_open() -> None:
         assert results(jobs.square, [1, 2, 3], executor=own) == [1, 4, 9]
         assert results(jobs.threads, [0], executor=own) == [1]
         assert own.submit(jobs.square, 4).result() == 16
-    assert isinstance(IsolatedProcessPool(1), Executor)
+    assert isinstance(FaultTolerantProcessPool(1), Executor)
 
 
 @pytest.mark.slow
@@ -106,12 +106,12 @@ def test_work_slurm_failed_jobs_raise_or_repeat(tmp_path: Path) -> None:
 
     own = submitit.LocalExecutor(tmp_path / "own")
     own.update_parameters(timeout_min=5)
-    assert results(jobs.square, [5], executor=own) == [25], "as it is set up"
+    assert results(jobs.square, [5], executor=own) == [25], "with its own settings"
 
 
 @pytest.mark.parametrize("wrong", ["ray", "Dask", 3, "", "dusk:tcp://a"])
 def test_check_executor_unknown_raises(wrong: Any) -> None:
-    with pytest.raises(HeadwiseError, match=r"there is no executor .*processes, dask, slurm"):
+    with pytest.raises(HeadwiseError, match=r"unknown executor.*processes, dask, slurm"):
         check_executor(wrong)
 
 
@@ -125,9 +125,9 @@ def test_work_unreachable_executor_raises(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         results(jobs.square, [1], executor="dask:tcp://127.0.0.1:9")
     for wrong in ("slurm", "slurm:cluster=moon", "slurm:cluster=local,timeout_min=soon"):
-        with pytest.raises(HeadwiseError, match="Slurm cannot be asked"):
+        with pytest.raises(HeadwiseError, match="Slurm cannot be used"):
             results(jobs.square, [1], executor=wrong, folder=tmp_path)
-    with pytest.raises(HeadwiseError, match="at least one process, got 0"):
+    with pytest.raises(HeadwiseError, match="processes: must be at least 1"):
         results(jobs.square, [1], processes=0)
     for kind, package in (("dask", "distributed"), ("slurm", "submitit")):
         monkeypatch.setitem(__import__("sys").modules, package, None)

@@ -1,4 +1,4 @@
-"""Two processes, one of them killed at random moments: the other says so, and the run goes on to the same bits."""
+"""Two processes, one of which is killed at random times: the other reports it, and the run resumes bitwise equal."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def check_killed_run(tmp_path: Path, name: str, parallel: str, steps: int, kills
     result = run_kill_script(tmp_path / "killed", name, parallel, steps, kills, seed)
     assert result["last"] == [0, 0], result["stderr"]
     assert [end[0] for end in result["ends"]] == [-signal.SIGKILL] * kills
-    # the other was told, and ended by itself
+    # The other process detected the loss and exited by itself.
     assert {end[1] for end in result["ends"]} <= {PEER_LOST_CODE}, result["stderr"]
     assert result["longest"] < 60
     assert result["whole"] == [0, 0], result["stderr"]
@@ -52,7 +52,7 @@ def check_killed_run(tmp_path: Path, name: str, parallel: str, steps: int, kills
     for expected, actual in zip(*(sorted(folder.iterdir()) for folder in pieces), strict=True):
         a, b = load_file(expected), load_file(actual)
         assert a.keys() == b.keys()
-        assert all(torch.equal(a[name], b[name]) for name in a)  # moments of the optimizer among them
+        assert all(torch.equal(a[name], b[name]) for name in a)  # including optimizer moments
     folders = [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()]
     assert all(name.startswith("step-") for name in folders)
 

@@ -1,4 +1,4 @@
-"""Memory and traffic by layout: counted from the spec, beside what models really hold and send."""
+"""Memory and traffic of parallel strategies: computed from the spec, against measurements of real models."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
-from headwise.distributed import parallel_strategy as team_layout
+from headwise.distributed import parallelize_model as team_layout
 from headwise.distributed.parallel_cost import ParallelCost, forward_flops_per_token, layout
 from headwise.distributed.process_group import ProcessGroup
 from headwise.errors import HeadwiseError
@@ -36,7 +36,7 @@ def by_name(costs: tuple[ParallelCost, ...]) -> dict[str, ParallelCost]:
 
 @dataclass
 class MeasuredCost:
-    """What one process was seen to hold and to send, in bytes; a ring as layouts count it."""
+    """Measured memory and traffic of one process, in bytes, with collectives counted as rings."""
 
     weights: int
     cache: int
@@ -46,7 +46,7 @@ class MeasuredCost:
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Counts what is given to other processes."""
+    """Counts bytes sent to other processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,13 +56,13 @@ class TrafficCounter(TorchDispatchMode):
         if func.namespace == "c10d" and "barrier" not in func.name():
             flat_args = [x for argument in args for x in (argument if isinstance(argument, list) else [argument])]
             size = next(dist.ProcessGroup.unbox(x).size() for x in flat_args if isinstance(x, torch.ScriptObject))
-            num_bytes = max(x.nbytes for x in flat_args if isinstance(x, Tensor))  # what is put together, or cut up
+            num_bytes = max(x.nbytes for x in flat_args if isinstance(x, Tensor))  # size of the full tensor
             self.sent += (2 if "allreduce" in func.name() else 1) * (size - 1) / size * num_bytes
         return func(*args, **(kwargs or {}))
 
 
 class Loss(nn.Module):
-    """A step's loss."""
+    """Loss of a training step."""
 
     def __init__(self, model: hw.Transformer) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def states(model: hw.Transformer, ids: Tensor, **extra: Any) -> Tensor:
 
 @contextmanager
 def fake_group(processes: int, rank: int) -> Iterator[None]:
-    """One process of a group whose others are made up: what it sends goes nowhere."""
+    """Open one process of a fake group, which sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
     try:
         yield
@@ -132,7 +132,7 @@ def measure_cost(kind: str, spec: hw.ModelSpec, processes: int, rank: int, head_
 
 
 def predicted_and_measured(kind: str, name: str, processes: int) -> tuple[ParallelCost, MeasuredCost]:
-    """What is told, and the most that was found in any process."""
+    """Return the predicted cost, and the largest measured cost of any process."""
     predicted = by_name(layout(MODELS[name], processes, TOKENS, batch=BATCH, element_bytes=4))[kind]
     per_rank = [measure_cost(kind, MODELS[name], processes, rank) for rank in range(processes)]
     return predicted, MeasuredCost(
@@ -141,7 +141,7 @@ def predicted_and_measured(kind: str, name: str, processes: int) -> tuple[Parall
 
 
 def fsdp_padding(model: nn.Module, processes: int) -> tuple[int, int]:
-    """FSDP cuts each tensor by rows, as many for everyone: what that adds to one process, and to all of them."""
+    """FSDP splits each tensor into equal numbers of rows. Return the padding of one process and of all processes."""
     ranks = [(-(-len(p) // processes), p) for p in model.parameters() if p.numel()]
     return tuple(
         sum(count * rows * p[0].nbytes for rows, p in ranks) - sum(p.nbytes for _, p in ranks) * count // processes
@@ -154,7 +154,7 @@ def fsdp_padding(model: nn.Module, processes: int) -> tuple[int, int]:
 def test_layout_head_parallel_equals_measured_bytes(name: str, processes: int) -> None:
     predicted, actual = predicted_and_measured("heads", name, processes)
     assert (predicted.weight_bytes, predicted.cache_bytes) == (actual.weights, actual.cache)
-    # as a third of a byte is
+    # Bytes are rounded to integers.
     assert (predicted.forward_traffic, predicted.step_traffic) == pytest.approx((actual.forward, actual.step), abs=2)
 
 
@@ -223,7 +223,7 @@ def test_layout_one_process_sends_nothing(name: str) -> None:
 
 
 def test_layout_gpt2_widths_equal_hand_count() -> None:
-    """GPT-2's widths are easy to count: a block has 12 D² + 13 D parameters."""
+    """A block of GPT-2 has 12 D² + 13 D parameters."""
     D, L, V, C, n = 48, 4, 96, 32, 4 * TOKENS
     total = L * (12 * D * D + 13 * D) + V * D + C * D + 2 * D
     costs = by_name(layout(BIASES, 4, TOKENS, batch=4, element_bytes=2))
@@ -243,11 +243,13 @@ def test_layout_gpt2_widths_equal_hand_count() -> None:
 
 def test_layout_impossible_settings_are_reported() -> None:
     costs = by_name(layout(SPECS["grouped"], 10, TOKENS))
-    assert "10 processes are more than the 9 heads" in costs["heads"].error
+    assert "the largest layer has 9 heads" in costs["heads"].error
     assert costs["fsdp+heads"].mesh_shape == "5 × 2"
     assert not costs["fsdp"].error
-    assert "no grid of 2" in by_name(layout(SPECS["grouped"], 7, TOKENS))["fsdp+heads"].error
-    assert "more than the 5 heads" in by_name(layout(SPECS["cut"], 12, TOKENS, head_processes=6))["fsdp+heads"].error
+    assert (
+        "cannot be split into several groups of 2" in by_name(layout(SPECS["grouped"], 7, TOKENS))["fsdp+heads"].error
+    )
+    assert "has 5 heads" in by_name(layout(SPECS["cut"], 12, TOKENS, head_processes=6))["fsdp+heads"].error
     for wrong in (
         {"processes": 0},
         {"batch": 0},
@@ -256,5 +258,5 @@ def test_layout_impossible_settings_are_reported() -> None:
         {"processes": True},
         {"element_bytes": 0.5},
     ):
-        with pytest.raises(HeadwiseError, match=f"{next(iter(wrong))} is a whole number of at least 1"):
+        with pytest.raises(HeadwiseError, match=f"{next(iter(wrong))}: must be an integer of at least 1"):
             layout(SPECS["grouped"], **{"processes": 2, **wrong})  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Heads in parallel: what processes compute together is what one computes."""
+"""Head parallelism: several processes compute the same results as one."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_shard_generate_any_cache_equals_one_process(two: WorkerGroup) -> None:
 def test_shard_two_processes_halve_weights_and_caches(two: WorkerGroup) -> None:
     for sizes in two.run(f"{CHECKS}:memory"):
         assert sizes["cache"][1] * 2 == sizes["cache"][0]
-        assert sizes["weights"][1] < 0.53 * sizes["weights"][0]  # norms and positions are everywhere
+        assert sizes["weights"][1] < 0.53 * sizes["weights"][0]  # norms and positions are replicated
 
 
 def test_shard_edits_equal_one_process(two: WorkerGroup) -> None:
@@ -74,15 +74,15 @@ def test_shard_invalid_input_raises_in_every_process(two: WorkerGroup) -> None:
     for message, fragment in zip(
         first,
         [
-            "a mesh is made by torch.distributed.init_device_mesh",
-            "the processes have different models",
-            "this is a part of a model already",
-            "cut heads from the whole, then use hw.shard",
-            "token ids must lie in 0-52",
-            "2 processes are more than the 1 heads of the largest layer",
+            "a DeviceMesh is needed",
+            "Pass the same model to all processes",
+            "it is a part of a sharded model already",
+            "Prune the full model, then use hw",
+            "token ids must be from 0 to 52",
+            "each process needs at least one",
             "enc.0.9",
+            "text: it differs between the processes",
             "the processes have different texts",
-            "do not read the same texts; give every machine the same files",
         ],
         strict=True,
     ):
@@ -97,8 +97,8 @@ def test_load_sharded_reads_parts_and_saves_full(two: WorkerGroup, tmp_path: Pat
     for result in two.run(f"{CHECKS}:load_sharded", str(tmp_path / "model")):
         assert result["off"] < 1e-6
         assert result["held"][1] < 0.55 * result["held"][0]
-        assert result["saved"]  # by both, and whole again bit by bit
-        assert result["kept"] < 0.56 * result["held"][0]  # nothing of the others' parts is kept alive
+        assert result["saved"]  # saved by both processes, and bitwise equal to the full model
+        assert result["kept"] < 0.56 * result["held"][0]  # memory of other parts is freed
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_partition_groups_are_full_and_balanced(processes: int) -> None:
     for layer_address in spec.layer_addresses:
         by_process = [partition.heads_by_layer[str(layer_address)] for partition in partitions]
         assert sorted(head for heads in by_process for head in heads) == list(range(9))
-        if processes <= 3:  # as many as there are groups
+        if processes <= 3:  # not more than KV groups
             assert all(len({head // 3 for head in heads}) * 3 == len(heads) for heads in by_process)
         assert max(map(len, by_process)) <= {1: 9, 2: 6}.get(processes, 3)
     totals = [sum(map(len, partition.heads_by_layer.values())) for partition in partitions]

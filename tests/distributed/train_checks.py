@@ -1,4 +1,4 @@
-"""What processes check about training together."""
+"""Checks of training with several processes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import headwise as hw
 from headwise.distributed.model_shard import ShardedTransformer, shard_of
-from headwise.distributed.parallel_strategy import local_tensor
+from headwise.distributed.parallelize_model import local_tensor
 from headwise.distributed.sharded_checkpoint import TensorShard, moment_shards, weight_shards
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.training import Recipe, TrainResult, loop, train
@@ -64,7 +64,7 @@ def train_until(folder: str, name: str, parallel: str, stop: int = -1, **overrid
 
 
 def run(folder: str, name: str, parallel: str, stop: int = -1) -> dict[str, Any]:
-    """Train, and see that what lies in the last checkpoint is what is here, bit by bit."""
+    """Train, and check that the last checkpoint is bitwise equal to the local state."""
     result = train_until(folder, name, parallel, stop)
     if result is None:
         return {}
@@ -86,12 +86,12 @@ def run(folder: str, name: str, parallel: str, stop: int = -1) -> dict[str, Any]
 
 
 def loss(folder: str, name: str, parallel: str, options: dict[str, Any]) -> float:
-    """What a run ends at."""
+    """Return the final loss of a run."""
     return train(SPECS[name], TEXT, recipe_of(parallel, **options), out=folder, progress=False).loss
 
 
 def memory(folder: str, parallel: str) -> int:
-    """Bytes of weights, gradients and what the optimizer remembers, in this process."""
+    """Return bytes of weights, gradients and optimizer state of this process."""
     sizes: list[int] = []
     step = loop.TrainLoop._train_step
 
@@ -114,7 +114,7 @@ def memory(folder: str, parallel: str) -> int:
 
 @contextmanager
 def run_before(name: str, work: Callable[[loop.TrainLoop], Any]) -> Iterator[None]:
-    """Something before a part of the loop."""
+    """Run a function before a method of the loop."""
     original = getattr(loop.TrainLoop, name)
 
     def wrapped(self: loop.TrainLoop, *args: Any) -> Any:
@@ -129,7 +129,7 @@ def run_before(name: str, work: Callable[[loop.TrainLoop], Any]) -> Iterator[Non
 
 
 def save_at_checkpoint(folder: str, name: str, parallel: str) -> None:
-    """Train, break off behind the first checkpoint, and leave what this process held at that checkpoint beside it."""
+    """Train, interrupt after the first checkpoint, and save the local state at that checkpoint next to it."""
 
     def save_state(self: loop.TrainLoop) -> None:
         if self.step == RECIPE.save_every:
@@ -145,7 +145,7 @@ def save_at_checkpoint(folder: str, name: str, parallel: str) -> None:
 
 
 def compare_loaded(folder: str, saved_prefix: str, name: str, parallel: str) -> list[int]:
-    """Go on, on another number of processes: of how many numbers that are here how many are not the bits they were there."""
+    """Resume on another number of processes. Return the number of local values, and how many differ bitwise."""
     full_tensors: dict[str, torch.Tensor] = {}
     for path in Path(saved_prefix).parent.glob(f"{Path(saved_prefix).name}-held-*"):
         with safe_open(path, "pt") as file:
@@ -170,7 +170,7 @@ def compare_loaded(folder: str, saved_prefix: str, name: str, parallel: str) -> 
 
 
 def all_shards(training: loop.TrainLoop) -> dict[str, TensorShard]:
-    """Weights and moments that this process holds."""
+    """Return the weights and moments of this process."""
     model, parameters = training.model, training.loss_module.trainable_parameters()
     return {**weight_shards(model, parameters), **moment_shards(model, parameters, training.optimizer)}
 
@@ -180,7 +180,7 @@ def _slices(offsets: Sequence[int], tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def conflicting_runs(folder: str) -> list[str]:
-    """Texts that differ; a run of one layout is taken up with another; a batch that cannot be shared out."""
+    """Return errors for different texts, for resuming with another parallel strategy, and for an indivisible batch."""
     messages = []
     try:
         train(SPECS["grouped"], TEXT * (1 + dist.get_rank()), recipe_of("fsdp"), out=f"{folder}-other", progress=False)
@@ -196,7 +196,7 @@ def conflicting_runs(folder: str) -> list[str]:
 
 
 def exit_process(folder: str) -> str:
-    """One process goes away in the middle of a step; the other says so."""
+    """Exit one process during a step, and return the error of the other."""
 
     def on_step(model: hw.Transformer, step: int) -> None:
         if step == 6 and dist.get_rank() == 1:

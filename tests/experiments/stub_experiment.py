@@ -1,4 +1,4 @@
-"""A lab whose points tell what a test says: any loss, any accuracy, so that what is measured of them is known beforehand."""
+"""Experiment context whose models have results given by the test, so that the expected statistics are known."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,12 +10,12 @@ from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.experiment_context import ExperimentContext
 from tests.experiments.tiny import DEFAULT_RESULTS, SIZE, tiny_experiment
 
-ResultsFunction = Callable[[ExperimentConfig], dict[str, Any]]  # what a point tells beside the usual: {"loss": 2.5}
+ResultsFunction = Callable[[ExperimentConfig], dict[str, Any]]  # overrides of the default results: {"loss": 2.5}
 
 
 @dataclass(frozen=True)
 class StubExperiment(ExperimentContext):
-    """What is told of each point comes from `results_for`; with `models` there are some as well, as in a tiny lab."""
+    """Take the results of each run from `results_for`. With `models`, also create untrained models."""
 
     results_for: ResultsFunction = lambda config: {}
     models: bool = False

@@ -1,4 +1,4 @@
-"""Every claim runs, small, from nothing; and what does not measure time gives the same figures twice."""
+"""Every claim runs at a small size, and claims that do not measure time are reproducible."""
 
 import pytest
 

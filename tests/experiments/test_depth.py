@@ -4,8 +4,8 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.experiments.engine.experiment_store import ExperimentStore
-from headwise.experiments.equal_parameter_specs import LAYERS, make_deep_experiment, reduce_layers_or_heads
 from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
+from headwise.experiments.layers_or_heads_specs import LAYERS, make_deep_experiment, reduce_layers_or_heads
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -46,9 +46,9 @@ def test_equal_parameter_specs_keeps_kv_sharing():
     ("spec", "message"),
     [
         (make_spec(layers=2), "more layers"),
-        (make_spec(layers=1), "none to spare"),
-        (make_spec(heads=1), "none to spare"),
-        (make_spec().without("0.1"), "cut already"),
+        (make_spec(layers=1), "at least 2"),
+        (make_spec(heads=1), "at least 2"),
+        (make_spec().without("0.1"), "pruned heads"),
         (ModelSpec(50, 16, 6, AttentionSpec(width=48, heads=8), kind="encoder-decoder"), "two kinds"),
     ],
 )

@@ -11,7 +11,7 @@ def allocate_and_measure(megabytes: int) -> float:
 
 
 def test_peak_memory_equals_allocated_megabytes():
-    big = torch.ones(200 * MB)  # what the asking process holds must not count
+    big = torch.ones(200 * MB)  # memory of the parent process must not count
     assert abs(run_in_subprocess(allocate_and_measure, 100) - 100) < 8
     del big
 

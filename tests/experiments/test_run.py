@@ -1,4 +1,4 @@
-"""Claims are run once, whoever asks; what was found is kept; what cannot be run is said."""
+"""Claims run once, results are cached, and claims that cannot run raise an error."""
 
 from dataclasses import replace
 from typing import cast
@@ -32,9 +32,9 @@ def test_find_claims_by_name_and_number():
 
 
 def test_claims_unknown_name_suggests_matches():
-    with pytest.raises(HeadwiseError, match="no claim 'same-number'; did you mean same-numbers"):
+    with pytest.raises(HeadwiseError, match="'same-number' does not exist: did you mean same-numbers"):
         claims(["same-number"])
-    with pytest.raises(HeadwiseError, match="no claim '77'; known: "):
+    with pytest.raises(HeadwiseError, match="'77' does not exist: known: "):
         claims(["77"])
 
 
@@ -91,14 +91,14 @@ def test_claims_timed_run_in_process_and_are_cached(tmp_path, monkeypatch):
     assert calls == [(0, 1, 2)]
     (result,) = claims(["parameters"], seeds=5, size=TINY, cache=tmp_path)
     assert (calls[1:], result.rerun_command) == ([(0, 1, 2, 3, 4)], "headwise claims parameters --seeds 5")
-    with pytest.raises(HeadwiseError, match="give one of them"):
+    with pytest.raises(HeadwiseError, match="cannot be combined"):
         claims(["parameters"], full=True, seeds=5)
     (result,) = claims(["parameters"], seeds=2, first_seed=100, size=TINY, cache=tmp_path)
     assert (calls[2:], result.rerun_command) == ([(100, 101)], "headwise claims parameters --seeds 2 --first-seed 100")
     assert not result.is_exploratory
-    with pytest.raises(HeadwiseError, match="the first one cannot be -1"):
+    with pytest.raises(HeadwiseError, match="Got -1"):
         claims(["parameters"], first_seed=-1)
-    with pytest.raises(HeadwiseError, match="there already"):
+    with pytest.raises(HeadwiseError, match="models that are trained here"):
         claims(["parameters"], first_seed=3, model="smollm2")
 
 
@@ -129,7 +129,7 @@ def test_claims_given_model_gives_result(model):
 
 
 def test_claims_training_claim_on_given_model_raises(model):
-    with pytest.raises(HeadwiseError, match=r"loss-vs-head-count cannot be tried on a given model.*same-numbers"):
+    with pytest.raises(HeadwiseError, match=r"loss-vs-head-count: cannot be tested on a given model.*same-numbers"):
         claims(["loss-vs-head-count"], model=model)
 
 
@@ -141,7 +141,7 @@ def test_claims_unsupported_claim_is_skipped_with_message(model, monkeypatch):
     monkeypatch.setattr(run_claims, "find_claims", lambda names=(): (replace(claim, measure_model=raise_unsupported),))
     messages = []
     assert claims(model=model, log=messages.append) == []
-    assert messages == ["parameters is left out: it has no wheels."]
+    assert messages == ["parameters is skipped: it has no wheels."]
     with pytest.raises(HeadwiseError, match="no wheels"):
         claims(["parameters"], model=model)
 
@@ -155,7 +155,7 @@ def test_claim_key_depends_on_installed_packages(tmp_path):
 
 
 def test_measure_changed_code_raises(tmp_path):
-    with pytest.raises(HeadwiseError, match="changed while the lab was at work"):
+    with pytest.raises(HeadwiseError, match="changed while the experiment was running"):
         run_claims._measure("parameters", str(tmp_path), (0,), TINY.to_json(), "another key")
 
 

@@ -28,7 +28,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Work is done in this process: a point is the same bits whoever trains it, as is shown below, and this is quicker."""
+    """Run jobs in this process. The results are the same as in workers (tested below), and this is faster."""
 
     def run_jobs(function, jobs, *_, **__):
         return ((index, function(*job)) for index, job in enumerate(jobs))
@@ -38,14 +38,14 @@ def in_process(monkeypatch):
 
 
 def test_check_heads_indivisible_count_suggests_nearest():
-    with pytest.raises(HeadwiseError, match="6 heads do not divide a width of 64; nearest to it 4 and 8 would"):
+    with pytest.raises(HeadwiseError, match="not divisible by 6"):
         check_heads([1, 6], 64)
-    with pytest.raises(HeadwiseError, match="100 heads do not divide a width of 64; nearest to it 64 would"):
+    with pytest.raises(HeadwiseError, match="not divisible by 100"):
         check_heads([100], 64)
     assert check_heads([6, 6, 1], 64, head_dim=8) == [6, 1]
-    with pytest.raises(HeadwiseError, match="whole numbers of at least 1"):
+    with pytest.raises(HeadwiseError, match="integers of at least 1"):
         check_heads([0], 64)
-    with pytest.raises(HeadwiseError, match="whole numbers of at least 1"):
+    with pytest.raises(HeadwiseError, match="integers of at least 1"):
         check_heads([], 64)
 
 
@@ -96,11 +96,11 @@ def test_head_sweep_diverged_run_is_a_row(cache, in_process):
 
 
 def test_head_sweep_synthetic_language_invalid_options_raise(cache):
-    with pytest.raises(HeadwiseError, match="read in words, got tokenizer 'byte'"):
+    with pytest.raises(HeadwiseError, match="Got 'byte'"):
         head_sweep([1], tokenizer="byte", cache=cache, **TINY)
-    with pytest.raises(HeadwiseError, match="a context of 128 tokens, got 16"):
+    with pytest.raises(HeadwiseError, match="at least 128 tokens"):
         head_sweep([1], context=16, cache=cache, **TINY)
-    with pytest.raises(HeadwiseError, match="at least 1, got 16 and 0"):
+    with pytest.raises(HeadwiseError, match="Got width=16, head_dim=0"):
         head_sweep([1], head_dim=0, cache=cache, **TINY)
 
 
@@ -154,7 +154,7 @@ def test_trained_start_options_set_output_projection(tmp_path):
 def test_head_sweep_full_disk_raises_before_training(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 1000))
-    with pytest.raises(HeadwiseError, match=r"no space for the cache.*MB.*--cache"):
+    with pytest.raises(HeadwiseError, match=r"not enough disk space.*MB.*--cache"):
         head_sweep([1], seeds=1, cache=tmp_path, **TINY)
 
 
@@ -170,7 +170,7 @@ def test_trained_damaged_metadata_raises(tmp_path):
     )
     trained = experiment.train_or_load(experiment.make_config(0))
     (trained.folder / RESULTS_FILE).write_text("{")
-    with pytest.raises(HeadwiseError, match=r"done\.json cannot be read; delete it"):
+    with pytest.raises(HeadwiseError, match=r"done\.json: the file cannot be read"):
         experiment.train_or_load(experiment.make_config(0))
 
 

@@ -1,4 +1,4 @@
-"""What the lab keeps is found again after code was moved, renamed or tidied, and not after what decides it was changed."""
+"""Store keys do not change when code is moved or renamed, and change with settings and declared versions."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ print(json.dumps([folder.name, *(_result_key(claim, experiment) for claim in all
 
 
 def read_keys(package: Path, folder: Path) -> Any:
-    """Of a point and of every claim, as the package in this folder names them."""
+    """Return the keys of one run and of every claim, computed by the package in this folder."""
     command = [sys.executable, "-c", KEYS_SCRIPT, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=package, env={"PYTHONPATH": str(package)})
     assert done.returncode == 0, done.stderr
@@ -67,7 +67,7 @@ def test_store_keys_change_with_declared_version(
     (claim,), config = find_claims(["loss-vs-head-count"]), experiment.make_config(0)
     before = run_claims._result_key(claim, experiment), experiment.store.folder_of(config)
     monkeypatch.setitem(VERSIONS, kind, VERSIONS[kind] + 1)
-    fresh = replace(experiment, store=ExperimentStore(experiment.store.folder))  # one that remembers no places
+    fresh = replace(experiment, store=ExperimentStore(experiment.store.folder))  # without memoized folders
     assert run_claims._result_key(claim, fresh) != before[0]
     assert (fresh.store.folder_of(config) != before[1]) == trained
 
@@ -116,7 +116,7 @@ def test_store_key_changes_with_every_config_field(experiment: ExperimentContext
         "spec": config.spec.resized(width=32), "recipe": replace(config.recipe, seed=9), "init": "twins",
         "text": str(text), "tokenizer": "byte", "checkpoint_steps": (4,),
     }  # fmt: skip
-    distilled = replace(config, teacher=config, distill_losses="logits")  # who teaches and by what go together
+    distilled = replace(config, teacher=config, distill_losses="logits")  # teacher and losses must be set together
     assert {*others, "teacher", "distill_losses"} == {field.name for field in fields(ExperimentConfig)}
     variants = [
         distilled,

@@ -1,4 +1,4 @@
-"""A lab whose points are made in no time: models of random weights, other ones for every step, that were never trained."""
+"""Experiment context with untrained models: random weights, different for every step."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def tiny_experiment(folder: Path, seeds: tuple[int, ...] = (0,)) -> ExperimentCo
 
 @torch.no_grad()
 def copy_first_head(model: Transformer) -> None:
-    """Every head of a layer becomes its first."""
+    """Copy the first head of each layer to all others."""
     for layer in model.attention_layers():
         for head in list(layer.heads)[1:]:
             for matrix in "QKVO":

@@ -1,4 +1,4 @@
-"""Small Llamas with a tokenizer llama.cpp knows, cut in all ways."""
+"""Small Llama models with a tokenizer that llama.cpp supports, pruned in many ways."""
 
 import json
 import random
@@ -36,8 +36,10 @@ def make_llama(seed: int = 0, **fields) -> Transformer:
     model = Transformer(replace(SPEC, **fields, vocab=len(bpe)))
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(4.0) if weight.ndim > 1 else None  # so that words matter
-        partial_ids = [i for i in range(len(bpe)) if "\ufffd" in bpe.decode([i])]  # of which llama.cpp tells nothing
+            weight.mul_(4.0) if weight.ndim > 1 else None  # so that outputs depend on the tokens
+        partial_ids = [
+            i for i in range(len(bpe)) if "\ufffd" in bpe.decode([i])
+        ]  # llama.cpp reports no candidates for them
         model.embed.tokens.weight[partial_ids] *= 0.01
         if not model.spec.tied:
             assert model.output is not None
@@ -47,14 +49,14 @@ def make_llama(seed: int = 0, **fields) -> Transformer:
 
 
 def without_heads(model: Transformer, heads: str, folded: bool = True) -> Transformer:
-    """The model without some heads, what they gave on average folded in."""
+    """Prune heads and fold their mean output into the bias."""
     pruned_heads = heads_to_prune(model.spec, heads)
     means = compute_folded_biases(model, pruned_heads, mean_activations(model, TEXTS)) if folded else None
     return model.prune(pruned_heads, means)
 
 
 def prune_random_heads(model: Transformer, seed: int) -> Transformer:
-    """Any heads but all of them; whole layers too."""
+    """Prune random heads, possibly all heads of a layer, but not all heads."""
     rng = random.Random(seed)
     heads = list(model.spec.head_addresses)
     pruned_heads = [head for head in heads if rng.random() < rng.choice((0.2, 0.5, 0.8))]
@@ -66,7 +68,7 @@ def prune_random_heads(model: Transformer, seed: int) -> Transformer:
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
-    """As Llama 2 has it: spaces as ▁, one before a text, bytes for what no token holds, a start token; one added token."""
+    """Return a tokenizer like Llama 2's: ▁ for spaces, a space prefix, byte fallback, BOS, and one added token."""
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
     backend = Backend(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))  # pyright: ignore
     space_normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # pyright: ignore

@@ -1,4 +1,4 @@
-"""The commands and servers of docs/exporters.md, in their order, in one folder: with a tiny model, and with SmolLM2."""
+"""Run the commands and servers of docs/exporters.md in order, in one folder, with a tiny model and with SmolLM2."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def run_commands(commands: list[str]) -> None:
 
 @contextmanager
 def running_server(name: str, model_path: str) -> Iterator[str]:
-    """A server of the page, at a port that is free; its address."""
+    """Start a server of the page on a free port. Yields its address."""
     Path(name).write_text(SERVERS[name], encoding="utf-8")
     process = subprocess.Popen(
         [sys.executable, name, model_path, "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -69,7 +69,7 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_docs_page_pruned_model_served_by_llama_cpp(workdir: Path) -> None:
-    """A quick sample: the first two commands, and the server."""
+    """A fast sample: the first two commands and the server."""
     run_commands([command.replace("smollm2", "tiny") for command in COMMANDS[:2]])
     name, model_path = SERVER_COMMANDS[0]
     with running_server(name, model_path) as address:

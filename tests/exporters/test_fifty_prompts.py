@@ -1,6 +1,6 @@
-"""SmolLM2 in stock llama.cpp, whole and cut in every way: fifty prompts each, 32 tokens behind them.
+"""SmolLM2 in stock llama.cpp, full and pruned in several ways: fifty prompts each, 32 new tokens per prompt.
 
-Beside our model in float64: where a model was damaged at random, our own float32 is up to 2.7e-3 from it.
+Compared with our model in float64, because our own float32 differs from it by up to 2.7e-3 for randomly pruned models.
 """
 
 import copy
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not is_available(), reason="needs xllamacpp, which carries llama.cpp"),
 ]
 PROMPTS, TOKENS = 50, 32
-TOLERANCE = 5e-3  # nats, of the five likeliest tokens in float32
+TOLERANCE = 5e-3  # nats, for the top five tokens in float32
 TEXTS = [document.text for document in hw.Corpus.probe_set().items()]
 
 
@@ -53,5 +53,5 @@ def test_export_gguf_smollm2_matches_llama_cpp(shape: str, tmp_path: Path) -> No
     assert report.values > 0.9 * 5 * TOKENS * PROMPTS, "of a token inside a character it tells nothing"
     assert report.max_difference < TOLERANCE
     assert report.agrees, (
-        f"{report.diverged} texts part, {report.diverged_at_ties} of them where two candidates lie within 1e-2"
+        f"{report.diverged} texts diverge, {report.diverged_at_ties} of them where two candidates lie within 1e-2"
     )

@@ -1,4 +1,4 @@
-"""GGUF files of whole and cut models, run in stock llama.cpp where it is installed."""
+"""GGUF files of full and pruned models, run in stock llama.cpp if it is installed."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ from tests.exporters.llamas import (
 gguf = pytest.importorskip("gguf")
 engine = pytest.mark.skipif(not is_available(), reason="needs xllamacpp, which carries llama.cpp")
 SCALED_ROTARY = Rotary(theta=500.0, scaling=RotaryScaling("llama3", 8.0, original_context=32))
-TOLERANCE = 5e-3  # nats, of the five likeliest tokens in float32
+TOLERANCE = 5e-3  # nats, for the top five tokens in float32
 
 
 def fields(path: Path) -> dict:
@@ -95,28 +95,28 @@ def test_export_gguf_sentencepiece_tokenizes_equally(tmp_path: Path) -> None:
     texts += ["Crème brûlée costs 3,14 €…", "  two  spaces\n\nnew", "日本語 🙂", "a </s> b <|user|> c", "<|user|>x"]
     assert tokenize(tmp_path / "m.gguf", texts) == [spm.encode(text) for text in texts]
     merges = json.loads(spm.backend.to_str())
-    merges["model"]["merges"].reverse()  # another order, which scores can say
+    merges["model"]["merges"].reverse()  # another order that scores can express
     reversed_spm = model.tokenizer = hw.Tokenizer(Backend.from_str(json.dumps(merges)), spm.special)
     reversed_spm.backend.normalizer = normalizers.Replace(" ", "▁")  # pyright: ignore[reportAttributeAccessIssue]
     hw.export(model, tmp_path / "m.gguf", to="gguf")
     assert tokenize(tmp_path / "m.gguf", texts) == [reversed_spm.encode(text) for text in texts]
-    merges["model"]["merges"].pop()  # a pair that is not joined though its token is there
+    merges["model"]["merges"].pop()  # a pair that is not merged although its token exists
     model.tokenizer = hw.Tokenizer(Backend.from_str(json.dumps(merges)), spm.special)
-    with pytest.raises(hw.HeadwiseError, match="in an order no score can say"):
+    with pytest.raises(hw.HeadwiseError, match="cannot be expressed by scores"):
         hw.export(model, tmp_path / "m.gguf", to="gguf")
     merges["normalizer"] = {"type": "NFKC"}
     model.tokenizer = hw.Tokenizer(Backend.from_str(json.dumps(merges)), spm.special)
-    with pytest.raises(hw.HeadwiseError, match="cannot treat spaces as this tokenizer does"):
+    with pytest.raises(hw.HeadwiseError, match="treats spaces"):
         hw.export(model, tmp_path / "m.gguf", to="gguf")
 
 
 @pytest.mark.parametrize(("dtype", "steps"), [("f16", 2**-11), ("q8_0", 1 / 254), ("q4_0", 1 / 8)])
 def test_export_gguf_quantized_weights_within_step(dtype: str, steps: float, tmp_path: Path) -> None:
-    """A block of 32 shares a scale: its largest number over 127, or over −8; f16 rounds each number by itself."""
+    """A block of 32 weights shares a scale: its largest value divided by 127 or −8. f16 rounds each weight separately."""
     model = make_llama(mlp_width=96)
     exported = hw.export(model, tmp_path / "m.gguf", to="gguf", dtype=dtype)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
-    rows = tensors["blk.1.ffn_down.weight"]  # 96 inputs: three blocks a row
+    rows = tensors["blk.1.ffn_down.weight"]  # 96 inputs: three blocks per row
     assert rows.tensor_type.name.lower() == dtype
     dequantized = torch.from_numpy(
         gguf.quants.dequantize(rows.data, rows.tensor_type).reshape(32, 96).astype("float32")
@@ -134,9 +134,9 @@ def test_export_gguf_quantized_weights_within_step(dtype: str, steps: float, tmp
         for tensor in tensors.values()
         if tensor.name.endswith("attn_output.weight") and tensor.tensor_type.name == "F16"
     ]
-    notes = [note for note in exported.notes if "are at 16 bits" in note]
+    notes = [note for note in exported.notes if "are stored as f16" in note]
     assert (len(narrow), notes) == (
-        (3, []) if dtype == "f16" else (3, ["3 tensors whose rows are no multiple of 32 are at 16 bits"])
+        (3, []) if dtype == "f16" else (3, ["3 tensors whose rows are not a multiple of 32 are stored as f16"])
     )
 
 
@@ -155,7 +155,7 @@ def test_export_gguf_random_pruning_never_aborts_llama_cpp(seeds: range, tmp_pat
     for seed in seeds:
         model = prune_random_heads(make_llama(seed), seed)
         hw.export(model, tmp_path / f"{seed}.gguf", to="gguf")
-        answers = generate(tmp_path / f"{seed}.gguf", prompts(1), 2)  # raises if the process ended
+        answers = generate(tmp_path / f"{seed}.gguf", prompts(1), 2)  # raises if the process crashed
         assert compare_generated(model, prompts(1), answers).max_difference < TOLERANCE, seed
         (tmp_path / f"{seed}.gguf").unlink()
 
@@ -164,12 +164,12 @@ def test_export_gguf_pruned_model_metadata_and_tensors(tmp_path: Path) -> None:
     model = without_heads(make_llama(), "0.0,2.*")
     exported = hw.export(model, tmp_path / "m.gguf", to="gguf")
     metadata = fields(tmp_path / "m.gguf")
-    assert metadata["deci.attention.head_count"] == [6, 6, 0]  # 0.0 is gone, and a head of zeros stands for it
+    assert metadata["deci.attention.head_count"] == [6, 6, 0]  # head 0.0 is pruned and replaced by a zero head
     assert metadata["deci.attention.head_count_kv"] == [3, 3, 0]
     assert metadata["deci.feed_forward_length"] == [64, 64, 64]
     assert metadata["tokenizer.ggml.pre"] == "gpt-2"
     assert metadata["tokenizer.ggml.tokens"][5] == tokenizer().token(5)
-    assert "1 heads of zeros make groups even" in exported.notes
+    assert "1 zero heads pad KV groups to equal size" in exported.notes
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert "blk.2.attn_q.weight" not in tensors
     constant = list(model.attention_layers())[2].b_O
@@ -178,7 +178,7 @@ def test_export_gguf_pruned_model_metadata_and_tensors(tmp_path: Path) -> None:
 
 
 def test_pad_head_groups_uneven_groups_get_zero_heads() -> None:
-    model = without_heads(make_llama(), "0.1,0.2,0.3", folded=False)  # key heads 0 and 2 are left, with 1 and 2 heads
+    model = without_heads(make_llama(), "0.1,0.2,0.3", folded=False)  # KV heads 0 and 2 remain, with 1 and 2 heads
     layers, biases = padded_layers_and_biases(model)
     first = layers[0]
     assert (first.heads, first.kv_heads, first.zero_heads) == (4, 2, 1)
@@ -192,27 +192,27 @@ def test_pad_head_groups_uneven_groups_get_zero_heads() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: hw.Transformer(hw.preset("nano")), "activation is 'gelu', there it is 'gelu_tanh'"),
-        (lambda: make_llama(attention=replace(SPEC.attention, window=8)), "looks back only so far"),
-        (lambda: make_llama(windows=(None, 8)), "looks back only so far"),
+        (lambda: hw.Transformer(hw.preset("nano")), "activation is 'gelu', but must be 'gelu_tanh'"),
+        (lambda: make_llama(attention=replace(SPEC.attention, window=8)), "attention window is shorter"),
+        (lambda: make_llama(windows=(None, 8)), "attention window is shorter"),
         (
             lambda: make_llama(attention=replace(SPEC.attention, softmax="sink")),
-            "softmax is 'sink', there it is 'plain'",
+            "softmax is 'sink', but must be 'plain'",
         ),
         (lambda: make_llama(attention=replace(SPEC.attention, softcap=30.0)), "softcap is 30.0"),
         (lambda: make_llama(attention=replace(SPEC.attention, alibi=True)), "alibi is True"),
         (
             lambda: make_llama(attention=replace(SPEC.attention, rotary=Rotary(dims=4))),
-            "only part of a head's channels turn",
+            "only part of a head's channels",
         ),
-        (lambda: make_llama(attention=replace(SPEC.attention, value_dim=4)), "values have another size than keys"),
+        (lambda: make_llama(attention=replace(SPEC.attention, value_dim=4)), "value_dim differs from head_dim"),
         (lambda: make_llama(token_types=2), "token_types is 2"),
         (
             lambda: make_llama(kind="encoder", output="mlm"),
-            "llama.cpp's bert cannot compute this model: norm_placement is 'pre'",
+            "bert architecture cannot compute this model: norm_placement is 'pre'",
         ),
         (lambda: hw.Transformer(hw.preset("transformer-base").resized(layers=1, width=16, heads=2)), "encoder-decoder"),
-        (lambda: hw.quantize(make_llama(), 8), "no weights at bits by head"),
+        (lambda: hw.quantize(make_llama(), 8), "weights quantized per head"),
     ],
 )
 def test_export_gguf_unsupported_spec_raises(make, message: str, tmp_path: Path) -> None:
@@ -223,16 +223,16 @@ def test_export_gguf_unsupported_spec_raises(make, message: str, tmp_path: Path)
 
 def test_export_gguf_invalid_arguments_raise(tmp_path: Path) -> None:
     model = make_llama()
-    with pytest.raises(hw.HeadwiseError, match="there is no target 'ggml'"):
+    with pytest.raises(hw.HeadwiseError, match="to='ggml': unknown export target"):
         hw.export(model, tmp_path / "m.gguf", to="ggml")
-    with pytest.raises(hw.HeadwiseError, match="weights are written as f32, f16"):
+    with pytest.raises(hw.HeadwiseError, match="must be one of f32, f16"):
         hw.export(model, tmp_path / "m.gguf", to="gguf", dtype="q5_k")
-    with pytest.raises(hw.HeadwiseError, match="gguf has no option shards; it has dtype, tokenizer, pooling"):
+    with pytest.raises(hw.HeadwiseError, match=r"unknown option shards\. Valid options: dtype, tokenizer, pooling"):
         hw.export(model, tmp_path / "m.gguf", to="gguf", shards=2)
     (tmp_path / "diary.txt").write_text("dear diary")
-    with pytest.raises(hw.HeadwiseError, match="is no GGUF file written here"):
+    with pytest.raises(hw.HeadwiseError, match="not a GGUF file written by Headwise"):
         hw.export(model, tmp_path / "diary.txt", to="gguf")
-    with pytest.raises(hw.HeadwiseError, match="is no GGUF file written here"):
+    with pytest.raises(hw.HeadwiseError, match="not a GGUF file written by Headwise"):
         hw.export(model, tmp_path, to="gguf")
     assert (tmp_path / "diary.txt").read_text() == "dear diary"
     model_with_words = make_llama()
@@ -248,7 +248,7 @@ def test_export_gguf_invalid_arguments_raise(tmp_path: Path) -> None:
 
 
 def test_compare_different_token_is_reported() -> None:
-    """Our own two likeliest tokens: the first agrees, the second parts, and is close only if it is."""
+    """With our two most likely tokens: the first agrees, the second diverges, and is a near-tie only if it is close."""
     model = make_llama()
     ids = prompts(1)[0]
     log_probs = model(torch.tensor([ids]))[0, -1].log_softmax(-1).detach()

@@ -1,4 +1,4 @@
-"""GPT-2 and BERT in stock llama.cpp: a checkpoint made by transformers, and MiniLM."""
+"""GPT-2 and BERT in stock llama.cpp: a random GPT-2 checkpoint of transformers, and MiniLM."""
 
 from dataclasses import fields, replace
 from functools import cache
@@ -17,7 +17,7 @@ from headwise.text.build_tokenizers import bpe_tokenizer
 
 gguf = pytest.importorskip("gguf")
 engine = pytest.mark.skipif(not is_available(), reason="needs xllamacpp, which carries llama.cpp")
-TOLERANCE = 5e-3  # nats, of the five likeliest tokens in float32; its GELU is a table of 16-bit numbers
+TOLERANCE = 5e-3  # nats, for the top five tokens in float32; llama.cpp's GELU is a table of 16-bit values
 TEXTS = (
     "The teacher gave 1984's students  their\n\nhomework.", "Crème brûlée costs 3,14 €… no?",
     "I'll say: don't\u00a0GO there!",
@@ -27,7 +27,7 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
-    """A random GPT-2 as transformers saves it, with byte-level BPE learned here, loaded by us."""
+    """A random GPT-2 saved by transformers, with a byte-level BPE trained here, loaded by Headwise."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("gpt2")
     tokenizer = bpe_tokenizer([document.text for document in hw.Corpus.probe_set().items()], vocab_size=600)
@@ -42,7 +42,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
             weight.mul_(5.0) if weight.ndim > 1 else weight.add_(torch.randn_like(weight) * 0.1)
         partial_ids = [
             i for i in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([i])
-        ]  # of which llama.cpp tells nothing
+        ]  # llama.cpp reports no candidates for them
         hf_model.transformer.wte.weight[partial_ids] *= 0.01
     hf_model.save_pretrained(folder)
     tokenizer.save(folder)
@@ -66,7 +66,7 @@ def test_export_gguf_gpt2_matches_llama_cpp(gpt2: Transformer, pruning: str, tmp
     assert exported.parity.max_difference < TOLERANCE
     assert exported.parity.agrees
     zeros = {"whole": 0, "uneven": 3, "emptied": 4}[pruning]
-    assert [note.split()[0] for note in exported.notes if "cut heads are zeros" in note] == (
+    assert [note.split()[0] for note in exported.notes if "pruned heads are stored as zeros" in note] == (
         [str(zeros)] if zeros else []
     )
     if heads is None:
@@ -103,7 +103,7 @@ def make_model(spec: ModelSpec) -> Transformer:
     ids=["as GPT-Neo, grouped, untied", "sinusoids, no biases, odd width"],
 )  # fmt: skip
 def test_export_gguf_other_decoders_match_llama_cpp(spec: ModelSpec, tmp_path: Path) -> None:
-    """Biases that are not there are zeros, another scale is in W_Q, positions of any kind are a table."""
+    """Missing biases are zeros, another scale is folded into W_Q, positions of any kind are a table."""
     exported = hw.export(make_model(spec), tmp_path / "m.gguf", to="gguf", check=True)
     assert exported.parity is not None
     assert exported.parity.max_difference < TOLERANCE
@@ -134,7 +134,7 @@ def test_export_gguf_pruned_encoder_matches_llama_cpp(pooling: str, tmp_path: Pa
     exported = hw.export(model, path, to="gguf", check=True, pooling=pooling)
     assert exported.parity is not None
     assert exported.parity.agrees
-    assert "5 cut heads are zeros: the numbers are those of the cut model, the size is not" in exported.notes
+    assert any(note.startswith("5 pruned heads are stored as zeros") for note in exported.notes)
     pooling_type = gguf.GGUFReader(path).fields["bert.pooling_type"].contents()
     assert pooling_type == {"none": 0, "cls": 2}[pooling]
 
@@ -153,26 +153,26 @@ def test_export_gguf_wordpiece_casing_tokenizes_equally(tmp_path: Path) -> None:
 def test_export_gguf_unsupported_layer_norm_spec_raises(tmp_path: Path) -> None:
     encoder = small_spec(kind="encoder", norm_placement="post", output="none", embed_norm=True, activation="gelu")
     for spec, message in (
-        (replace(encoder, output="mlm"), "output is 'mlm', there it is 'none'"),
-        (replace(encoder, windows=(8,)), "looks back only so far"),
+        (replace(encoder, output="mlm"), "output is 'mlm', but must be 'none'"),
+        (replace(encoder, windows=(8,)), "attention window is shorter"),
         (
             small_spec(attention=AttentionSpec(width=32, heads=3, head_dim=8)),
-            "3 × 8 wide, there they fill the width 32",
+            "3 × 8, but must equal the width 32",
         ),
         (small_spec(embed_scale=2.0), "embed_scale is 2.0"),
         (small_spec(norm_placement="parallel"), "norm_placement is 'parallel'"),
     ):
         with pytest.raises(hw.HeadwiseError, match=message):
             hw.export(Transformer(spec), tmp_path / "m.gguf", to="gguf")
-    with pytest.raises(hw.HeadwiseError, match="a text becomes one vector by mean, cls, none"):
+    with pytest.raises(hw.HeadwiseError, match="must be one of mean, cls, none"):
         hw.export(Transformer(encoder), tmp_path / "m.gguf", to="gguf", pooling="max")
-    with pytest.raises(hw.HeadwiseError, match="leave it out for a decoder"):
+    with pytest.raises(hw.HeadwiseError, match="applies only to encoders"):
         hw.export(Transformer(small_spec()), tmp_path / "m.gguf", to="gguf", pooling="mean")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("architecture", [LLAMA, GPT2, BERT], ids=lambda architecture: architecture.name)
 def test_gguf_compat_covers_every_spec_field(architecture) -> None:
-    """A field that is new is refused until somebody says what llama.cpp makes of it."""
+    """A new field raises an error until it is listed for each architecture."""
     assert {field.name for field in fields(ModelSpec)} == set(architecture.model_fields)
     assert {field.name for field in fields(AttentionSpec)} == set(architecture.attention_fields)

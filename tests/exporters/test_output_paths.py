@@ -1,4 +1,4 @@
-"""Where things are written: what is there already, a disk that is full; and what a target refuses by name."""
+"""Output paths that already exist, full disks, and models that a target does not support."""
 
 from pathlib import Path
 
@@ -26,20 +26,20 @@ def test_export_full_disk_leaves_existing_files_unchanged(to: str, name: str, tm
     model = make_llama(layers=1)
     with (
         limited_file_size(20_000),
-        pytest.raises(hw.HeadwiseError, match=r"could not be written .*; nothing was changed"),
+        pytest.raises(hw.HeadwiseError, match=r"could not be written .*Nothing was changed"),
     ):
         hw.export(model, tmp_path / name, to=to)
     assert not list(tmp_path.iterdir()), "nothing half-written"
     hw.export(model, tmp_path / name, to=to)
     before = read_bytes_by_name(tmp_path / name)
-    with limited_file_size(20_000), pytest.raises(hw.HeadwiseError, match="nothing was changed"):
+    with limited_file_size(20_000), pytest.raises(hw.HeadwiseError, match="Nothing was changed"):
         hw.export(model, tmp_path / name, to=to)
     assert read_bytes_by_name(tmp_path / name) == before
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_export_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
-    """A GGUF file, an archive and a transformers folder that were not exported here; and a model saved here."""
+    """A GGUF file, an archive and a transformers folder that Headwise did not export, and a model saved by Headwise."""
     model = make_llama(layers=1)
     model.save(tmp_path / "saved")
     hw.export(model, tmp_path / "theirs")
@@ -50,10 +50,10 @@ def test_export_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
     torch.save({"a": 1}, tmp_path / "theirs.pt2")
     before = {path.name: read_bytes_by_name(path) for path in tmp_path.iterdir()}
     for to, name in (("gguf", "theirs.gguf"), ("torch", "theirs.pt2"), ("transformers", "theirs")):
-        with pytest.raises(hw.HeadwiseError, match="choose another"):
+        with pytest.raises(hw.HeadwiseError, match="by Headwise"):
             hw.export(model, tmp_path / name, to=to)
     for to in ("transformers", "onnx"):
-        with pytest.raises(hw.HeadwiseError, match="holds something else"):
+        with pytest.raises(hw.HeadwiseError, match="not written by Headwise"):
             hw.export(model, tmp_path / "saved", to=to)
     assert {path.name: read_bytes_by_name(path) for path in tmp_path.iterdir()} == before
 
@@ -77,9 +77,9 @@ def test_export_attached_or_encoder_decoder_raises(tmp_path: Path) -> None:
     config = T5Config(vocab_size=30, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     attached_t5 = hw.attach(T5ForConditionalGeneration(config).eval())
     for to, name in (("gguf", "a.gguf"), ("onnx", "a"), ("torch", "a.pt2")):
-        with pytest.raises(hw.HeadwiseError, match=r"headwise's own models.*; this is an attached Mistral"):
+        with pytest.raises(hw.HeadwiseError, match=r"Headwise's own models.* Got an attached Mistral"):
             hw.export(attached, tmp_path / name, to=to)
-        with pytest.raises(hw.HeadwiseError, match="this is an attached T5"):
+        with pytest.raises(hw.HeadwiseError, match="Got an attached T5"):
             hw.export(attached_t5, tmp_path / name, to=to)
         with pytest.raises(hw.HeadwiseError, match="encoder-decoder"):
             hw.export(
@@ -88,19 +88,19 @@ def test_export_attached_or_encoder_decoder_raises(tmp_path: Path) -> None:
                 to=to,
             )
     hw.export(attached_t5, tmp_path / "t5")
-    with pytest.raises(hw.HeadwiseError, match="this model does neither"):
+    with pytest.raises(hw.HeadwiseError, match="can be checked"):
         hw.export(attached_t5, tmp_path / "t5", check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "t5"]
 
 
 @pytest.mark.slow
 def test_export_per_head_bits_torch_only(tmp_path: Path) -> None:
-    """A file of torch's holds them; transformers and GGUF do not, and take the numbers they stand for."""
+    """torch.export stores quantized weights. transformers and GGUF do not, and need a dequantized model."""
     model = hw.quantize(make_llama(layers=1), {"0.0": 4, "0.1": 8, "0.2": 3})
     exported = hw.export(model, tmp_path / "m.pt2", to="torch", check=True)
     assert isinstance(exported.parity, ParityReport)
     assert exported.parity.max_difference < 1e-4
-    for to, name, message in (("transformers", "m", "packed by head"), ("gguf", "m.gguf", "bits by head")):
+    for to, name, message in (("transformers", "m", "quantized per head"), ("gguf", "m.gguf", "quantized per head")):
         with pytest.raises(hw.HeadwiseError, match=message):
             hw.export(model, tmp_path / name, to=to)
         hw.export(hw.dequantize(model), tmp_path / name, to=to)
@@ -109,7 +109,7 @@ def test_export_per_head_bits_torch_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["transformers", "gguf", "onnx", "torch"])
 def test_export_per_head_cache_raises(to: str, tmp_path: Path) -> None:
     spec = make_llama(layers=1).spec.with_cache({"0.0": CachePolicy(sink_tokens=1, window=4)})
-    with pytest.raises(hw.HeadwiseError, match="caches of their own"):
+    with pytest.raises(hw.HeadwiseError, match="per-head cache policies"):
         hw.export(hw.Transformer(spec), tmp_path / "m.pt2", to=to)
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""ONNX and torch.export files of cut models: the same numbers in onnxruntime, and where there is no Headwise."""
+"""ONNX and torch.export files of pruned models: equal outputs in onnxruntime and without Headwise installed."""
 
 import subprocess
 import sys
@@ -172,12 +172,12 @@ def test_export_torch_loads_without_headwise(tmp_path: Path) -> None:
 def test_export_graph_unsupported_model_or_path_raises(tmp_path: Path) -> None:
     encoder_decoder = Transformer(replace(GPT2, kind="encoder-decoder"))
     for to, name in (("onnx", "out"), ("torch", "out.pt2")):
-        with pytest.raises(hw.HeadwiseError, match="an encoder-decoder is not written this way"):
+        with pytest.raises(hw.HeadwiseError, match="an encoder-decoder cannot be exported"):
             hw.export(encoder_decoder, tmp_path / name, to=to)
-    with pytest.raises(hw.HeadwiseError, match=r"ends in \.pt2"):
+    with pytest.raises(hw.HeadwiseError, match=r"must end in \.pt2"):
         hw.export(make_llama(), tmp_path / "model.pt", to="torch")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "diary.txt").write_text("dear diary")
-    with pytest.raises(hw.HeadwiseError, match="holds something else"):
+    with pytest.raises(hw.HeadwiseError, match="not written by Headwise"):
         hw.export(make_llama(), tmp_path / "mine", to="onnx")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]

@@ -1,4 +1,4 @@
-"""The attention layer: its slices, its heads as objects, the edges, what it refuses. (Against torch: test_torch_mha.)"""
+"""The attention layer: slice inputs, heads as objects, edge cases and errors. test_torch_mha.py compares it with torch."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.contract.layers import (
     random_tensor,
 )
 
-# Each head its own slice of the embedding.
+# Layers in which each head reads its own slice of the residual stream.
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def test_slice_layer_equals_block_diagonal_weights(name: str) -> None:
             )
 
 
-# The head as an object.
+# Heads as objects.
 
 
 @pytest.mark.parametrize("name", ["biases", "grouped-query", "wide values", "cut, uneven groups"])
@@ -104,7 +104,8 @@ def test_head_missing_parts_are_none() -> None:
     assert (head.b_Q, head.b_K, head.b_V, head.gate) == (None, None, None, None)
     gated = make_layer(LAYERS["gated"])
     assert torch.equal(gated.heads[2].gate, gated.gate[2])  # pyright: ignore
-    assert repr(make_layer(LAYERS["grouped-query"]).heads[2]) == "Head(0.2, head_dim=6, keys shared by heads [2, 3])"
+    text = repr(make_layer(LAYERS["grouped-query"]).heads[2])
+    assert text.startswith("Head(0.2, head_dim=6, KV head shared by heads [2, 3]; ")
 
 
 @pytest.mark.parametrize("name", ["plain", "grouped-query", "narrow values", "slice"])
@@ -130,11 +131,11 @@ def test_heads_index_by_number_address_or_pattern() -> None:
     assert layer.heads["0.3"].address == layer.heads[layer.heads.addresses[1]].address  # pyright: ignore
     assert len(layer.heads.select("*")) == 2
     for head_id in (1, 4, -1):
-        with pytest.raises(HeadwiseError, match=rf"there is no head 0\.{head_id} here; layer 0 has heads 0,3"):
+        with pytest.raises(HeadwiseError, match=rf"not have head 0\.{head_id}\. Layer 0 has heads 0,3"):
             layer.heads[head_id]
 
 
-# What each head writes.
+# Output of each head.
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "cross"])
@@ -159,17 +160,17 @@ def test_per_head_norms_silenced_head_has_finite_gradient() -> None:
     assert bool(x.grad.isfinite().all())  # pyright: ignore
 
 
-# Which kernel runs is no secret.
+# Choice of the kernel.
 
 KERNEL_CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    "plain": ({}, {}, "fused", "every query sees every key"),
-    "causal": ({}, {"mask": causal()}, "fused", "plain causal attention, by the kernel's own flag"),
-    "padding": ({}, {"mask": padding_mask(torch.ones(1, 16, dtype=torch.bool))}, "fused", "handed over in blocks of rows"),
-    "sink": ({"softmax": "sink"}, {}, "fused", "the sink rides on one more key"),
+    "plain": ({}, {}, "fused", "every query attends to every key"),
+    "causal": ({}, {"mask": causal()}, "fused", "causal flag of the kernel"),
+    "padding": ({}, {"mask": padding_mask(torch.ones(1, 16, dtype=torch.bool))}, "fused", "passed in blocks of rows"),
+    "sink": ({"softmax": "sink"}, {}, "fused", "additional key"),
     "alibi": ({"alibi": True}, {}, "fused", "the bias is added"),
-    "softcap": ({"softcap": 3.0}, {}, "batched", "scores are capped"),
-    "softcap, long": ({"softcap": 3.0}, {"T": 2**14}, "blockwise", "too many to keep at once"),
-    "dropout": ({"dropout": 0.1}, {}, "batched", "attention weights are dropped out"),
+    "softcap": ({"softcap": 3.0}, {}, "batched", "scores have a softcap"),
+    "softcap, long": ({"softcap": 3.0}, {"T": 2**14}, "blockwise", "do not fit into memory at once"),
+    "dropout": ({"dropout": 0.1}, {}, "batched", "attention weights have dropout"),
 }  # fmt: skip
 
 
@@ -186,12 +187,12 @@ def test_kernel_choice_each_layer_names_backend_and_reason(
 
 def test_kernel_choice_explicit_backend_is_reported() -> None:
     layer = MultiHeadAttention(width=WIDTH, heads=HEADS, backend="reference")
-    assert layer.kernel_choice(16).reason == "it was asked for"
-    with pytest.raises(HeadwiseError, match="there is no backend 'fusd'; did you mean fused"):
+    assert layer.kernel_choice(16).reason == "the layer sets this backend"
+    with pytest.raises(HeadwiseError, match="backend='fusd': unknown; did you mean fused"):
         MultiHeadAttention(width=WIDTH, heads=HEADS, backend="fusd")(torch.zeros(1, 2, WIDTH))
 
 
-# The edges: no head, nothing to see.
+# Edge cases: no heads, and queries without visible keys.
 
 
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
@@ -241,33 +242,33 @@ def test_attend_fully_masked_rows_give_zeros(backend: str, training: bool, where
     assert all(bool(p.grad.isfinite().all()) for p in (x, *layer.parameters()) if p.grad is not None)
 
 
-# What is refused.
+# Errors.
 
 CALL_ERRORS: dict[str, tuple[Any, str]] = {
-    "width": (lambda layer: layer(torch.zeros(2, 3, 9)), r"x must be \(batch, tokens, 8\), got \(2, 3, 9\)"),
-    "axes": (lambda layer: layer(torch.zeros(3, 8)), r"x must be \(batch, tokens, 8\), got \(3, 8\)"),
-    "source": (lambda layer: layer(torch.zeros(2, 3, 8), torch.zeros(2, 5, 7)), r"source must be \(batch, tokens, 8\)"),
-    "source batch": (lambda layer: layer(torch.zeros(2, 3, 8), torch.zeros(1, 5, 8)), "do not fit: q and k share batch"),
+    "width": (lambda layer: layer(torch.zeros(2, 3, 9)), r"shape \(batch, tokens, 8\)\. Got \(2, 3, 9\)"),
+    "axes": (lambda layer: layer(torch.zeros(3, 8)), r"shape \(batch, tokens, 8\)\. Got \(3, 8\)"),
+    "source": (lambda layer: layer(torch.zeros(2, 3, 8), torch.zeros(2, 5, 7)), r"source: must have shape"),
+    "source batch": (lambda layer: layer(torch.zeros(2, 3, 8), torch.zeros(1, 5, 8)), "shapes do not match"),
     "tensor mask": (
         lambda layer: layer(torch.zeros(2, 3, 8), mask=torch.ones(3, 3).bool()),
-        r"mask must be a Mask, got Tensor; wrap a tensor with hw\.Mask\.of",
+        r"must be a Mask\. Got Tensor\. Convert a tensor with hw\.Mask\.of",
     ),
     "mask shape": (
         lambda layer: layer(torch.zeros(2, 3, 8), mask=Mask.of(torch.ones(4, 3).bool())),
-        r"the mask is \(1, 1, 4, 3\) but the call is \(2, 2, 3, 3\)",
+        r"\(2, 2, 3, 3\)\. Got shape \(1, 1, 4, 3\)",
     ),
     "padding shape": (
         lambda layer: layer(torch.zeros(2, 3, 8), mask=padding_mask(torch.ones(2, 4).bool())),
-        r"the padding mask is \(2, 4\) but there are 3 keys in a batch of 2",
+        r"\(2, 3\), True at real tokens\. Got shape \(2, 4\)",
     ),
     "masks per head": (
         lambda layer: layer(torch.zeros(2, 3, 8), mask=per_head([causal()])),
-        "the per-head mask has 1 masks but there are 2 heads",
+        "1 masks for 2 heads",
     ),
-    "bias": (lambda layer: layer(torch.zeros(2, 3, 8), bias=torch.ones(3, 3)), r"bias is \(3, 3\) but must broadcast"),
+    "bias": (lambda layer: layer(torch.zeros(2, 3, 8), bias=torch.ones(3, 3)), r"Got shape \(3, 3\)"),
     "cache": (
         lambda layer: layer(torch.zeros(2, 3, 8), torch.zeros(2, 5, 8), cache=DynamicCache()),
-        "cross-attention keeps its source in a CrossAttentionCache, got DynamicCache",
+        r"needs a CrossAttentionCache\. Got DynamicCache",
     ),
 }  # fmt: skip
 
@@ -279,10 +280,10 @@ def test_layer_call_wrong_argument_raises(act: Any, message: str) -> None:
 
 
 FIELD_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "indivisible": ({"width": 770, "heads": 12}, "width 770 is not divisible by heads 12; give head_dim explicitly"),
-    "unknown": ({"width": 8, "heads": 2, "kv_head": 1}, "no setting 'kv_head'; did you mean kv_heads"),
-    "no heads": ({"width": 8}, "an attention layer needs heads=…"),
-    "both": ({"spec": PLAIN, "heads": 2}, "give a spec or its fields, not both: heads came beside a spec"),
+    "indivisible": ({"width": 770, "heads": 12}, "width=770: not divisible by heads=12"),
+    "unknown": ({"width": 8, "heads": 2, "kv_head": 1}, "unknown argument 'kv_head'; did you mean kv_heads"),
+    "no heads": ({"width": 8}, "heads: required argument"),
+    "both": ({"spec": PLAIN, "heads": 2}, "Got a spec and also heads"),
 }
 
 
@@ -293,14 +294,14 @@ def test_layer_invalid_fields_raise(fields: dict[str, Any], message: str) -> Non
 
 
 def test_layer_missing_source_or_extra_bias_raises() -> None:
-    with pytest.raises(HeadwiseError, match="this layer reads keys from a source of width 13; pass layer"):
+    with pytest.raises(HeadwiseError, match="source of width 13"):
         make_layer(LAYERS["cross"])(random_tensor(B, T, WIDTH))
-    with pytest.raises(HeadwiseError, match="cross-attention has two: use no rotary"):
+    with pytest.raises(HeadwiseError, match="not supported with rotary positions"):
         make_layer(LAYERS["rotary, half"])(random_tensor(B, T, WIDTH), random_tensor(B, S, WIDTH))
-    with pytest.raises(HeadwiseError, match="a layer with a bias by distance takes no other bias"):
+    with pytest.raises(HeadwiseError, match="already has a position bias"):
         make_layer(LAYERS["alibi"])(random_tensor(B, T, WIDTH), bias=torch.zeros(1, 1, 1, 1))
 
 
 def test_layer_attention_mask_argument_error_suggests_mask() -> None:
-    with pytest.raises(HeadwiseError, match=r"write mask=hw\.padding_mask\(attention_mask\.bool\(\)\): True where"):
+    with pytest.raises(HeadwiseError, match=r"use mask=hw\.padding_mask\(attention_mask\.bool\(\)\)"):
         make_layer(LAYERS["plain"])(random_tensor(B, T, WIDTH), attention_mask=torch.ones(B, T))

@@ -1,4 +1,4 @@
-"""The balanced basis: the same heads, and the basis that it says it is."""
+"""The balanced basis: heads compute the same function, and the basis has the documented properties."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tests.contract.layers import LAYERS, assert_equal, call_layer, make_layer, 
 
 
 def with_matrices(layer: MultiHeadAttention, matrices: LayerHeadMatrices) -> MultiHeadAttention:
-    """A copy of a layer with these weights."""
+    """Return a copy of a layer with these weights."""
     other = copy.deepcopy(layer)
     with torch.no_grad():
         for projection in "qkv":
@@ -40,11 +40,11 @@ def test_basis_change_keeps_heads(name: str, change: Callable[..., LayerHeadMatr
     for head, same in zip(layer.heads, other.heads, strict=True):
         assert_equal(same.OV.dense(), head.OV.dense(), 1e-10)
     if layer.spec.head_ids:
-        assert not torch.equal(matrices.q, layer.qkv.weight_by_head("q"))  # it did something
+        assert not torch.equal(matrices.q, layer.qkv.weight_by_head("q"))  # the basis changed
 
 
 def test_balanced_values_and_outputs_share_singular_values() -> None:
-    """W_V = U√Σ, W_O = √ΣVᵀ: both Gram matrices between them are Σ, of the product's singular values."""
+    """W_V = U√Σ and W_O = √ΣVᵀ, so both Gram matrices are Σ, the singular values of the product."""
     layer = make_layer(LAYERS["plain"])
     matrices = balanced_basis(LayerHeadMatrices.from_layer(layer), layer.spec)
     for head in layer.heads:
@@ -54,7 +54,7 @@ def test_balanced_values_and_outputs_share_singular_values() -> None:
 
 
 def test_balanced_pair_any_basis_gives_same_result() -> None:
-    """W_V G and G⁻¹ W_O are the same head, so what they are balanced to is the same numbers."""
+    """W_V G and G⁻¹ W_O are the same head, so balancing gives the same matrices for any G."""
     left, right, G = random_tensor(13, 5), random_tensor(5, 17, seed=2), random_tensor(5, 5, seed=3)
     first = balance_factors(left, right)
     second = balance_factors(left @ G, torch.linalg.solve(G, right))
@@ -68,7 +68,7 @@ def test_balance_rotary_pair_any_rotation_gives_same_result() -> None:
     rotation = torch.stack((torch.stack((angle.cos(), -angle.sin())), torch.stack((angle.sin(), angle.cos()))))
     first, second = balance_rotary_pair(queries, keys), balance_rotary_pair(3 * queries @ rotation, keys @ rotation / 3)
     for expected, actual in zip(first, second, strict=True):
-        assert_equal(expected.abs(), actual.abs(), 1e-9)  # up to half a turn
+        assert_equal(expected.abs(), actual.abs(), 1e-9)  # equal up to signs
     assert_equal(first[0].norm(), first[1].norm(), 1e-9)
     gram = first[0].mT @ first[0] + first[1].mT @ first[1]
     assert_equal(gram[0, 1], torch.zeros((), dtype=torch.float64), 1e-9)

@@ -1,4 +1,4 @@
-"""Head dropout: on average it changes nothing, it never silences all heads, and in evaluation it is not there."""
+"""Head dropout: it keeps the mean, never drops all heads, and has no effect in evaluation mode."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ DTYPE_EXAMPLE = torch.zeros(1, dtype=torch.float64)
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("heads", [1, 2, 7])
 def test_head_dropout_gate_mean_is_one(rate: float, heads: int) -> None:
-    """The mean of n draws lies within 5 standard errors of 1 for every head (one chance in a million to be outside)."""
+    """The mean of n draws is within 5 standard errors of 1 for every head, which fails once in a million runs."""
     torch.manual_seed(0)
     gate = head_dropout_gate(100_000, heads, rate, DTYPE_EXAMPLE)
     error = gate.std(0) / math.sqrt(len(gate))
@@ -45,7 +45,7 @@ def test_head_dropout_gate_keeps_a_head_and_sums_to_heads(rate: float) -> None:
 
 
 def test_head_dropout_gate_keep_rate_matches_formula() -> None:
-    """P(kept) = 1 − rate + P(all others fall and it is the luckiest), the last = rate^H / H."""
+    """P(kept) = 1 − rate + P(all heads are below the rate and this one has the largest noise) = 1 − rate + rate^H / H."""
     torch.manual_seed(0)
     n, heads, rate = 100_000, 3, 0.6
     keep_rate = (head_dropout_gate(n, heads, rate, DTYPE_EXAMPLE) > 0).double().mean(0)
@@ -107,5 +107,5 @@ def test_set_training_progress_reaches_every_layer() -> None:
 
 @pytest.mark.parametrize("done", [-0.1, 1.1])
 def test_head_dropout_progress_out_of_range_raises(done: float) -> None:
-    with pytest.raises(HeadwiseError, match=f"progress is the share of training done, 0 to 1; got {done}"):
+    with pytest.raises(HeadwiseError, match=f"fraction={done}"):
         HeadDropout(0.1).set_progress(done)

@@ -1,4 +1,4 @@
-"""In a step, weights at few bits are multiplied by through another layout of them: the same as by their plain numbers."""
+"""Prepacked quantized weights in decode steps give the same results as dequantized weights."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ IDS = torch.tensor([[3, 30, 0, 7], [1, 2, 5, 9]])
 
 
 def decoder(**extra: Any) -> Transformer:
-    """Odd sizes, a key head for two heads, biases."""
+    """Return a decoder with odd sizes, a KV head shared by two heads, and biases."""
     heads = AttentionSpec(width=72, heads=4, kv_heads=2, head_dim=34, rotary=Rotary(), bias=True, out_bias=True)
     spec = ModelSpec(
         vocab=31, context=19, layers=2, attention=heads, mlp_width=50, positions="none", mlp_bias=True, **extra
@@ -33,7 +33,7 @@ def decoder(**extra: Any) -> Transformer:
 
 @torch.no_grad()
 def run_steps(model: Transformer, kernel: str | None = None) -> Tensor:
-    """Logits of decode steps; `kernel` replaces the product that the model was created with."""
+    """Return the logits of decode steps. `kernel` replaces the matrix product that the model was created with."""
     if kernel is not None:
         model.matmul_tuner = MatmulTuner(kernel)
     cache = model.cache()
@@ -80,7 +80,7 @@ def test_decode_steps_prepacked_equal_plain(weights: object) -> None:
 
 @pytest.mark.usefixtures("forms")
 def test_decode_steps_quantized_activations_equal_plain() -> None:
-    """Inputs are rounded row by row before a form, as before plain numbers."""
+    """Inputs are quantized row by row before a prepacked product, as before a plain one."""
     for group in (32, 128):
         small = quantize(decoder(), 8, group_size=group, activation_bits=8)
         got = run_steps(small)
@@ -122,5 +122,5 @@ def test_quantize_weights_beyond_fp16_raise() -> None:
     model = decoder()
     with torch.no_grad():
         model.blocks[0].mlp.up.weight.mul_(1e7)  # pyright: ignore
-    with pytest.raises(hw.HeadwiseError, match="too large for 16-bit floats"):
+    with pytest.raises(hw.HeadwiseError, match="largest 16-bit float"):
         quantize(model, 16)

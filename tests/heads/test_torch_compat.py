@@ -1,4 +1,4 @@
-"""The layer with torch's face against torch's own: every argument of the constructor and of the call, alone and together."""
+"""`MultiHeadAttention.like_torch` against torch: every argument of the constructor and of the call, alone and combined."""
 
 import copy
 from itertools import product
@@ -35,7 +35,7 @@ FIRST_KEY = torch.arange(S) == 0  # the first key is never hidden, so that no ro
 HIDE = (random_tensor(T, S, seed=3) > 0.3) & ~FIRST_KEY
 HIDE_EACH = (random_tensor(B * H, T, S, seed=4) > 0.3) & ~FIRST_KEY
 PAD = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])
-AHEAD = torch.ones(T, S, dtype=torch.bool).triu(1)  # T queries, S keys: aligned at the upper left, as torch's hint is
+AHEAD = torch.ones(T, S, dtype=torch.bool).triu(1)  # T queries and S keys, aligned at the upper left like torch's hint
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bool": {"attn_mask": HIDE},
@@ -56,7 +56,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def make_pair(**options: Any) -> tuple[nn.MultiheadAttention, TorchAttention]:
-    """The same seed for both: they begin with the same numbers."""
+    """Create both layers with the same seed, so that they have the same weights."""
     layers = []
     for build in (nn.MultiheadAttention, hw.MultiHeadAttention.like_torch):
         torch.manual_seed(0)
@@ -64,7 +64,7 @@ def make_pair(**options: Any) -> tuple[nn.MultiheadAttention, TorchAttention]:
     reference, native = layers
     for name, parameter in reference.named_parameters():
         if "bias" in name:
-            nn.init.normal_(parameter)  # torch begins with zeros, which would hide a bias that is forgotten
+            nn.init.normal_(parameter)  # torch initializes biases with zeros, which would hide a missing bias
     native.load_state_dict(reference.state_dict())
     return reference, native
 
@@ -77,7 +77,7 @@ def inputs(layer: TorchAttention) -> list[Tensor]:
 
 def check_equal(reference: nn.Module, native: nn.Module, tensors: list[Tensor], **kwargs: Any) -> None:
     expected, weights = reference(*tensors, **kwargs)
-    if kwargs.get("is_causal"):  # see below: without weights torch hides extra keys
+    if kwargs.get("is_causal"):  # without weights torch hides extra keys, see below
         expected, _ = reference(*tensors, **{**kwargs, "need_weights": True})
     actual, native_weights = native(*tensors, **kwargs)
     torch.testing.assert_close(actual, expected, **TOLERANCE)
@@ -135,7 +135,7 @@ def test_torch_attention_state_dict_exchanges_with_torch(options: dict[str, Any]
     check_equal(reference, native, inputs(native))
     check_equal(reference, copy.deepcopy(native), inputs(native))
     holder, other = nn.ModuleDict({"attention": reference}), nn.ModuleDict({"attention": make_pair(**options)[1]})
-    other.load_state_dict(holder.state_dict())  # inside a larger model
+    other.load_state_dict(holder.state_dict())  # as part of a larger model
     check_equal(reference, other["attention"], inputs(native))
 
 
@@ -157,7 +157,7 @@ def test_torch_attention_causal_hint_does_not_change_outputs() -> None:
         [layer(*tensors, attn_mask=AHEAD, is_causal=True, need_weights=n)[0] for n in (True, False)]
         for layer in (reference, native)
     ]
-    assert not torch.allclose(*outs[0])  # torch's answer hangs on whether one looks
+    assert not torch.allclose(*outs[0])  # torch's output depends on need_weights
     assert torch.equal(*outs[1])
     for mask in (AHEAD, torch.zeros(T, S, dtype=torch.float64).masked_fill(AHEAD, -torch.inf)):
         calls = []
@@ -180,9 +180,9 @@ def test_torch_attention_in_encoder_layer_equals_torch() -> None:
             calls = []
             with block.self_attn.hook_point.listen(calls.append):  # pyright: ignore
                 actual = block(x, src_key_padding_mask=PAD[:, 2:])
-        assert len(calls) == 1  # no path around the layer
+        assert len(calls) == 1  # the layer was called
         real_tokens = ~PAD[:, 2:]
-        # torch's quick path leaves zeros in padding
+        # torch's fast path returns zeros at padding
         torch.testing.assert_close(actual[real_tokens], expected[real_tokens], **TOLERANCE)
 
 
@@ -191,7 +191,9 @@ def test_torch_attention_dropout_follows_training_mode() -> None:
     x = torch.randn(B, T, D)
     assert not torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
     layer.eval()
-    assert torch.equal(layer(x, x, x)[0], layer(x, x, x, need_weights=False)[0])  # looking changes nothing
+    assert torch.equal(
+        layer(x, x, x)[0], layer(x, x, x, need_weights=False)[0]
+    )  # need_weights does not change the output
 
 
 def test_torch_attention_heads_match_recording() -> None:
@@ -212,9 +214,9 @@ def test_torch_attention_heads_match_recording() -> None:
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"is_causal": True}, "give attn_mask too"),
-        ({"attn_mask": HIDE[:, 1:]}, r"attn_mask is \(5, 6\) but must be \(5, 7\) or \(6, 5, 7\)"),
-        ({"key_padding_mask": PAD[:, 1:]}, r"key_padding_mask is \(2, 6\) but must be \(2, 7\)"),
+        ({"is_causal": True}, "Pass attn_mask as well"),
+        ({"attn_mask": HIDE[:, 1:]}, r"shape \(5, 7\) or \(6, 5, 7\)\. Got \(5, 6\)"),
+        ({"key_padding_mask": PAD[:, 1:]}, r"shape \(2, 7\)\. Got \(2, 6\)"),
     ],
 )
 def test_torch_attention_wrong_mask_raises(named: dict[str, Any], message: str) -> None:
@@ -226,9 +228,9 @@ def test_torch_attention_wrong_mask_raises(named: dict[str, Any], message: str) 
 def test_torch_attention_wrong_shapes_raise() -> None:
     _, layer = make_pair(kdim=11, vdim=13)
     q, k, v = inputs(layer)
-    with pytest.raises(HeadwiseError, match=r"key must be \(tokens, batch, 11\)"):
+    with pytest.raises(HeadwiseError, match=r"key: must have shape \(tokens, batch, 11\)"):
         layer(q, v, v)
-    with pytest.raises(HeadwiseError, match="need a source each"):
+    with pytest.raises(HeadwiseError, match="need separate inputs"):
         layer.compute_z(q, k)
     with pytest.raises(HeadwiseError, match="not divisible"):
         hw.MultiHeadAttention.like_torch(13, 3)
@@ -245,12 +247,12 @@ def test_to_torch_any_options_equals_original() -> None:
 @pytest.mark.parametrize(
     ("num_inputs", "named", "message"),
     [
-        (3, {}, r"3 tensors were given: write layer\(x\) for self-attention"),
-        (1, {"key_padding_mask": PAD}, r"for key_padding_mask= write mask=hw.padding_mask\(~key_padding_mask\)"),
-        (1, {"attn_mask": HIDE}, r"for attn_mask= write mask=hw.Mask.of\(~attn_mask\)"),
-        (1, {"need_weights": True}, r"for need_weights= write layer.attention_weights\(x"),
-        (1, {"is_causal": True}, r"for is_causal= write mask=hw.causal\(\)"),
-        (1, {"maks": None}, "no argument 'maks'; did you mean mask"),
+        (3, {}, r"Got 3 positional tensors\. Use layer\(x\) for self-attention"),
+        (1, {"key_padding_mask": PAD}, r"Instead of key_padding_mask=, use mask=hw.padding_mask\(~key_padding_mask\)"),
+        (1, {"attn_mask": HIDE}, r"Instead of attn_mask=, use mask=hw.Mask.of\(~attn_mask\)"),
+        (1, {"need_weights": True}, r"Instead of need_weights=, use layer.attention_weights\(x"),
+        (1, {"is_causal": True}, r"Instead of is_causal=, use mask=hw.causal\(\)"),
+        (1, {"maks": None}, "Unknown argument 'maks'; did you mean mask"),
     ],
 )
 def test_attention_torch_arguments_error_suggests_fix(num_inputs: int, named: dict[str, Any], message: str) -> None:
@@ -274,7 +276,7 @@ def test_attention_weights_equal_recorded_maps() -> None:
     torch.testing.assert_close(layer.compute_z(x, mask=mask), weights @ v)
 
 
-# the table of docs/heads.md: torch's call, and ours
+# the table in docs/heads.md: torch's call and the corresponding call of headwise
 PORTED_ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "padding": ({"key_padding_mask": PAD}, {"mask": hw.padding_mask(~PAD)}),
     "float padding": (

@@ -1,4 +1,4 @@
-"""Against torch.nn.MultiheadAttention: forward and backward, and conversion both ways."""
+"""`MultiHeadAttention` against torch.nn.MultiheadAttention: forward, backward and conversion in both directions."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from headwise.kernels.torch_masks import from_mha, from_mha_padding
 from tests.contract.layers import HEADS, WIDTH, B, S, T, assert_equal, random_tensor
 
 SOURCE_WIDTH = 13
-HIDDEN = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])  # True: padding
-AHEAD = torch.ones(T, S, dtype=torch.bool).triu(3)  # True: hidden
+HIDDEN = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])  # True at padding
+AHEAD = torch.ones(T, S, dtype=torch.bool).triu(3)  # True at hidden keys
 FLOAT_MASK = random_tensor(T, S, seed=5)
 EACH_HEAD = (torch.rand(B * HEADS, T, S, generator=torch.Generator().manual_seed(6)) < 0.3) & (torch.arange(S) > 0)
 
@@ -49,7 +49,7 @@ def torch_layer(**options: Any) -> nn.MultiheadAttention:
 
 
 def native_gradients(native: MultiHeadAttention) -> dict[str, Tensor]:
-    """The gradients our layer holds, in the names of torch's."""
+    """Return the gradients of a native layer under the names of torch."""
     read, write = native.qkv, native.output_projection
     gradients = {id(p): p.grad for p in native.parameters()}
     slabs = {name.split("_")[0]: (name, p) for name, p in read.named_parameters() if name.endswith("weight")}
@@ -119,23 +119,23 @@ def test_from_torch_to_torch_round_trip_is_exact(options: dict, training: bool) 
 
 
 def test_from_torch_unsupported_layer_raises() -> None:
-    with pytest.raises(HeadwiseError, match="add_bias_kv=True learns an extra key and value"):
+    with pytest.raises(HeadwiseError, match="add_bias_kv=True is not supported"):
         from_torch(torch_layer(add_bias_kv=True))
-    with pytest.raises(HeadwiseError, match="kdim 13 and vdim 7 differ"):
+    with pytest.raises(HeadwiseError, match="kdim=13 differs from vdim=7"):
         from_torch(torch_layer(kdim=13, vdim=7))
 
 
 BEYOND_TORCH: dict[str, tuple[dict[str, Any], str]] = {
-    "groups": ({"kv_heads": 2}, "grouped key/value heads"),
-    "cut": ({"kept_heads": (0, 3)}, "heads that were cut"),
+    "groups": ({"kv_heads": 2}, "grouped KV heads"),
+    "cut": ({"kept_heads": (0, 3)}, "pruned heads"),
     "head_dim": ({"head_dim": 6}, "head_dim other than width / heads"),
     "value_dim": ({"value_dim": 3}, "value_dim other than head_dim"),
-    "bias": ({"bias": True}, "a bias on q, k, v but not on the output"),
-    "scale": ({"scale": 1.0}, "a scale of its own"),
-    "alibi": ({"alibi": True}, "a bias by distance"),
-    "buckets": ({"t5_buckets": 8}, "a bias by distance"),
+    "bias": ({"bias": True}, "a bias on q, k and v but not on the output"),
+    "scale": ({"scale": 1.0}, "a custom scale"),
+    "alibi": ({"alibi": True}, "a position bias"),
+    "buckets": ({"t5_buckets": 8}, "a position bias"),
     "window": ({"window": 3}, "a window"),
-    "softcap": ({"softcap": 3.0}, "a score cap"),
+    "softcap": ({"softcap": 3.0}, "a softcap"),
     "sink": ({"softmax": "sink"}, "a learned sink"),
     "slice": ({"head_input": "slice"}, "head_input='slice'"),
     "gated": ({"gated": True}, "gates"),
@@ -145,5 +145,5 @@ BEYOND_TORCH: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("fields", "feature"), BEYOND_TORCH.values(), ids=BEYOND_TORCH)
 def test_to_torch_unsupported_field_raises(fields: dict[str, Any], feature: str) -> None:
-    with pytest.raises(HeadwiseError, match=f"nn.MultiheadAttention cannot hold {feature}"):
+    with pytest.raises(HeadwiseError, match=f"nn.MultiheadAttention does not support {feature}"):
         to_torch(MultiHeadAttention(width=WIDTH, heads=HEADS, **fields))

@@ -1,4 +1,4 @@
-"""A disk without room, as far as one process is concerned."""
+"""Simulation of a full disk for one process."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def limited_file_size(size: int) -> Iterator[None]:
-    """As on a disk that is full: writing further fails."""
+    """Limit the file size, so that further writes fail as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -1,4 +1,4 @@
-"""Save, load, the same bits out: weights of our own files begin at multiples of 64 bytes, as torch's memory does."""
+"""Tensors in our own files start at multiples of 64 bytes, so that a loaded model gives bitwise equal outputs."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def misaligned(model: torch.nn.Module) -> list[str]:
 
 
 def tensor_spans(file: Path) -> dict[str, tuple[int, int]]:
-    """Where each tensor begins and ends in a file, read by hand."""
+    """Return the start and end of each tensor in a file, parsed by hand."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -77,7 +77,7 @@ def test_write_tensors_empty_writes_file(tmp_path: Path) -> None:
 
 
 def test_write_tensors_unsupported_dtype_raises(tmp_path: Path) -> None:
-    with pytest.raises(hw.HeadwiseError, match=r"odd is of type torch.complex64, .* convert it first"):
+    with pytest.raises(hw.HeadwiseError, match=r"odd.*torch.complex64 cannot be stored"):
         write_tensors({"odd": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "m")
 
 
@@ -91,7 +91,7 @@ def test_aligned_copy_keeps_strides(tmp_path: Path) -> None:
 @pytest.mark.parametrize("written", ["by us", "by others"])
 @pytest.mark.parametrize("name", MODELS)
 def test_load_native_file_gives_aligned_weights(name: str, written: str, tmp_path: Path) -> None:
-    """Also where somebody else's writer put the same tensors in their places."""
+    """Also for a file in which another writer placed the same tensors."""
     model = make_model(MODELS[name])
     model.save(tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
@@ -108,7 +108,7 @@ def test_load_native_file_gives_aligned_weights(name: str, written: str, tmp_pat
 @pytest.mark.usefixtures("straight")
 @pytest.mark.skipif(sys.platform != "linux", reason="what is mapped is told on Linux")
 def test_load_native_file_keeps_weights_mapped(tmp_path: Path) -> None:
-    """All but the crooked few: here every size is a multiple of 64."""
+    """Only unaligned tensors are copied; here every size is a multiple of 64."""
     spec = hw.ModelSpec(vocab=32, context=16, layers=1, attention=hw.AttentionSpec(width=32, heads=2), mlp_width=64)
     hw.Transformer(spec, storage="q,k,v").save(tmp_path / "m")
     back = hw.load(tmp_path / "m")
@@ -145,7 +145,7 @@ def test_restore_optimizer_gives_aligned_state(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("straight")
 def test_train_misaligned_weights_are_realigned() -> None:
-    """A resumed run must take the same way through each product as the first, wherever its model came from."""
+    """A resumed run must use the same matmul code paths as the first run, wherever its weights come from."""
     model = hw.Transformer(hw.preset("synthetic").resized(layers=1, width=16))
     for parameter in model.parameters():
         storage = torch.zeros(parameter.numel() + 1)

@@ -1,4 +1,4 @@
-"""A folder takes its place whole: whoever stops it, at whatever step, finds the old one or the new one."""
+"""Folders are replaced atomically: after an interrupt at any step, either the old or the new folder exists."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def write_folder(folder: Path, text: str) -> None:
 @pytest.mark.parametrize("swaps", [True, False], ids=["in one step", "in two"])
 def test_atomic_folder_replaces_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool) -> None:
     if not swaps:
-        monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)  # as on a system that cannot
+        monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)  # as on a system without atomic swap
     for text in ("old", "new", "newer"):
         write_folder(tmp_path / "made", text)
         assert (tmp_path / "made" / "mark").read_text() == text

@@ -1,4 +1,4 @@
-"""Biases of scores: T5's buckets as transformers counts them, blocks of all kinds, and a scheme of one's own as one class."""
+"""Biases of attention scores: T5 buckets as in transformers, blocks of all biases, and a user-defined bias."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ BACKENDS = ("reference", "batched", "fused", "blockwise")
 
 @dataclass(frozen=True, eq=False)
 class Kerple(Bias):
-    """−a·log(1 + b·distance) (https://arxiv.org/abs/2205.09921), which this package does not have."""
+    """−a·log(1 + b·distance) (https://arxiv.org/abs/2205.09921), a bias that is not part of the package."""
 
     a: Tensor  # (H,)
     b: Tensor  # (H,)
@@ -96,7 +96,7 @@ def test_kernels_any_bias_equal_reference_with_gradients(kind: str) -> None:
     [
         ("given", "the bias is learned"),
         ("alibi", "the ALiBi slopes are learned"),
-        ("buckets", "the table of buckets is learned"),
+        ("buckets", "the T5 bias is learned"),
         ("own", "the bias is learned"),
     ],
 )
@@ -111,17 +111,17 @@ def test_kernel_choice_learned_bias_is_named(kind: str, message: str) -> None:
 
 def test_attention_wrong_bias_raises() -> None:
     q, k = torch.randn(B, H, T, d), torch.randn(B, H, S, d)
-    with pytest.raises(HeadwiseError, match=r"bias is \(2, 3, 5, 6\) but must broadcast to \(2, 3, 5, 7\)"):
+    with pytest.raises(HeadwiseError, match=r"broadcast to \(2, 3, 5, 7\)\. Got shape \(2, 3, 5, 6\)"):
         attention(q, k, k, bias=torch.zeros(B, H, T, S - 1))
-    with pytest.raises(HeadwiseError, match="the bias is for 4 heads, the call has 3"):
+    with pytest.raises(HeadwiseError, match="4 rows for 3 heads"):
         attention(q, k, k, bias=AlibiBias(alibi_slopes(4)))
-    with pytest.raises(HeadwiseError, match=r"for \[3, 4\] heads"):
+    with pytest.raises(HeadwiseError, match=r"Got \[3, 4\]"):
         attention(q, k, k, bias=Kerple(torch.ones(3), torch.ones(4)))
-    with pytest.raises(HeadwiseError, match="bias must be a tensor or a Bias, got float"):
+    with pytest.raises(HeadwiseError, match=r"must be a tensor or a Bias\. Got float"):
         attention(q, k, k, bias=0.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(HeadwiseError, match=r"at least 4 buckets, got \(3, 2\)"):
+    with pytest.raises(HeadwiseError, match=r"at least 4 buckets\. Got shape \(3, 2\)"):
         T5RelativeBias(torch.zeros(H, 2))
-    with pytest.raises(HeadwiseError, match="max_distance=8 is too near"):
+    with pytest.raises(HeadwiseError, match="max_distance=8: must be above 8"):
         T5RelativeBias(torch.zeros(H, 32), max_distance=8)
 
 
@@ -139,7 +139,7 @@ def test_record_learned_bias_keeps_values_of_call(kind: str) -> None:
     before = recording["0.1"].map()
     with torch.no_grad():
         for tensor in learned:
-            tensor.add_(3.0 * torch.arange(float(tensor.numel())).view_as(tensor))  # a step of training
+            tensor.add_(3.0 * torch.arange(float(tensor.numel())).view_as(tensor))  # a training step
     assert torch.equal(recording["0.1"].map(), before)
 
 
@@ -200,7 +200,7 @@ def test_model_buckets_learns_and_prunes_table() -> None:
 
 
 def test_attention_spec_two_distance_biases_raise() -> None:
-    with pytest.raises(HeadwiseError, match="scores have one bias by distance; alibi and t5_buckets are two"):
+    with pytest.raises(HeadwiseError, match="alibi and t5_buckets: a layer supports only one position bias"):
         hw.AttentionSpec(8, 2, alibi=True, t5_buckets=8)
-    with pytest.raises(HeadwiseError, match="0 or at least 4, got 3"):
+    with pytest.raises(HeadwiseError, match="t5_buckets=3: must be 0 or at least 4"):
         hw.AttentionSpec(8, 2, t5_buckets=3)

@@ -1,4 +1,4 @@
-"""Masks against loops written from their docstrings; their promises to the kernels; torch's conventions both ways."""
+"""Masks against loops written from their docstrings, their guarantees to kernels, and conversion to and from torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ each_offset = pytest.mark.parametrize("offset", [None, -20, -3, 0, 2, 20])
 
 
 def dense_by_rule(T: int, S: int, sees: Callable[[int, int, int, int], bool]) -> Tensor:
-    """A dense mask from a rule on (batch row, head, query, key)."""
+    """Build a dense mask from a rule on (batch row, head, query, key)."""
     return torch.tensor(
         [[[[sees(b, h, i, j) for j in range(S)] for i in range(T)] for h in range(H)] for b in range(B)]
     )
@@ -35,7 +35,7 @@ def random_bools(*shape: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(7)) < 0.5
 
 
-# Each mask, against the sentence that says what it is.
+# Each mask against its definition.
 
 
 @each_offset
@@ -51,7 +51,7 @@ def test_causal_any_offset_equals_definition(T: int, S: int, offset: int | None)
 @each_size
 def test_window_any_size_equals_definition(T: int, S: int, size: int, ahead: int | None, offset: int | None) -> None:
     before = S - T if offset is None else offset
-    forward = size - 1 if ahead is None else ahead  # by default as far as back
+    forward = size - 1 if ahead is None else ahead  # default: the same number of positions ahead as back
     want = dense_by_rule(T, S, lambda b, h, i, j: -forward <= (i + before) - j < size)
     assert torch.equal(dense(window(size, ahead, offset), T, S), want)
 
@@ -97,12 +97,12 @@ def test_mask_of_two_to_four_axes_broadcasts(shape: tuple[int, ...]) -> None:
     assert torch.equal(dense(Mask.of(tensor), 7, 11), full)
 
 
-# Their promises. A kernel skips work on the strength of them, so none may ever claim something false.
+# Guarantees of masks. Kernels skip work because of them, so they must never be wrong.
 
 
 @st.composite
 def sized_masks(draw: st.DrawFn) -> tuple[Mask, int, int]:
-    """A mask for B batch rows and H heads, with the number of queries and keys it is for."""
+    """Return a mask for B examples and H heads with its number of queries and keys."""
     T, S = draw(st.sampled_from(TOKENS))
     return draw(masks(B, H, T, S)), T, S
 
@@ -129,7 +129,7 @@ def test_mask_is_full_and_may_be_empty_are_sound(placed: tuple[Mask, int, int]) 
 
 
 def test_mask_common_cases_are_full_or_not_empty() -> None:
-    """Sound is not enough: these calls stay on the quickest path because the mask knows itself."""
+    """These common calls use the fastest kernel path, because the mask recognizes that it is full or has no empty rows."""
     assert causal().is_full(1, 11), "one query at the end of a cache sees everything"
     assert window(11).is_full(7, 11)
     for mask in (causal(), window(3), causal() & window(3), causal() | padding_mask(random_bools(B, 11))):
@@ -137,7 +137,7 @@ def test_mask_common_cases_are_full_or_not_empty() -> None:
 
 
 def nonempty_ranges(length: int) -> st.SearchStrategy[range]:
-    """A run of rows or columns that is not empty."""
+    """Return a nonempty range of rows or columns."""
     ends = st.tuples(st.integers(0, length - 1), st.integers(1, length))
     return ends.map(lambda pair: range(pair[0], max(pair[0] + 1, pair[1])))
 
@@ -182,13 +182,13 @@ def test_mask_and_or_equal_elementwise(data: st.DataObject, tokens: tuple[int, i
     assert torch.equal(dense(first | second, *tokens), left | right)
 
 
-# torch's two conventions: what torch itself computes with a mask is what we compute with the converted one.
+# The two conventions of torch: torch with its mask equals headwise with the converted mask.
 
 T, S, d = 7, 11, 5
 
 
 def mask_without_empty_rows(shape: tuple[int, ...]) -> Tensor:
-    """Random, but nobody is left without a key: torch answers that with NaN."""
+    """Return a random mask in which every query has a visible key, because torch returns NaN for the others."""
     mask = random_bools(*shape)
     mask[..., 0] = True
     return mask
@@ -201,11 +201,11 @@ def random_qkv() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def as_argument(converted: Mask | Tensor) -> dict[str, Any]:
-    """A bool comes back as a mask, a float as a bias."""
+    """Return a converted bool as a mask argument and a converted float as a bias argument."""
     return {"mask": converted} if isinstance(converted, Mask) else {"bias": converted}
 
 
-# SDPA broadcasts from the right, so that three axes are (heads, T, S).
+# SDPA broadcasts from the right, so three axes are (heads, T, S).
 @pytest.mark.parametrize("shape", [(T, S), (H, T, S), (1, T, S), (B, H, T, S), (B, 1, 1, S), (1, H, T, S)], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_from_sdpa_attention_equals_sdpa(shape: tuple[int, ...], kind: str) -> None:
@@ -233,7 +233,7 @@ def test_to_sdpa_attention_equals_native(name: str) -> None:
 
 
 class TorchLayer:
-    """torch's layer, run by torch, and run by us on the same weights."""
+    """torch's layer, run by torch, and run by headwise with the same weights."""
 
     def __init__(self) -> None:
         torch.manual_seed(6)
@@ -282,7 +282,7 @@ def test_to_mha_attention_equals_native(name: str) -> None:
 
 @pytest.mark.parametrize("convert", [from_mha_padding, lambda mask: from_mha(mask, heads=1)], ids=["padding", "mask"])
 def test_from_mha_integer_mask_raises_or_means_bool(convert: Callable[[Tensor], Mask]) -> None:
-    """Turning its bits around makes every integer but −1 true: such a mask would hide nothing, in silence."""
+    """Bitwise inversion would make every integer except −1 true, so that the mask would hide nothing."""
     hidden = ~mask_without_empty_rows((B, S))
     try:
         got = convert(hidden.int())
@@ -291,7 +291,7 @@ def test_from_mha_integer_mask_raises_or_means_bool(convert: Callable[[Tensor], 
     assert torch.equal(got.dense(B, S), convert(hidden).dense(B, S))
 
 
-# What does not fit is refused, with words that help.
+# Errors for arguments that do not fit.
 
 
 def call_with(mask: Mask) -> Callable[[], object]:
@@ -299,50 +299,53 @@ def call_with(mask: Mask) -> Callable[[], object]:
 
 
 ERRORS: dict[str, tuple[Callable[[], object], str]] = {
-    "window of nothing": (lambda: window(0), "a window has a size of at least 1 and looks ahead 0 or more, got 0 and"),
-    "window ahead of itself": (lambda: window(3, lookahead=-1), "looks ahead 0 or more, got 3 and -1"),
+    "window of nothing": (lambda: window(0), "window size=0"),
+    "window ahead of itself": (lambda: window(3, lookahead=-1), "window size=3, lookahead=-1"),
     "padding of one axis": (
         lambda: padding_mask(random_bools(S)),
-        r"\(batch, keys\), True at real tokens; got shape \(11,\)",
+        r"\(batch, keys\), True at real tokens\. Got shape \(11,\)",
     ),
-    "additive padding": (lambda: padding_mask(torch.zeros(B, S)), "True where a query may look, got torch.float32"),
-    "additive mask": (lambda: Mask.of(torch.zeros(T, S)), "pass additive scores as bias="),
-    "documents of one axis": (lambda: document_mask(torch.zeros(S)), r"\(batch, tokens\); got shape \(11,\)"),
+    "additive padding": (lambda: padding_mask(torch.zeros(B, S)), r"True at visible keys\. Got torch.float32"),
+    "additive mask": (lambda: Mask.of(torch.zeros(T, S)), "Pass additive scores as bias="),
+    "documents of one axis": (lambda: document_mask(torch.zeros(S)), r"\(batch, tokens\)\. Got shape \(11,\)"),
     "no masks": (lambda: per_head([]), "needs at least one mask"),
-    "a tensor among masks": (lambda: per_head([random_bools(T, S)]), r"got Tensor; wrap a tensor with hw.Mask.of"),  # pyright: ignore
-    "a tensor after &": (lambda: causal() & random_bools(T, S), "expected a mask, got Tensor"),  # pyright: ignore
+    "a tensor among masks": (lambda: per_head([random_bools(T, S)]), r"Got Tensor\. Convert a tensor with hw.Mask.of"),  # pyright: ignore
+    "a tensor after &": (lambda: causal() & random_bools(T, S), r"must be a Mask\. Got Tensor"),  # pyright: ignore
     "mask of one axis": (
         lambda: Mask.of(random_bools(S)),
-        r"\(T, S\), \(B, T, S\) or \(B, H, T, S\); got shape \(11,\)",
+        r"\(T, S\), \(B, T, S\) or \(B, H, T, S\)\. Got shape \(11,\)",
     ),
     "padding too short": (
         call_with(padding_mask(random_bools(B, 5))),
-        r"padding mask is \(2, 5\) but there are 11 keys in a batch",
+        r", 11\), True at real tokens\. Got shape \(2, 5\)",
     ),
     "padding for others": (
         call_with(padding_mask(random_bools(5, S))),
-        r"\(5, 11\) but there are 11 keys in a batch of 2",
+        r"\(2, 11\), True at real tokens\. Got shape \(5, 11\)",
     ),
     "documents of keys only": (
         call_with(document_mask(torch.zeros(B, S))),
-        r"document numbers of the queries are \(2, 11\) but there are 7 queries",
+        r"\(2, 7\)\. Got shape \(2, 11\)",
     ),
-    "too few heads": (call_with(per_head([causal()] * 2)), "has 2 masks but there are 3 heads"),
+    "too few heads": (call_with(per_head([causal()] * 2)), "2 masks for 3 heads"),
     "mask of swapped axes": (
         call_with(Mask.of(random_bools(S, T))),
-        r"the mask is \(1, 1, 11, 7\) but the call is \(2, 3, 7, 11\)",
+        r"\(2, 3, 7, 11\)\. Got shape \(1, 1, 11, 7\)",
     ),
-    "a misfit inside &": (call_with(causal() & padding_mask(random_bools(B, 5))), "there are 11 keys"),
+    "a misfit inside &": (
+        call_with(causal() & padding_mask(random_bools(B, 5))),
+        r"\(2, 11\), True at real tokens\. Got shape \(2, 5\)",
+    ),
     "a misfit for one head": (
         call_with(per_head([causal(), padding_mask(random_bools(B, 5)), causal()])),
-        "there are 11 keys",
+        r"\(2, 11\), True at real tokens\. Got shape \(2, 5\)",
     ),
-    "a bare tensor": (call_with(random_bools(T, S)), r"mask must be a Mask, got Tensor; wrap a tensor with hw.Mask.of"),  # pyright: ignore
+    "a bare tensor": (call_with(random_bools(T, S)), r"must be a Mask. Got Tensor. Convert a tensor with hw.Mask.of"),  # pyright: ignore
     "heads that do not divide": (
         lambda: from_mha(random_bools(5, T, S), heads=H),
-        "5 leading rows, not a multiple of 3 heads",
+        "must be a multiple of heads=3",
     ),
-    "additive padding of torch": (lambda: from_mha_padding(torch.zeros(B, S)), "float key_padding_mask is a bias"),
+    "additive padding of torch": (lambda: from_mha_padding(torch.zeros(B, S)), "Pass it as bias="),
 }
 
 

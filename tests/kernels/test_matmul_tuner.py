@@ -1,4 +1,4 @@
-"""In a generation step a product may be another than torch's; it is the same product, and the choice never changes."""
+"""Decode steps may use other matrix products than F.linear: the results are equal, and the choice never changes."""
 
 import copy
 import threading
@@ -20,7 +20,7 @@ from headwise.kernels.matmul_tuner import (
     linear,
 )
 
-SIZES = [(34, 51), (35, 17), (37, 8), (1024, 96)]  # outputs that 2, 5, nothing and 2 divide
+SIZES = [(34, 51), (35, 17), (37, 8), (1024, 96)]  # outputs divisible by 2, by 5, by none of the counts and by 2
 
 
 def decoder(kernel: str | None = None) -> hw.Transformer:
@@ -95,7 +95,7 @@ def test_load_saved_model_same_decode_bits(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_tuner_only_decode_steps_choose() -> None:
-    """Not a call without a cache, one with gradients, many rows, another dtype; and gradients flow as ever."""
+    """Calls without a cache, with gradients, with many rows or with another dtype use F.linear, and gradients are correct."""
     model, ids = decoder("parts"), torch.arange(MAX_DECODE_ROWS + 1)[None]
     with torch.no_grad():
         model(ids[:, :3])
@@ -144,7 +144,7 @@ def test_tuner_threads_get_same_outputs() -> None:
 @torch.no_grad()
 def test_linear_tensor_subclass_uses_torch() -> None:
     class Special(Tensor):
-        """As one that is spread over processes."""
+        """A tensor subclass, like a tensor that is split over processes."""
 
     tuner = MatmulTuner("parts")
     weight = nn.Parameter(torch.randn(4, 6).as_subclass(Special), requires_grad=False)
@@ -157,12 +157,12 @@ def test_linear_tensor_subclass_uses_torch() -> None:
 
 def test_matmul_kernel_unknown_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KERNEL_ENV_VAR, "onedn")
-    with pytest.raises(hw.HeadwiseError, match=r"HEADWISE_MATMUL is 'onedn'; .*onednn"):
+    with pytest.raises(hw.HeadwiseError, match=r"HEADWISE_MATMUL='onedn': unknown matrix product kernel; .*onednn"):
         decoder().generate(torch.tensor([[3]]), 2)
 
 
 def test_attention_strided_queries_use_flash_kernel() -> None:
-    q, k, v = torch.randn(3, 1, 2, 8, 64).transpose(-1, -2).unbind()  # (1, 2, 64, 8), channels not neighbours
+    q, k, v = torch.randn(3, 1, 2, 8, 64).transpose(-1, -2).unbind()  # (1, 2, 64, 8), with noncontiguous channels
     with torch.profiler.profile() as profiler:
         got = hw.attention(q, k, v, mask=hw.causal())
     names = {event.key for event in profiler.key_averages()}

@@ -1,4 +1,4 @@
-"""Positions against their closed formulas, complex numbers, transformers and the ALiBi paper."""
+"""Position encodings against closed formulas, complex numbers, transformers and the ALiBi paper."""
 
 import math
 
@@ -40,11 +40,11 @@ def test_sinusoidal_batched_positions_keep_leading_axes() -> None:
     assert torch.equal(sinusoidal(positions, 6)[1], sinusoidal(positions[1], 6))
 
 
-# Rotary: https://arxiv.org/abs/2104.09864. A pair of channels is a complex number, turned by its place times its speed.
+# Rotary: https://arxiv.org/abs/2104.09864. A pair of channels is a complex number, rotated by position times frequency.
 
 
 def rotate_as_complex(x: Tensor, positions: Tensor, rotary: Rotary) -> np.ndarray:
-    """Rotate (B, H, T, dims) by multiplying complex numbers; `places` is (B, T)."""
+    """Rotate (B, H, T, dims) by complex multiplication. `places` is (B, T)."""
     dims, values = x.shape[-1], x.numpy()
     half = dims // 2
     first, second = (
@@ -62,9 +62,9 @@ def rotate_as_complex(x: Tensor, positions: Tensor, rotary: Rotary) -> np.ndarra
 @pytest.mark.parametrize("theta", [10000.0, 500.0])
 def test_rotary_table_rotate_equals_complex_product(layout, theta: float) -> None:
     rotary, x = Rotary(theta=theta, layout=layout), random_heads(B, H, T, d)
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 0, 9, 4, 31, 2, 100]])  # each batch row may stand elsewhere
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 0, 9, 4, 31, 2, 100]])  # examples may have different positions
     got = RotaryTable.at(positions, rotary, d, torch.float64).rotate(x)
-    # The angles are made in float32, as in the models they have to equal: 100 radians are known to 4e-6.
+    # Angles are computed in float32, as in the models that they must equal: 100 radians have an error of 4e-6.
     np.testing.assert_allclose(got.numpy(), rotate_as_complex(x, positions, rotary), atol=2e-5)
 
 
@@ -79,7 +79,7 @@ def test_rotary_table_shared_positions_equal_per_row(layout) -> None:
 
 @each_layout
 def test_rotary_scores_depend_on_distance_only(layout) -> None:
-    """The same query and key at every place: the scores are constant along each diagonal."""
+    """Scores of one query and key at all positions are constant along each diagonal."""
     query, key = random_heads(2, 1, 1, 1, d).expand(2, 1, 1, T, d)
     rotary_table = RotaryTable.at(torch.arange(5, 5 + T), Rotary(layout=layout), d, torch.float64)
     scores = (rotary_table.rotate(query) @ rotary_table.rotate(key).mT)[0, 0]  # (T, T)
@@ -93,7 +93,7 @@ def test_rotary_channels_beyond_dims_unchanged(layout) -> None:
     positions = torch.arange(T)
     rotated = RotaryTable.at(positions, Rotary(layout=layout, dims=6), d, torch.float64).rotate(x)
     assert torch.equal(rotated[..., 6:], x[..., 6:])
-    # Those that turn do so as if the head had no others.
+    # Rotated channels do not depend on the other channels.
     alone = RotaryTable.at(positions, Rotary(layout=layout), 6, torch.float64).rotate(x[..., :6])
     assert torch.equal(rotated[..., :6], alone)
 
@@ -137,8 +137,8 @@ def test_rotary_frequencies_scaled_equal_transformers(scaling: RotaryScaling, he
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
-# ALiBi: https://arxiv.org/abs/2108.12409. For 8 heads the paper prints 1/2 … 1/256; for 12 its published code takes
-# those of 8 and then every other one of 16.
+# ALiBi: https://arxiv.org/abs/2108.12409. For 8 heads the paper prints 1/2 … 1/256. For 12 heads its published code uses
+# the slopes of 8 heads and then every other slope of 16 heads.
 
 PUBLISHED_SLOPES = {
     8: [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256],
@@ -154,13 +154,13 @@ def test_alibi_slopes_equal_published(heads: int) -> None:
 
 
 def test_alibi_slopes_zero_heads_raise() -> None:
-    with pytest.raises(HeadwiseError, match="ALiBi needs at least one head, got 0"):
+    with pytest.raises(HeadwiseError, match="heads=0: ALiBi needs at least one head"):
         alibi_slopes(0)
 
 
 @pytest.mark.parametrize("S", [7, 11, 5])
 def test_alibi_bias_block_equals_formula(S: int) -> None:
-    """The last query stands at the last key, as with a cache; distance counts in both directions."""
+    """The last query is at the last key, as with a cache, and the distance is absolute."""
     slopes = alibi_slopes(H)
     full = AlibiBias(slopes).block(range(T), range(S), T, S)
     assert full.shape == (1, H, T, S)

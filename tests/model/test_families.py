@@ -1,4 +1,4 @@
-"""Against transformers: GPT-2 and Llama with small random weights, copied over by hand, give the same logits."""
+"""GPT-2 and Llama with small random weights, copied by hand, give the same logits as in transformers."""
 
 from typing import Any
 
@@ -47,7 +47,9 @@ def test_transformer_gpt2_weights_equal_transformers() -> None:
     for i in range(LAYERS):
         old, new = f"transformer.h.{i}.", f"blocks.{i}."
         weights, biases = hf_state[old + "attn.c_attn.weight"].chunk(3, 1), hf_state[old + "attn.c_attn.bias"].chunk(3)
-        for projection, weight, bias in zip("qkv", weights, biases, strict=True):  # theirs are (in, out)
+        for projection, weight, bias in zip(
+            "qkv", weights, biases, strict=True
+        ):  # weights of transformers are (in, out)
             state[f"{new}attention.qkv.{projection}.weight"] = weight.T.unflatten(0, (HEADS, d))
             state[f"{new}attention.qkv.{projection}.bias"] = bias.unflatten(0, (HEADS, d))
         state[new + "attention.output_projection.weight"] = hf_state[old + "attn.c_proj.weight"].T.unflatten(

@@ -1,4 +1,4 @@
-"""Writing on: with every cache what full forward passes give by hand, one prompt or many, greedy or drawn."""
+"""Generation with every cache equals full forward passes, for one or many prompts, greedy or sampled."""
 
 import inspect
 from dataclasses import replace
@@ -24,19 +24,19 @@ each_decoder = pytest.mark.parametrize("name", DECODERS)
 
 @torch.no_grad()
 def greedy_without_cache(model: Transformer, prompt: list[int], tokens: int = NEW_TOKENS, **options: Any) -> list[int]:
-    """Greedy, without a cache: every step reads the whole text again."""
+    """Generate greedily without a cache: every step runs the full text."""
     text = list(prompt)
     for _ in range(tokens):
         text.append(int(model(torch.tensor([text]), **options)[0, -1].argmax()))
     return text
 
 
-# Greedy: what full forward passes give.
+# Greedy generation against full forward passes.
 
 
 @each_decoder
 def test_varied_models_greedy_text_is_not_constant(name: str) -> None:
-    """A model that repeats one token for ever would pass most tests below."""
+    """A model that repeats one token would pass most tests below."""
     model = make_varied_model(MODELS[name])
     texts = [greedy_without_cache(model, prompt)[len(prompt) :] for prompt in RAGGED]
     assert len({token for text in texts for token in text}) >= 4, texts
@@ -67,7 +67,7 @@ def test_generate_ragged_batch_any_cache_equals_single_prompts(kind: str, size: 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @torch.no_grad()
 def test_sliding_cache_model_equals_window_mask(name: str, size: int) -> None:
-    """Token by token, so that no prompt is read beyond the window, with logits as well as tokens."""
+    """Compares tokens and logits token by token, so that no prompt is longer than the window."""
     model, cache = make_varied_model(MODELS[name]), make_varied_model(MODELS[name]).cache("sliding", size)
     ids = token_ids(2, 13)
     steps = torch.cat([model(ids[:, i : i + 1], cache=cache) for i in range(13)], 1)
@@ -84,7 +84,9 @@ def test_generate_windowed_model_equals_full_passes(name: str) -> None:
 @torch.no_grad()
 def test_forward_chunks_with_cache_equal_full_text(name: str) -> None:
     model, ids = make_varied_model(MODELS[name]), token_ids(3, 13)
-    real = torch.arange(13) >= torch.tensor([[0], [2], [6]])  # padded on the left, the third beyond the first piece
+    real = torch.arange(13) >= torch.tensor(
+        [[0], [2], [6]]
+    )  # padded on the left; the third row starts after the first piece
     cache, pieces = model.cache(), []
     for start, stop in ((0, 4), (4, 5), (5, 13)):
         pieces.append(model(ids[:, start:stop], attention_mask=real[:, start:stop], cache=cache))
@@ -116,7 +118,9 @@ def test_model_cache_reorder_encoder_decoder_keeps_sources() -> None:
 
 
 def test_model_cache_nbytes_equals_hand_count() -> None:
-    model = make_varied_model(MODELS["decoder, windows"])  # two key/value heads of 6 + 6 channels; windows none and 3
+    model = make_varied_model(
+        MODELS["decoder, windows"]
+    )  # two KV heads with 6 + 6 channels; no window and a window of 3
     cache = model.cache("static", 10)
     model.generate(PROMPT, 4, cache=cache)
     assert cache.nbytes == (10 + 2) * 2 * (6 + 6) * 8
@@ -136,7 +140,7 @@ def test_forward_failed_step_restores_cache() -> None:
     model = make_varied_model(MODELS["decoder"])
     cache, ids = model.cache("static", 6), token_ids(1, 7)
     model(ids[:, :5], cache=cache)
-    with pytest.raises(HeadwiseError, match="the cache is full"):
+    with pytest.raises(HeadwiseError, match="it is full"):
         model(ids[:, 5:], cache=cache)
     assert_equal(model(ids[:, 5:6], cache=cache), model(ids[:, :6])[:, 5:])
 
@@ -151,7 +155,7 @@ def test_generate_gates_apply_to_every_step() -> None:
     assert gated != model.generate(RAGGED, NEW_TOKENS)
 
 
-# With a source.
+# Encoder-decoders.
 
 
 @pytest.mark.parametrize("seed", [1, 10])
@@ -168,7 +172,7 @@ def test_generate_encoder_decoder_equals_full_passes(seed: int) -> None:
 
 @torch.no_grad()
 def test_model_cache_source_keeps_its_mask() -> None:
-    """What was read is remembered by the cache, and so is which of it was real."""
+    """The cache stores the encoded source and its attention mask."""
     model, ids, source = make_varied_model(MODELS["encoder-decoder"]), token_ids(2, 5), token_ids(2, 7, seed=5)
     real = torch.arange(7) < torch.tensor([[7], [3]])
     cache = model.cache()
@@ -178,7 +182,7 @@ def test_model_cache_source_keeps_its_mask() -> None:
     assert_equal(torch.cat((first, second), 1), want)
 
 
-# What comes back is of the kind that went in.
+# The result has the type of the prompt.
 
 
 def test_generate_returns_type_of_prompt() -> None:
@@ -200,7 +204,7 @@ def test_generate_padded_tensor_uses_real_tokens() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_generate_right_padding_raises_or_is_correct(seed: int) -> None:
-    """The next token must never be taken from behind padding."""
+    """The next token must never be computed from padding."""
     model = make_varied_model(MODELS["decoder, rotary"], seed)
     ids, real = torch.tensor([[3, 1, 4], [9, 2, 0]]), torch.tensor([[True] * 3, [True, True, False]])
     try:
@@ -210,7 +214,7 @@ def test_generate_right_padding_raises_or_is_correct(seed: int) -> None:
     assert generated == [greedy_without_cache(model, [3, 1, 4])[3:], greedy_without_cache(model, [9, 2])[2:]]
 
 
-# Stopping.
+# Stop tokens.
 
 
 def test_generate_stop_token_ends_and_pads() -> None:
@@ -283,11 +287,11 @@ def test_generate_options_match_prepared_keywords() -> None:
     assert set(GenerateOptions.__annotations__) == keywords
 
 
-# Drawing.
+# Sampling.
 
 
 def expected_probabilities(logits: list[float], temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """By hand: the k best, then of those as few of the best as hold a share of p, then in proportion."""
+    """Compute the probabilities of top-k and then top-p sampling by hand."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[:top_k]
     weight = {i: torch.tensor(logits[i] / temperature, dtype=torch.float64).exp().item() for i in order}
     total, cumulative, selected = sum(weight.values()), 0.0, []
@@ -310,7 +314,7 @@ def test_sampling_probabilities_equal_formula(temperature: float, top_k: int | N
 
 
 def test_sampling_pick_follows_probabilities() -> None:
-    """Each count lies within 5 standard errors of what the chances say."""
+    """Each count is within 5 standard errors of its expected value."""
     logits, n = torch.tensor([[0.0, 1.0, 2.0, -1.0]]), 20_000
     sampling = Sampling(0.8, top_k=3)
     frequencies = sampling.pick(logits.expand(n, -1), torch.Generator().manual_seed(0)).bincount(minlength=4) / n
@@ -322,7 +326,7 @@ def test_generate_same_seed_reproduces_and_keeps_rng_state() -> None:
     model = make_varied_model(MODELS["decoder"])
     with torch.no_grad():
         randomize(model, seed=3)
-        model.embed.tokens.weight.mul_(0.1)  # flat chances
+        model.embed.tokens.weight.mul_(0.1)  # a flat distribution
     state = torch.get_rng_state()
     first, second = (model.generate(RAGGED, NEW_TOKENS, temperature=2.0, seed=7) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
@@ -331,43 +335,43 @@ def test_generate_same_seed_reproduces_and_keeps_rng_state() -> None:
     assert model.generate(PROMPT, NEW_TOKENS, temperature=2.0, top_k=1) == model.generate(PROMPT, NEW_TOKENS)
 
 
-# What is refused.
+# Errors.
 
 ERRORS: dict[str, tuple[str, Any, str]] = {
-    "empty": ("decoder", lambda m: m.generate([], 3), "prompt is empty; give at least one token"),
-    "one empty": ("decoder", lambda m: m.generate([[1], []], 3), "prompt is empty; give at least one token"),
-    "empty tensor": ("decoder", lambda m: m.generate(torch.zeros(1, 0).long(), 3), "the prompt is empty"),
+    "empty": ("decoder", lambda m: m.generate([], 3), r"empty\. Pass at least one token"),
+    "one empty": ("decoder", lambda m: m.generate([[1], []], 3), r"empty\. Pass at least one token"),
+    "empty tensor": ("decoder", lambda m: m.generate(torch.zeros(1, 0).long(), 3), "it is empty"),
     "too long": (
         "decoder",
         lambda m: m.generate(PROMPT, 16),
-        "a prompt of 5 tokens and 16 more do not fit the 19 positions this model has learned; ask for at most 15",
+        "max_new_tokens=16: with a prompt of 5 tokens this exceeds the 19 learned positions .*max_new_tokens=15",
     ),
-    "prompt too long": ("decoder", lambda m: m.generate([1] * 25, 1), "a prompt of 25 tokens .* ask for at most 0"),
+    "prompt too long": ("decoder", lambda m: m.generate([1] * 25, 1), "prompt of 25 tokens .*max_new_tokens=0"),
     "fewer than none": (
         "decoder",
         lambda m: m.generate(PROMPT, -1),
-        "tokens must be a whole number, 0 or more; got -1",
+        "max_new_tokens=-1",
     ),
-    "text": ("decoder", lambda m: m.generate("Once", 3), "this model has no tokenizer, so it takes token ids"),
+    "text": ("decoder", lambda m: m.generate("Once", 3), "has no tokenizer"),
     "one axis": ("decoder", lambda m: m.generate(torch.tensor([1, 2]), 3), r"\(batch, tokens\)"),
-    "encoder": ("encoder", lambda m: m.generate(PROMPT, 3), "generate needs a decoder with output='lm'"),
-    "no source": ("encoder-decoder", lambda m: m.generate(PROMPT, 3), "an encoder-decoder needs what it reads"),
-    "temperature": ("decoder", lambda m: m.generate(PROMPT, 3, temperature=-1.0), "temperature must be 0 .* got -1.0"),
+    "encoder": ("encoder", lambda m: m.generate(PROMPT, 3), "Use a decoder with output='lm'"),
+    "no source": ("encoder-decoder", lambda m: m.generate(PROMPT, 3), "source=source_ids"),
+    "temperature": ("decoder", lambda m: m.generate(PROMPT, 3, temperature=-1.0), "temperature=-1.0"),
     "no draw": (
         "decoder",
         lambda m: m.generate(PROMPT, 3, top_k=5),
-        "temperature 0 does not draw; give temperature=1.0",
+        "Set temperature=1.0",
     ),
-    "top_k": ("decoder", lambda m: m.generate(PROMPT, 3, temperature=1.0, top_k=0), "top_k must be at least 1, got 0"),
+    "top_k": ("decoder", lambda m: m.generate(PROMPT, 3, temperature=1.0, top_k=0), "top_k=0"),
     "top_p": (
         "decoder",
         lambda m: m.generate(PROMPT, 3, temperature=1.0, top_p=0.0),
-        "top_p must lie above 0 and at most 1, got 0.0",
+        "top_p=0.0",
     ),
     "cache full": (
         "decoder",
         lambda m: m.generate(PROMPT, 9, cache=m.cache("static", 7)),
-        "the cache is full: it holds 7",
+        "Its size is 7",
     ),
 }
 

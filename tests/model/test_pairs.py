@@ -1,4 +1,4 @@
-"""An encoder-decoder writes what belongs to a text: the text is its source, and writing starts from the end token."""
+"""An encoder-decoder reads a text as its source and generates from the end-of-text token."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from headwise.text.build_tokenizers import character_tokenizer
 from tests.contract.layers import MODELS, make_varied_model, token_ids
 from tests.model.test_generate import NEW_TOKENS, greedy_without_cache
 
-LETTERS = character_tokenizer("abcdefghijklmn")  # 14, one for all others, and an end: 16 of 17
+LETTERS = character_tokenizer("abcdefghijklmn")  # 14 letters, one token for all others, and an end token: 16 of 17
 PIECES = Tokenizer.from_wordpiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijkl"])
 SOURCES = ["bad", "k", "face", "a", "deaf"]
 
@@ -27,7 +27,7 @@ def make_translator(tokenizer: Tokenizer, seed: int = 1) -> Transformer:
 def expected_answer(
     model: Transformer, source: list[int], start: int, tokens: int = NEW_TOKENS, **options: Any
 ) -> list[int]:
-    """What is written behind the start token, its end included, by full passes."""
+    """Return the tokens generated after the start token, including the end token, by full forward passes."""
     generated = greedy_without_cache(model, [start], tokens, source=torch.tensor([source]), **options)[1:]
     return generated[: generated.index(start) + 1] if start in generated else generated
 
@@ -86,10 +86,8 @@ def test_start_token_is_end_token_or_raises() -> None:
         assert model.decoder_start_token == start
     model.tokenizer = Tokenizer(LETTERS.backend, {"bos": 3})
     for act in (lambda: model.decoder_start_token, lambda: model.generate("bad", 3)):
-        with pytest.raises(
-            HeadwiseError, match="writing starts from the end token, and the model's tokenizer has none"
-        ):
+        with pytest.raises(HeadwiseError, match="end-of-text or separator token"):
             act()
     model.tokenizer = None
-    with pytest.raises(HeadwiseError, match="this model has no tokenizer, so it takes token ids"):
+    with pytest.raises(HeadwiseError, match="has no tokenizer"):
         model.generate("bad", 3)

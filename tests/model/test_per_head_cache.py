@@ -1,4 +1,4 @@
-"""Models whose key heads keep different things: with a cache they say what the untouched model says under masks by hand."""
+"""Models with different cache policies per KV head equal the unchanged model with explicit masks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ def with_policies(spec: ModelSpec) -> ModelSpec:
 
 @torch.no_grad()
 def masked_forward(plain: Transformer, spec: ModelSpec, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """The untouched model, block by block, each layer under the mask its heads' caches amount to."""
+    """Run the unchanged model block by block with the masks of the cache policies."""
     x, context = plain.begin_forward(ids, attention_mask=attention_mask)
     starts = [0] * len(ids) if attention_mask is None else attention_mask.int().argmax(1).tolist()
     for block, layer_address in zip(plain.blocks, spec.layer_addresses, strict=True):
@@ -144,22 +144,22 @@ def test_model_cache_fixed_size_generates_same() -> None:
     model = make_model(with_policies(MODELS["decoder"]))
     ids, cache = token_ids(2, 5), model.cache("static", 8)
     assert model.generate(ids, 3, cache=cache).equal(model.generate(ids, 3))
-    with pytest.raises(HeadwiseError, match="use kind='dynamic' or 'static'"):
+    with pytest.raises(HeadwiseError, match="Use kind='dynamic' or 'static'"):
         model.cache("sliding", 4)
 
 
 @torch.no_grad()
 def test_forward_right_padding_with_cache_raises() -> None:
     model, ids = make_model(with_policies(MODELS["decoder"])), token_ids(1, 5)
-    with pytest.raises(HeadwiseError, match="padded on the left; padding follows a token"):
+    with pytest.raises(HeadwiseError, match="padding follows a token"):
         model(ids, attention_mask=torch.tensor([[1, 1, 1, 0, 0]]), cache=model.cache())
 
 
-# What a spec says.
+# Specs.
 
 
 def test_model_spec_caching_groups_rules_and_invalid_raises() -> None:
-    spec = MODELS["decoder, rotary"]  # two key heads a layer
+    spec = MODELS["decoder, rotary"]  # two KV heads per layer
     cached = spec.with_cache({"*": 8, "0.1": SHORT_POLICY, "1.1": CachePolicy()})
     assert [(rule.heads, rule.policy) for rule in cached.cache] == [
         (("0.0", "1.0"), CachePolicy(bits=8)),
@@ -169,24 +169,24 @@ def test_model_spec_caching_groups_rules_and_invalid_raises() -> None:
     assert spec.with_cache({"0.*": CachePolicy()}) == spec
     assert [rule.heads for rule in cached.without("0.2,0.3").cache] == [("0.0", "1.0")], "nobody reads key head 0.1"
     assert cached.resized(layers=1).cache == ()
-    with pytest.raises(HeadwiseError, match="names no head here"):
+    with pytest.raises(HeadwiseError, match="no such head"):
         spec.with_cache({"0.2": 8})
-    for bad, message in [({"0.1": 7}, "32, 16, 8, 4 bits; got 7"), ({"0.1": "8"}, "a key head takes CachePolicy")]:
+    for bad, message in [({"0.1": 7}, "bits=7"), ({"0.1": "8"}, "must be a CachePolicy")]:
         with pytest.raises(HeadwiseError, match=message):
             spec.with_cache(bad)  # pyright: ignore[reportArgumentType]
     for fields, message in [
-        ({"sink_tokens": 4}, "also needs window="),
-        ({"window": 0}, "window counts tokens, 1 or more; got 0"),
-        ({"sink_tokens": -1, "window": 3}, "sink_tokens counts tokens, 0 or more; got -1"),
-        ({"window": 2.5}, "got 2.5"),
+        ({"sink_tokens": 4}, "requires a window"),
+        ({"window": 0}, "window=0"),
+        ({"sink_tokens": -1, "window": 3}, "sink_tokens=-1"),
+        ({"window": 2.5}, "window=2.5"),
     ]:
         with pytest.raises(HeadwiseError, match=message):
             CachePolicy(**fields)
-    with pytest.raises(HeadwiseError, match="keeps no cache, for an encoder sees all tokens at once"):
+    with pytest.raises(HeadwiseError, match="no KV cache, because an encoder"):
         MODELS["encoder"].with_cache({"0.0": SHORT_POLICY})
-    with pytest.raises(HeadwiseError, match="names no head here; layers dec"):
+    with pytest.raises(HeadwiseError, match=r"no such head\. Layers dec"):
         MODELS["encoder-decoder"].with_cache({"cross.0.0": SHORT_POLICY})
-    with pytest.raises(HeadwiseError, match=r"attention.cache applies to one layer"):
+    with pytest.raises(HeadwiseError, match=r"attention\.cache: applies to one layer"):
         replace(spec, attention=replace(spec.attention, cache=(SHORT_POLICY, SHORT_POLICY)))
 
 
@@ -196,11 +196,11 @@ def test_model_spec_caching_groups_rules_and_invalid_raises() -> None:
 @each_decoder
 @pytest.mark.parametrize("chunk", [1, 2, 4])
 def test_generate_prompt_chunks_equal_full_prompt(name: str, chunk: int) -> None:
-    prompts = [[3, 1, 4, 1, 5], [9], [2, 6]]  # the second is all padding in its first chunk
+    prompts = [[3, 1, 4, 1, 5], [9], [2, 6]]  # the second prompt is all padding in its first chunk
     for spec in (MODELS[name], with_policies(MODELS[name])):
         model = make_varied_model(spec)
         assert model.generate(prompts, 8, prompt_chunk=chunk) == model.generate(prompts, 8)
-    with pytest.raises(HeadwiseError, match="prompt_chunk counts tokens, 1 or more; got 0"):
+    with pytest.raises(HeadwiseError, match="prompt_chunk=0"):
         make_varied_model(MODELS[name]).generate(prompts, 8, prompt_chunk=0)
 
 
@@ -212,5 +212,5 @@ def test_generate_prompt_chunks_read_source_once() -> None:
 
 @pytest.mark.parametrize("to", ["transformers", "gguf"])
 def test_export_per_head_cache_raises(tmp_path: Path, to: str) -> None:
-    with pytest.raises(HeadwiseError, match=f"{to} cannot let heads keep caches of their own"):
+    with pytest.raises(HeadwiseError, match="per-head cache policies"):
         hw.export(make_model(with_policies(MODELS["decoder, rotary"])), tmp_path / "out", to=to)

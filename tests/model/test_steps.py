@@ -1,4 +1,4 @@
-"""A step with a cache is all or nothing, and does not depend on how a text is cut into steps."""
+"""A step with a cache is atomic, and results do not depend on how a text is split into steps."""
 
 from collections.abc import Callable
 
@@ -46,11 +46,11 @@ def test_forward_failed_step_restores_cache(name: str) -> None:
 def test_forward_missing_source_can_be_retried() -> None:
     model = make_model(**ENCODER_DECODER)  # pyright: ignore[reportArgumentType]
     cache = model.cache()
-    with pytest.raises(hw.HeadwiseError, match="needs what it reads"):
+    with pytest.raises(hw.HeadwiseError, match="source=source_ids"):
         model(IDS[:, :3], cache=cache)
     got = model(IDS[:, :3], source=IDS, cache=cache)
     assert torch.allclose(got, model(IDS[:, :3], source=IDS), atol=1e-6)
-    with pytest.raises(hw.HeadwiseError, match="holds a source already; start a new cache"):
+    with pytest.raises(hw.HeadwiseError, match="already contains a source"):
         model(IDS[:, 3:4], source=IDS, cache=cache)
 
 
@@ -68,20 +68,20 @@ def test_sliding_cache_any_split_equals_window(pieces: list[int]) -> None:
 def test_forward_right_padding_with_distances_raises(heads: dict) -> None:
     model = make_model(heads=heads)
     right = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0]], dtype=torch.bool)
-    with pytest.raises(hw.HeadwiseError, match="padded on the left; padding follows a token"):
+    with pytest.raises(hw.HeadwiseError, match="padding follows a token"):
         model(IDS, attention_mask=right, cache=model.cache())
     model(IDS, attention_mask=right.flip(1), cache=model.cache())
 
 
 def test_forward_cache_of_wrong_type_raises() -> None:
-    with pytest.raises(hw.HeadwiseError, match=r"cache must come from model\.cache\(\), got 'dynamic'"):
+    with pytest.raises(hw.HeadwiseError, match=r"cache='dynamic': must be created by model\.cache"):
         make_model()(IDS, cache="dynamic")
 
 
 def test_forward_cache_with_checkpointing_raises() -> None:
     model = make_model()
     model.checkpointing = True
-    with pytest.raises(hw.HeadwiseError, match="a cache holds numbers, not graphs"):
+    with pytest.raises(hw.HeadwiseError, match="not supported with checkpointing"):
         model(IDS, cache=model.cache())
     with torch.no_grad():
         model(IDS, cache=model.cache())
@@ -103,13 +103,13 @@ def test_forward_any_integer_dtype_gives_same_output(dtype: torch.dtype) -> None
 
 
 def test_gates_bare_layer_number_raises() -> None:
-    """5,1 is one keystroke from 5.1, and would silence two whole layers."""
-    with pytest.raises(hw.HeadwiseError, match=r"'0' names a layer, not heads; write 0\.\* for all its heads"):
+    """5,1 is one keystroke from 5.1 and would silence two full layers."""
+    with pytest.raises(hw.HeadwiseError, match=r"heads='0': this selects a layer, not heads\. Use '0\.\*'"):
         make_model()(IDS, gates={"0,1": 0.0})
 
 
 def test_gates_or_prompt_of_wrong_type_raises() -> None:
-    with pytest.raises(hw.HeadwiseError, match=r"gates name heads by address, '5\.1' or '5\.\*'; got 0"):
+    with pytest.raises(hw.HeadwiseError, match="keys must be head patterns"):
         make_model()(IDS, gates={0: 0.0})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(hw.HeadwiseError, match="a prompt is a text, a list of token ids, or a tensor; got ndarray"):
+    with pytest.raises(hw.HeadwiseError, match="Got ndarray"):
         make_model().generate(IDS[0].numpy(), 2)  # pyright: ignore[reportArgumentType]

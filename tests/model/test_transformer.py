@@ -1,4 +1,4 @@
-"""Whole networks, against formulas and torch's own layers (against transformers: test_families); padding, weights, errors."""
+"""Transformers against formulas and torch's layers (transformers: test_families.py), padding, initialization and errors."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ REAL = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
 
 
 def block_from_torch(torch_layer: Any, spec: ModelSpec, address: LayerAddress) -> Block:
-    """A block of ours with the weights of a torch layer."""
+    """Return a block with the weights of a torch layer."""
     block = Block(spec, address).double()
     attention = {"attention": torch_layer.self_attn}
     norms = [block.norm_attention, block.norm_mlp]
@@ -56,7 +56,7 @@ def block_from_torch(torch_layer: Any, spec: ModelSpec, address: LayerAddress) -
 
 
 def torch_layer_and_spec(kind: Any, form: str, activation: str) -> tuple[Any, ModelSpec]:
-    """A torch layer with random weights, and the spec of a model made of one of them."""
+    """Return a torch layer with random weights, and the spec of a model with one such layer."""
     options: dict[str, Any] = {"batch_first": True, "dropout": 0.0, "norm_first": form == "pre", "dtype": torch.float64}
     maker = nn.TransformerEncoderLayer if kind == "encoder" else nn.TransformerDecoderLayer
     torch_layer = maker(WIDTH, HEADS, HIDDEN, activation=activation, **options)
@@ -66,7 +66,7 @@ def torch_layer_and_spec(kind: Any, form: str, activation: str) -> tuple[Any, Mo
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
-    """All gradients in one order for both sides: by size, then by what they sum to; slabs are the same on both."""
+    """Return all gradients of a model, ordered by size and then by sum, so that two implementations can be compared."""
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     return sorted((grad.flatten() for grad in grads), key=lambda grad: (len(grad), round(grad.sum().item(), 6)))
 
@@ -117,11 +117,11 @@ def test_transformer_one_block_encoder_equals_torch() -> None:
     assert_equal(model(ids, attention_mask=REAL)[REAL], want[REAL])
 
 
-# The parts, against their formulas.
+# Parts of the model against formulas.
 
 
 def apply_norm(x: Tensor, norm: Any, eps: float) -> Tensor:
-    """LayerNorm or RMSNorm, written out."""
+    """LayerNorm or RMSNorm as a formula."""
     if isinstance(norm, nn.RMSNorm):
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight
     x = x - x.mean(-1, keepdim=True)
@@ -148,7 +148,7 @@ def test_block_parallel_form_equals_formula(norm: Any) -> None:
 
 @torch.no_grad()
 def test_embedding_all_parts_equal_formula() -> None:
-    """Scaled tokens, plus types, plus sinusoids, normed."""
+    """Scaled token embeddings plus types plus sinusoids, then a norm."""
     spec = ModelSpec(17, 19, 0, SMALL, kind="encoder", positions="sinusoidal", embed_scale=3.0, token_types=2,
                      embed_norm=True, norm_placement="post", output="none")  # fmt: skip
     model, ids, types = make_model(spec), token_ids(B, T), token_ids(B, T, vocab=2)
@@ -188,7 +188,7 @@ def test_transformer_tied_weights_are_shared() -> None:
     assert tied.embed.tokens.weight.grad.abs().sum() > 0  # pyright: ignore
 
 
-# Padding: to the left, to the right, or not at all.
+# Padding on the left, on the right, or none.
 
 LENGTHS, MAX_LENGTH = (7, 4, 1), 7
 PADDED = ["decoder", "decoder, rotary", "decoder, parallel", "decoder, windows", "decoder, cut", "encoder"]
@@ -240,11 +240,11 @@ def test_attention_decoder_is_causal_encoder_is_not() -> None:
         assert torch.equal(model(ids)[:, :-1], model(other)[:, :-1]) is blind
 
 
-# How weights begin.
+# Initialization.
 
 
 def test_init_weights_follow_table() -> None:
-    """The spread of n normal draws lies within 5 standard errors, σ/√(2n), of σ."""
+    """The standard deviation of n normal draws is within 5 standard errors, σ/√(2n), of σ."""
     torch.manual_seed(0)
     layers = 3
     attention = AttentionSpec(width=64, heads=4, bias=True, out_bias=True, gated=True, softmax="sink")
@@ -278,46 +278,46 @@ def test_init_encoder_decoder_scales_every_output_projection() -> None:
     model = Transformer(
         ModelSpec(17, 19, 4, AttentionSpec(width=64, heads=4), kind="encoder-decoder", encoder_layers=2)
     )
-    std = 0.02 / math.sqrt(2 * 2 + 3 * 4)  # two a block of the encoder, three a block of the decoder
+    std = 0.02 / math.sqrt(2 * 2 + 3 * 4)  # two residual writes per encoder block, three per decoder block
     for layer in model.attention_layers():
         assert abs(layer.output_projection.weight.std().item() - std) <= 5 * std / math.sqrt(
             2 * layer.output_projection.weight.numel()
         )
 
 
-# What is refused.
+# Errors.
 
 IDS = token_ids(B, T)
 CALL_ERRORS: dict[str, tuple[str, Any, str]] = {
-    "too long": ("decoder", lambda m: m(token_ids(1, 20)), "20 tokens are more than the 19 positions this model has learned"),
+    "too long": ("decoder", lambda m: m(token_ids(1, 20)), "20 tokens are more than the 19 positions"),
     "too long, encoder": ("encoder", lambda m: m(token_ids(1, 25)), "25 tokens are more than the 19 positions"),
-    "floats": ("decoder", lambda m: m(torch.zeros(2, 5)), "token ids are a tensor of whole numbers, .* got torch.float32"),
-    "one axis": ("decoder", lambda m: m(torch.tensor([1, 2])), r"a tensor of whole numbers, .* got torch.int64 \(2,\)"),
+    "floats": ("decoder", lambda m: m(torch.zeros(2, 5)), "integer tensor .* Got torch.float32"),
+    "one axis": ("decoder", lambda m: m(torch.tensor([1, 2])), r"integer tensor .* Got torch.int64 \(2,\)"),
     "attention_mask": (
-        "decoder", lambda m: m(IDS, attention_mask=REAL[:, 1:]), r"attention_mask is \(2, 4\) but ids are \(2, 5\); True at"
+        "decoder", lambda m: m(IDS, attention_mask=REAL[:, 1:]), r"shape of ids, \(2, 5\).* Got shape \(2, 4\)"
     ),
-    "no source": ("encoder-decoder", lambda m: m(IDS), "an encoder-decoder needs what it reads: model"),
-    "a source": ("decoder", lambda m: m(IDS, source=IDS), "of kind decoder and reads no source; leave source out"),
+    "no source": ("encoder-decoder", lambda m: m(IDS), "source=source_ids"),
+    "a source": ("decoder", lambda m: m(IDS, source=IDS), "only an encoder-decoder reads a source"),
     "a memory": (
-        "encoder", lambda m: m(IDS, memory=random_tensor(B, T, 12)), "this model is of kind encoder and reads no source"
+        "encoder", lambda m: m(IDS, memory=random_tensor(B, T, 12)), "This model has kind='encoder'"
     ),
-    "encode": ("decoder", lambda m: m.encode(IDS), "this model is of kind decoder; encode is for an encoder-decoder"),
-    "token types": ("decoder", lambda m: m(IDS, token_types=IDS), "this model has no token types; leave token_types out"),
-    "pooled": ("decoder", lambda m: m.pooled(IDS), "this model has no pooler; take the mean"),
-    "cache": ("encoder", lambda m: m.cache(), "an encoder sees all tokens at once and keeps no cache"),
-    "cache kind": ("decoder", lambda m: m.cache("slide"), "there is no cache 'slide'; did you mean sliding"),
-    "cache size": ("decoder", lambda m: m.cache("sliding"), "a sliding cache needs size=…"),
-    "cache no size": ("decoder", lambda m: m.cache("dynamic", 5), "a dynamic cache takes no size"),
-    "head": ("decoder", lambda m: m.heads["5.0"], r"'5\.0' names no head here; layers 0, 1 have heads 0-3"),
-    "head of which": ("decoder", lambda m: m.heads[1], r"head 1 of which layer\? Write layer.head"),
-    "mask": ("decoder", lambda m: m(IDS, mask=torch.ones(5, 5)), r"got Tensor; wrap a tensor with hw\.Mask\.of"),
+    "encode": ("decoder", lambda m: m.encode(IDS), "supports encoder-decoders only"),
+    "token types": ("decoder", lambda m: m(IDS, token_types=IDS), "does not have token types"),
+    "pooled": ("decoder", lambda m: m.pooled(IDS), "does not have a pooler"),
+    "cache": ("encoder", lambda m: m.cache(), "does not have a KV cache"),
+    "cache kind": ("decoder", lambda m: m.cache("slide"), "kind='slide': unknown; did you mean sliding"),
+    "cache size": ("decoder", lambda m: m.cache("sliding"), "a sliding cache needs"),
+    "cache no size": ("decoder", lambda m: m.cache("dynamic", 5), "a dynamic cache does not have a size"),
+    "head": ("decoder", lambda m: m.heads["5.0"], r"'5\.0': the model has no such head\. Layers 0, 1 have heads 0-3"),
+    "head of which": ("decoder", lambda m: m.heads[1], r"heads\[1\]: this names a head but no layer"),
+    "mask": ("decoder", lambda m: m(IDS, mask=torch.ones(5, 5)), r"Got Tensor\. Convert a tensor with hw\.Mask\.of"),
     "encoder_attention_mask": (
-        "decoder", lambda m: m(IDS, encoder_attention_mask=REAL), "write source_attention_mask=encoder_attention_mask"
+        "decoder", lambda m: m(IDS, encoder_attention_mask=REAL), "use source_attention_mask=encoder_attention_mask"
     ),
     "a batch of transformers": (
-        "encoder", lambda m: m(input_ids=IDS, token_type_ids=IDS), r"for input_ids= write model\(ids\); for token_type_ids="
+        "encoder", lambda m: m(input_ids=IDS, token_type_ids=IDS), r"use model\(ids\)\. Instead of token_type_ids="
     ),
-    "generate": ("decoder", lambda m: m.generate(IDS, 1, past_key_values=IDS), r"write cache=model\.cache\(\)"),
+    "generate": ("decoder", lambda m: m.generate(IDS, 1, past_key_values=IDS), r"use cache=model\.cache\(\)"),
     "a slip": ("decoder", lambda m: m(IDS, attention_masks=REAL), "attention_masks= is unknown; did you mean attention_mask"),
 }  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""python -m tests.parity: how far every family is from transformers, as a table. Exit code 1 if any is too far."""
+"""`python -m tests.parity` prints the largest differences from transformers of every family as a table.
+
+The exit code is 1 if a difference exceeds its limit.
+"""
 
 import sys
 import tempfile

@@ -1,4 +1,4 @@
-"""Small random checkpoints made by transformers, and how far our logits and maps are from theirs on them."""
+"""Small random checkpoints made by transformers, and the differences of our logits and attention maps from theirs."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,16 +20,16 @@ LOGITS_LIMIT, MAPS_LIMIT = 1e-4, 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint: which class of transformers, and what in its configuration is not the default."""
+    """One checkpoint: a class of transformers and the non-default settings of its configuration."""
 
     name: str
     model: str
     config: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)  # of the class
+    options: dict[str, Any] = field(default_factory=dict)  # options of the class
     output: str = "logits"
 
     def save(self, folder: Path) -> Path:
-        """Make it, give it random weights, write it."""
+        """Create the model, set random weights and save it."""
         kind = getattr(transformers, self.model)
         torch.manual_seed(0)
         model = kind(kind.config_class(**self.config), **self.options)
@@ -38,18 +38,18 @@ class Case:
         return folder
 
     def oracle(self, folder: Path) -> Any:
-        """What transformers reads from the folder, with the attention that shows its maps."""
+        """Load the folder with transformers, with an attention implementation that returns attention maps."""
         kind = getattr(transformers, self.model)
         return kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32, **self.options).eval()
 
 
 @dataclass(frozen=True)
 class Result:
-    """How far a case is off, and how far it may be."""
+    """Differences of a case, and their limits."""
 
     case: str
     tokens: int
-    padding_side: str  # "", right, left
+    padding_side: str  # "", "right" or "left"
     logits: float
     maps: float
     logits_limit: float = LOGITS_LIMIT
@@ -57,7 +57,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        return self.logits <= self.logits_limit and self.maps <= self.maps_limit  # NaN is not
+        return self.logits <= self.logits_limit and self.maps <= self.maps_limit  # False for NaN
 
 
 def gpt2(name: str, **config: Any) -> Case:
@@ -129,7 +129,7 @@ CASES = (
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Numbers in every parameter such that no detail hides: norms and biases too, and heads that pick and choose."""
+    """Set random values in every parameter, including norms and biases, and sharp attention, so that errors are visible."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -141,7 +141,7 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def measure_case(case: Case, folder: Path) -> Iterator[Result]:
-    """Save a case, load it twice, and compare every length without padding and with it on either side."""
+    """Save a case, load it twice, and compare each length without padding and with padding on either side."""
     case.save(folder)
     native, reference = hw.load(folder), case.oracle(folder)
     assert isinstance(native, hw.Transformer)
@@ -155,7 +155,7 @@ def measure_case(case: Case, folder: Path) -> Iterator[Result]:
 
 
 def padding_variants(length: int) -> Iterator[tuple[str, Tensor | None]]:
-    """None, on the right, on the left: a batch of three, of which the second is cut most."""
+    """Return attention masks without padding, with right padding and with left padding, for a batch of three texts."""
     yield "", None
     if length > 2:
         lengths = torch.tensor([length, length // 3, length - 2])[:, None]
@@ -171,9 +171,9 @@ def differences(
     types: Tensor | None,
     output: str,
 ) -> tuple[float, float]:
-    """The largest |Δ| of outputs and of maps, over real tokens."""
+    """Return the largest |Δ| of outputs and of maps over real tokens."""
     kwargs: dict[str, Tensor] = {} if types is None else {"token_type_ids": types}
-    if attention_mask is not None:  # their default positions count padding as well
+    if attention_mask is not None:  # by default transformers counts padding in positions
         kwargs |= {
             "attention_mask": attention_mask.long(),
             "position_ids": (attention_mask.long().cumsum(1) - 1).clamp(min=0),
@@ -189,7 +189,7 @@ def differences(
 
 
 def run_with_maps(model: hw.Transformer, ids: Tensor, **options: Any) -> tuple[Tensor, list[Tensor]]:
-    """A model's output, and every layer's maps rebuilt from what its site showed: (B, H, T, S) each."""
+    """Return the output of a model and the attention maps of every layer, (B, H, T, S) each."""
     layer_maps: list[Tensor] = []
     with ExitStack() as stack:
         for hook_point in model.hook_points():

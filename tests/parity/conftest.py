@@ -1,4 +1,4 @@
-"""No progress bars."""
+"""Silences the progress bars of transformers."""
 
 from tests.parity.silence_logging import quiet_transformers
 

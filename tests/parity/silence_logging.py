@@ -1,4 +1,4 @@
-"""Transformers as an oracle: offline, and without its progress bars and advice."""
+"""Settings of transformers for tests: offline, without progress bars and warnings."""
 
 import os
 

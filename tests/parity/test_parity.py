@@ -1,4 +1,4 @@
-"""Every family gives the numbers transformers gives: logits, and each head's map. `python -m tests.parity` shows how near."""
+"""Every family gives the same logits and attention maps as transformers. `python -m tests.parity` prints the differences."""
 
 import threading
 import time
@@ -55,7 +55,7 @@ def test_pooled_bert_equals_transformers(tmp_path: Path) -> None:
 
 
 def test_parity_wrong_config_exceeds_limit(tmp_path: Path) -> None:
-    """The random checkpoints are lively enough: what a case is about changes its numbers by far more than the limit."""
+    """Changing the setting that a case tests changes its results by much more than the limit."""
     by_name = {case.name: case for case in CASES}
     ids = torch.randint(61, (1, 31), generator=torch.Generator().manual_seed(5))
     for name, change in {
@@ -147,13 +147,13 @@ def hf_tokenizer() -> Any:
 
 @pytest.mark.parametrize("text", ["2024", "In 1999, 42 of 100.", "v3.14 x10"])
 def test_tokenizer_smollm2_splits_digits(reader: hw.Tokenizer, text: str) -> None:
-    """The file asks for it (tokenizer.ggml.pre = smollm); transformers' conversion misses it, so it is no oracle here."""
+    """The GGUF file requires it (tokenizer.ggml.pre = smollm). The conversion of transformers ignores it."""
     tokens = [reader.token(id) for id in reader.encode(text)]
     assert [token for token in tokens if any(c.isdigit() for c in token)] == [c for c in text if c.isdigit()]
     assert reader.decode(reader.encode(text)) == text
 
 
-# The suite itself.
+# The test suite itself.
 
 
 def test_make_once_many_threads_convert_once(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_make_once_many_threads_convert_once(tmp_path: Path) -> None:
     def make(folder: Path) -> None:
         calls.append(folder)
         (folder / "first").write_text("a")
-        assert not (tmp_path / "made").exists()  # nobody sees half of it
+        assert not (tmp_path / "made").exists()  # no partial folder is visible
         time.sleep(0.1)
         (folder / "second").write_text("b")
 

@@ -1,4 +1,4 @@
-"""Transformers is the oracle here: offline, without its progress bars."""
+"""Transformers is the reference here, offline and without progress bars."""
 
 from tests.parity.silence_logging import quiet_transformers
 

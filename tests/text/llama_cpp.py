@@ -1,6 +1,6 @@
-"""What llama.cpp makes of texts, for every way to cut that is read: `python -m tests.text.llama_cpp` writes llama_cpp.json.
+"""Token ids of llama.cpp for every supported pre-tokenizer: `python -m tests.text.llama_cpp` writes llama_cpp.json.
 
-It needs `xllamacpp`, which carries llama.cpp, beside `gguf`; the tests need only what it wrote (xllamacpp 2026.10.11549).
+It needs `xllamacpp`, which contains llama.cpp, and `gguf`. The tests need only llama_cpp.json (xllamacpp 2026.10.11549).
 """
 
 import json
@@ -75,7 +75,7 @@ FRAGMENTS = [
 
 
 def gguf_fields(pre: str, tokens: list[str], merges: list[str]) -> dict[str, Any]:
-    """A GGUF file's; the last token is an added one, the first two stand around a text."""
+    """Return fields of a GGUF file. The last token is an added token, the first two are BOS and EOS."""
     types = [3, 3, *[1] * (len(tokens) - 3), 4]
     values = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges, "token_type": types}
     values |= {"bos_token_id": 0, "eos_token_id": 1}
@@ -83,7 +83,7 @@ def gguf_fields(pre: str, tokens: list[str], merges: list[str]) -> dict[str, Any
 
 
 def train_vocabulary(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Merges learnt from uncut texts, so that there are some across every place where one might be cut."""
+    """Train merges on texts without pre-tokenization, so that some merges cross every possible boundary."""
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(r"[\s\S]{1,40}"), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -97,11 +97,11 @@ def train_vocabulary(texts: list[str]) -> tuple[list[str], list[str]]:
     tokenizer.train_from_iterator(texts, trainer)
     model = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    return [*tokens, "qzx", "Ġqzx", "<tool>"], [" ".join(pair) for pair in model["merges"]]  # qzx: no merge makes it
+    return [*tokens, "qzx", "Ġqzx", "<tool>"], [" ".join(pair) for pair in model["merges"]]  # no merge gives qzx
 
 
 def write_gguf_model(file: Path, tokenizer_fields: dict[str, Any]) -> None:
-    """The smallest model there is around a tokenizer."""
+    """Write a minimal model with a tokenizer."""
     import gguf
     import numpy as np
 
@@ -130,14 +130,14 @@ def write_gguf_model(file: Path, tokenizer_fields: dict[str, Any]) -> None:
 
 
 def tokenize_texts(file: str) -> None:
-    """llama.cpp's ids of texts on standard input; in a process of its own, for the server does not end."""
+    """Print the llama.cpp ids of texts from standard input. It needs its own process, because the server does not end."""
     import os
     from importlib import import_module
 
     xllamacpp: Any = import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.warmup, params.port, params.n_parallel = file, 64, False, 0, 1
-    server = xllamacpp.Server(params)  # it serves as long as it is held
+    server = xllamacpp.Server(params)  # it runs as long as the object exists
     address = server.listening_address
     for text in json.load(sys.stdin):
         body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()

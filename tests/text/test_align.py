@@ -1,4 +1,4 @@
-"""Tokens, words and characters: each token knows its word, whatever cut the text."""
+"""Alignment of tokens, words and characters, for every tokenizer."""
 
 import os
 from functools import cache
@@ -85,12 +85,12 @@ def test_align_uses_given_words(kind: str) -> None:
     alignment = load_tokenizer(kind).align(text, words=["We", "do", "n't", "know", "New York", "."])
     assert alignment.words == ("We", "do", "n't", "know", "New York", ".")
     pieces = dict(words_with_tokens(alignment))
-    assert pieces["do"] == ["don"]  # a token of both words
+    assert pieces["do"] == ["don"]  # the token belongs to both words
     assert "".join(pieces["n't"]) == "don't"
     assert pieces["New York"] == ["New", "York"]
-    with pytest.raises(hw.HeadwiseError, match=r"'lost' is not in the text behind character 2; give words in order"):
+    with pytest.raises(hw.HeadwiseError, match=r"'lost' is not in the text after character 2"):
         load_tokenizer(kind).align(text, words=["We", "lost"])
-    with pytest.raises(hw.HeadwiseError, match="not in the text behind"):
+    with pytest.raises(hw.HeadwiseError, match="not in the text after"):
         load_tokenizer(kind).align(text, words=["know", "We"])
     with pytest.raises(hw.HeadwiseError, match="not in the text"):
         load_tokenizer(kind).align(text, words=[""])
@@ -103,7 +103,7 @@ def test_align_subset_of_words() -> None:
 
 
 def test_align_token_belongs_to_every_word_it_covers() -> None:
-    """SmolLM2 writes a comma and the quote behind it as one token."""
+    """SmolLM2 has one token for a comma and the quote after it."""
     alignment = load_tokenizer("smollm2").align('"Go," she said.', add_special_tokens=False)
     assert alignment.words == ('"', "Go", ",", '"', "she", "said", ".")
     assert [alignment.text[slice(*span)] for span in alignment.spans] == ['"', "Go", ',"', "she", "said", "."]
@@ -141,7 +141,7 @@ def test_align_empty_text_has_no_words(kind: str) -> None:
 
 
 def assert_alignment_is_valid(kind: str, text: str) -> None:
-    """The laws of an alignment."""
+    """Check the properties of every alignment."""
     alignment = load_tokenizer(kind).align(text)
     assert list(alignment.ids) == load_tokenizer(kind).encode(text)
     assert len(alignment.ids) == len(alignment.tokens) == len(alignment.spans) == len(alignment.words_of_token)

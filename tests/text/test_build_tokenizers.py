@@ -1,4 +1,4 @@
-"""Tokenizers made here read back what they wrote, and survive saving."""
+"""Built tokenizers decode the texts that they encode, also after saving and loading."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def test_tokenizers_save_and_load_round_trip(name: str, tmp_path: Path) -> None:
 def test_tokenizer_builders_invalid_input_raises() -> None:
     with pytest.raises(HeadwiseError, match="the text is empty"):
         character_tokenizer("")
-    with pytest.raises(HeadwiseError, match="each once"):
+    with pytest.raises(HeadwiseError, match="no word twice"):
         word_tokenizer(["a", "a"])
-    with pytest.raises(HeadwiseError, match="size must be 257 or more; got 100"):
+    with pytest.raises(HeadwiseError, match="Use at least 257"):
         bpe_tokenizer(TEXTS, vocab_size=100)

@@ -1,4 +1,4 @@
-"""What is read, from wherever it comes: whole, in order, and in pieces that change nothing."""
+"""Corpora from all sources: complete texts in order, in chunks that do not change them."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ CHARACTERS = " \t\n\r\x0b\x0c\x1c\x1f\x85\xa0\u2003\u2028\u3000\ufeffabthe'.,1é
 
 
 def texts_of(source: Any) -> list[str]:
-    """The texts of a corpus, long ones put together again."""
+    """Return the texts of a corpus, with the chunks of long texts joined."""
     texts, open_text = [], ""
     for piece in Corpus.of(source).chunks():
         open_text += piece.text
@@ -30,7 +30,7 @@ def texts_of(source: Any) -> list[str]:
     return texts
 
 
-# Where texts come from.
+# Sources of texts.
 
 
 def test_corpus_of_texts_lists_files_and_folders(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_corpus_of_texts_lists_files_and_folders(tmp_path: Path) -> None:
     assert texts_of([tmp_path / "b.txt", tmp_path / "a.md"]) == ["second", "first"]
     assert texts_of([tmp_path / "deep", tmp_path / "a.md"]) == ["third", "first"]
     again = Corpus.of(tmp_path)
-    assert list(again.chunks()) == list(again.chunks())  # as often as asked
+    assert list(again.chunks()) == list(again.chunks())  # can be read repeatedly
     assert Corpus.of(again) is again
 
 
@@ -69,21 +69,21 @@ def test_corpus_of_relations_file_yields_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".pdf", ".TXTX", ".json", ".bin"])
 def test_corpus_of_unsupported_file_raises(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"file{suffix}").write_text("some text")
-    with pytest.raises(HeadwiseError, match=r"not a kind of file.*\.txt"):
+    with pytest.raises(HeadwiseError, match=r"format is not supported.*\.txt"):
         Corpus.of(tmp_path / f"file{suffix}")
 
 
 def test_corpus_of_missing_or_empty_input_raises(tmp_path: Path) -> None:
-    with pytest.raises(HeadwiseError, match=r"no file or folder.*nowhere\.txt"):
+    with pytest.raises(HeadwiseError, match=r"nowhere\.txt: file or folder not found"):
         Corpus.of(tmp_path / "nowhere.txt")
-    with pytest.raises(HeadwiseError, match="no file or folder"):
+    with pytest.raises(HeadwiseError, match="file or folder not found"):
         Corpus.of("nowhere.txt")
     with pytest.raises(HeadwiseError, match="no text in the folder"):
         Corpus.of(tmp_path)
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(HeadwiseError, match=r"empty\.txt is empty"):
+    with pytest.raises(HeadwiseError, match=r"empty\.txt: the file is empty"):
         Corpus.of(tmp_path / "empty.txt")
-    with pytest.raises(HeadwiseError, match=r"empty\.txt is empty"):
+    with pytest.raises(HeadwiseError, match=r"empty\.txt: the file is empty"):
         Corpus.of(tmp_path)
     (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbf")
     with pytest.raises(HeadwiseError, match="empty"):
@@ -95,14 +95,14 @@ def test_corpus_of_missing_or_empty_input_raises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [5, b"bytes", ["one", Path("two.txt")], [1, 2], 3.5])
 def test_corpus_of_wrong_type_raises(wrong: Any) -> None:
-    with pytest.raises(HeadwiseError, match="a text, a list of texts or a path"):
+    with pytest.raises(HeadwiseError, match="corpus: must be a text"):
         Corpus.of(wrong)
 
 
 def test_corpus_fingerprint_changes_with_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     texts: list[Any] = ["ab", ["ab"], ["a", "b"], ["b", "a"], "ba", ["ab", ""]]
-    assert len({Corpus.of(text).fingerprint for text in texts}) >= len(texts) - 1  # a text alone is a list of one
+    assert len({Corpus.of(text).fingerprint for text in texts}) >= len(texts) - 1  # a single text equals a list of one
     fingerprints = set()
     for text in ("x" * 100, "x" * 99 + "y", "y" + "x" * 99, "x" * 101, "x" * 300_000, "x" * 299_999 + "y"):
         path.write_text(text)
@@ -141,7 +141,7 @@ def test_corpus_truncated_character_raises(tmp_path: Path, monkeypatch: pytest.M
         list(Corpus.of(tmp_path / "cut.txt").chunks())
 
 
-# Pieces.
+# Chunks.
 
 TOKENIZERS: dict[str, Tokenizer] = {
     "byte": byte_tokenizer(),
@@ -160,7 +160,7 @@ def test_read_text_chunks_keep_text_and_tokens(
     path = tmp_path / "a.txt"
     path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + text.encode())
     pieces = list(read_text_chunks(path))
-    expected = text if mark else text.removeprefix("\ufeff")  # the mark of a file is not part of its text
+    expected = text if mark else text.removeprefix("\ufeff")  # a byte order mark is not part of the text
     assert "".join(piece.text for piece in pieces) == expected
     assert [piece.ends_text for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     tokenizer = TOKENIZERS[name]

@@ -1,4 +1,4 @@
-"""Files of texts of every kind: streamed, the same texts whatever packs them, and what is damaged told."""
+"""Text files of every format: streamed, equal texts for every compression, and errors for damaged files."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ LINES = "".join(json.dumps({"id": i, "text": text, "url": "a"}) + "\n" for i, te
 
 
 def zstd_frames(data: bytes) -> bytes:
-    """Several frames one after the other, as `cat a.zst b.zst` makes them."""
+    """Return several concatenated frames, as `cat a.zst b.zst` gives."""
     pack = zstandard.ZstdCompressor().compress
     return b"".join(pack(data[start : start + 100]) for start in range(0, len(data), 100))
 
@@ -46,7 +46,7 @@ def test_read_json_lines_for_every_compression(pack: str, tmp_path: Path) -> Non
     path = tmp_path / f"web.jsonl{pack}"
     path.write_bytes(COMPRESSORS[pack](LINES))
     assert texts_of(path) == TEXTS
-    assert texts_of(str(path)) == TEXTS, "its name alone says that it is a path"
+    assert texts_of(str(path)) == TEXTS, "the string is recognized as a path"
 
 
 @pytest.mark.parametrize("pack", COMPRESSORS)
@@ -81,7 +81,7 @@ def test_corpus_of_dataset_reads_text_column(tmp_path: Path) -> None:
     assert corpora[0].fingerprint == corpora[1].fingerprint != hw.Corpus.of(listed.select(range(3))).fingerprint
     with pytest.raises(HeadwiseError, match="choose one"):
         hw.Corpus.of(datasets.DatasetDict({"train": listed}))
-    with pytest.raises(HeadwiseError, match="the dataset, row 1: which is the text"):
+    with pytest.raises(HeadwiseError, match="the dataset, row 1: the text of the row was not found"):
         hw.Corpus.of(datasets.Dataset.from_list([{"n": 1}]))
 
 
@@ -108,25 +108,29 @@ def test_file_kind_follows_suffix(name: str, kind: str | None) -> None:
 @pytest.mark.parametrize("name", ["a.pdf", "a.csv", "a.tar.gz", "a.parquet.zst"])
 def test_corpus_of_unknown_format_raises(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"something")
-    with pytest.raises(HeadwiseError, match=r"not a kind of file that is read here; known: .*\.jsonl.*\.parquet"):
+    with pytest.raises(HeadwiseError, match=r"format is not supported.*\.jsonl.*\.parquet"):
         hw.Corpus.of(tmp_path / name)
 
 
 BROKEN: dict[str, tuple[str, bytes, str]] = {
-    "gzip cut off": ("a.jsonl.gz", gzip.compress(LINES)[:-9], "damaged or cut off"),
-    "gzip of nothing": ("a.txt.gz", b"plain text after all", "damaged or cut off"),
+    "gzip cut off": ("a.jsonl.gz", gzip.compress(LINES)[:-9], "damaged or truncated"),
+    "gzip of nothing": ("a.txt.gz", b"plain text after all", "damaged or truncated"),
     "gzip with a flipped bit": (
         "a.txt.gz",
         gzip.compress(LINES)[:40] + b"\xff\xff" + gzip.compress(LINES)[42:],
         "damaged",
     ),
-    "zstd cut off": ("a.jsonl.zst", zstd_frames(LINES)[:-3], "damaged or cut off"),
-    "zstd cut off at once": ("a.txt.zst", zstd_frames(LINES)[:3], "damaged or cut off"),
-    "zstd of nothing": ("a.txt.zst", b"plain text after all", "damaged or cut off"),
-    "no parquet": ("a.parquet", b"plain text after all", "no parquet file, or is damaged"),
+    "zstd cut off": ("a.jsonl.zst", zstd_frames(LINES)[:-3], "damaged or truncated"),
+    "zstd cut off at once": ("a.txt.zst", zstd_frames(LINES)[:3], "damaged or truncated"),
+    "zstd of nothing": ("a.txt.zst", b"plain text after all", "damaged or truncated"),
+    "no parquet": ("a.parquet", b"plain text after all", "not a parquet file, or it is damaged"),
     "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not valid JSON"),
-    "no text": ("a.jsonl", b'{"text": "a"}\n{"a": "b", "c": "d"}\n', "line 2: which is the text.*'a', 'c'"),
-    "a number": ("a.jsonl", b'{"text": 5}\n', "line 1: which is the text"),
+    "no text": (
+        "a.jsonl",
+        b'{"text": "a"}\n{"a": "b", "c": "d"}\n',
+        "line 2: the text of the row was not found.*'a', 'c'",
+    ),
+    "a number": ("a.jsonl", b'{"text": 5}\n', "line 1: the text of the row was not found"),
     "Latin": ("a.jsonl", b'{"text": "caf\xe9"}\n', "line 1: not UTF-8"),
 }
 
@@ -147,10 +151,10 @@ def test_read_damaged_parquet_raises(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(HeadwiseError, match=r"a\.parquet"):
         texts_of(path)
-    for columns, message in (({"n": [1]}, "which is the text.*'n'"), ({"a": ["x"], "b": ["y"]}, "'a', 'b'")):
+    for columns, message in (({"n": [1]}, "text column was not found.*'n'"), ({"a": ["x"], "b": ["y"]}, "'a', 'b'")):
         with pytest.raises(HeadwiseError, match=message):
             texts_of(write_parquet(tmp_path / "b.parquet", columns))
-    with pytest.raises(HeadwiseError, match=r"b\.parquet, row 2: which is the text"):
+    with pytest.raises(HeadwiseError, match=r"b\.parquet, row 2: the text of the row was not found"):
         texts_of(write_parquet(tmp_path / "b.parquet", {"text": ["a", None]}))
     with pytest.raises(HeadwiseError, match="is empty"):
         texts_of(write_parquet(tmp_path / "b.parquet", {"text": pyarrow.array([], pyarrow.string())}))
@@ -181,7 +185,7 @@ def test_read_large_file_uses_little_memory(name: str, tmp_path: Path) -> None:
             for _ in range(100):
                 rng.shuffle(texts)
                 file.writelines((json.dumps({"text": text}) if "jsonl" in name else text) + "\n" for text in texts)
-    list(zip(range(2), read_corpus_file(tmp_path / name), strict=False))  # what a library sets up once
+    list(zip(range(2), read_corpus_file(tmp_path / name), strict=False))  # one-time allocations of the library
 
     def work() -> None:
         assert sum(len(item.text) for item in read_corpus_file(tmp_path / name)) > 40e6

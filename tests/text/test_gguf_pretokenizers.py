@@ -1,4 +1,4 @@
-"""How GGUF's byte-level tokenizers cut text: against llama.cpp itself, and every name it knows read or refused."""
+"""Pre-tokenizers of GGUF files: against llama.cpp, with every name of llama.cpp either supported or an error."""
 
 import json
 from functools import cache
@@ -11,7 +11,7 @@ from headwise.text.gguf_pretokenizers import PRE_TOKENIZERS, UNSUPPORTED
 from headwise.text.gguf_tokenizer import tokenizer_from_gguf
 from tests.text.llama_cpp import FILE, gguf_fields
 
-# Every name llama.cpp's llama-vocab.cpp tells apart.
+# Every name in llama.cpp's llama-vocab.cpp.
 NAMES = [
     "default",
     "minicpm5",
@@ -119,7 +119,7 @@ def make_gguf_tokenizer(pre: str, **extra_fields: Any) -> hw.Tokenizer:
 
 def test_pretokenizers_cover_every_llama_cpp_name() -> None:
     assert sorted([*PRE_TOKENIZERS, *UNSUPPORTED]) == sorted(NAMES)
-    # each is compared below
+    # Each of them is compared below.
     assert {PRE_TOKENIZERS[name] for name in llama_cpp_data()["ids"]} == set(PRE_TOKENIZERS.values())
 
 
@@ -134,7 +134,7 @@ def test_gguf_tokenizer_ids_equal_llama_cpp(pre: str) -> None:
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "llama-v3", "tekken"])
 def test_gguf_tokenizer_llama3_adds_bos_and_keeps_vocabulary_words(pre: str) -> None:
-    """By default a start token; and a piece that is in the vocabulary is one token, though no merge makes it."""
+    """A BOS token is added by default, and a piece of the vocabulary is one token even if no merge gives it."""
     token_id = llama_cpp_data()["tokens"].index("Ġqzx")
     assert make_gguf_tokenizer(pre).encode(" qzx") == [0, token_id]
     assert make_gguf_tokenizer(pre, add_bos_token=False).encode(" qzx") == [token_id]
@@ -148,7 +148,7 @@ def test_gguf_tokenizer_adds_eos_if_requested() -> None:
         llama_cpp_data()["tokens"].index("1"),
         1,
     ]
-    with pytest.raises(hw.HeadwiseError, match="asks for an end token but names none"):
+    with pytest.raises(hw.HeadwiseError, match="adds an end token but does not define it"):
         make_gguf_tokenizer("gpt-2", add_eos_token=True, eos_token_id=None)
 
 
@@ -159,8 +159,8 @@ def test_gguf_tokenizer_added_token_is_text() -> None:
 
 
 def test_gguf_tokenizer_tekken_capitals_and_accents_follow_unicode() -> None:
-    r"""Ω is a capital, \p{Lu}: it begins a new word. An accent, \p{M}, is part of its word. llama.cpp's pattern knows A-Z
-    alone and no accents, so there the two differ."""
+    r"""Ω is a capital, \p{Lu}, and starts a new word. An accent, \p{M}, belongs to its word. The pattern of llama.cpp has
+    only A-Z and no accents, so the two differ here."""
     pre_tokenizer = make_gguf_tokenizer("tekken", add_bos_token=False).backend.pre_tokenizer
     assert pre_tokenizer is not None
     assert [span for _, span in pre_tokenizer.pre_tokenize_str("qzxΩ")] == [(0, 3), (3, 4)]
@@ -170,9 +170,12 @@ def test_gguf_tokenizer_tekken_capitals_and_accents_follow_unicode() -> None:
 @pytest.mark.parametrize(
     ("pre", "message"),
     [
-        (None, r"does not say how its tokenizer cuts text \(tokenizer\.ggml\.pre\); convert it again"),
-        ("kimi-k2", r"the 'kimi-k2' way .*llama\.cpp knows, but Headwise does not read; use the model's folder"),
-        ("mine", r"the 'mine' way .*which is not known; use the model's folder with its tokenizer\.json"),
+        (None, r"tokenizer\.ggml\.pre: .*does not name its pre-tokenizer"),
+        (
+            "kimi-k2",
+            r"'kimi-k2' is not supported; llama\.cpp supports it, but Headwise does not\. Use the model's folder",
+        ),
+        ("mine", r"'mine' is not supported; it is unknown\. Use the model's folder with its tokenizer\.json"),
     ],
 )
 def test_gguf_tokenizer_unknown_pretokenizer_raises(pre: str | None, message: str) -> None:
@@ -181,5 +184,5 @@ def test_gguf_tokenizer_unknown_pretokenizer_raises(pre: str | None, message: st
 
 
 def test_gguf_tokenizer_duplicate_token_raises() -> None:
-    with pytest.raises(hw.HeadwiseError, match="holds 'a' twice"):
+    with pytest.raises(hw.HeadwiseError, match="has 'a' twice"):
         tokenizer_from_gguf(gguf_fields("gpt-2", ["<s>", "<e>", "a", "a", "<tool>"], []))

@@ -1,4 +1,4 @@
-"""The page of gold sets has the counts of the files, and every role is described by the words its arcs join."""
+"""The page of gold sets has the counts of the files, and every role is described by the words of its arcs."""
 
 from collections import Counter
 from pathlib import Path
@@ -24,7 +24,7 @@ SETS = {"probe": probe_set(), "synthetic": SYNTHETIC}
 POSSESSIVES = {"his", "her", "its", "their", "whose"}
 PERSONAL = {"he", "she", "it", "they", "him", "her", "them"}
 ASKING = {"who", "whom", "whose", "what", "which", "where", "when", "why", "how", "?", "do", "does"}
-# relation: words that may stand at the first end of its arcs, and at the second; None: an open class
+# relation: possible words at the source and at the target of its arcs; None: an open class
 WORDS_AT_ENDS = {
     "possessive": (POSSESSIVES, None), "pronoun-antecedent": (PERSONAL, None), "question-answer": (ASKING, None),
     "if-then": ({"if"}, {"then"}), "unconditional": ({"if"}, {"then"}), "bracket": (set(")]}"), set("([{")),
@@ -33,7 +33,7 @@ WORDS_AT_ENDS = {
 
 
 def ends(documents, relation):
-    """The words at both ends of a relation's arcs, in lower case."""
+    """Return the words at both ends of the arcs of a relation, in lower case."""
     arcs = [(document.words, arc) for document in documents for arc in document.relations if arc.name == relation]
     return [tuple(words[index].lower() for index in (arc.source, arc.target)) for words, arc in arcs]
 

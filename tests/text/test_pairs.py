@@ -1,4 +1,4 @@
-"""Pairs of a source and a text: read from lists or files, line by line, and dressed as an encoder-decoder reads them."""
+"""Pairs of a source and a text from lists or files, and their special tokens for an encoder-decoder."""
 
 import sys
 from pathlib import Path
@@ -22,13 +22,13 @@ ODD_CHARACTERS = " \t\r\x0b\x0c\x1c\x1f\x85\xa0\u2003\u2028\u2029\ufeffab.é漢�
 
 
 def write_pair_files(folder: Path, sources: str, texts: str) -> tuple[Path, Path]:
-    """Two files, byte by byte as given."""
+    """Write two files."""
     for name, content in (("sources", sources), ("texts", texts)):
         (folder / f"{name}.txt").write_bytes(content.encode())
     return folder / "sources.txt", folder / "texts.txt"
 
 
-# Where pairs come from.
+# Sources of pairs.
 
 
 def test_corpus_pairs_from_lists_and_files_are_equal(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_corpus_pairs_from_lists_and_files_are_equal(tmp_path: Path) -> None:
     }
     for name, corpus in corpora.items():
         assert corpus.paired, name
-        assert list(corpus.items()) == list(corpus.items()) == PAIRS, name  # as often as asked
+        assert list(corpus.items()) == list(corpus.items()) == PAIRS, name  # can be read repeatedly
         assert all(isinstance(item, TextPair) for item in corpus.items()), name
     for first, second in (("tuples", "two lists"), ("tuples", "named tuples"), ("two files", "two names")):
         assert corpora[first].fingerprint == corpora[second].fingerprint
@@ -73,7 +73,7 @@ def test_corpus_pairs_only_newline_ends_line(
 ) -> None:
     pairs = [(f"{source}.", f"{text}.") for source, text in pairs]  # never blank, and never ending in \r
     sides = ("\n".join(side) for side in zip(*pairs, strict=True))
-    # the mark of a file is no text
+    # A byte order mark is not part of the text.
     files = write_pair_files(tmp_path_factory.mktemp("pairs"), *(f"\ufeff{side}" for side in sides))
     assert list(Corpus.pairs(*files).items()) == pairs
 
@@ -117,18 +117,18 @@ def test_corpus_pairs_fingerprint_changes_with_file(tmp_path: Path) -> None:
     assert len(set(fingerprints)) == len(fingerprints)
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ([("a", "b"), ("c", "")], r"pair 2 lacks a text: \('c', ''\); leave it out on both sides"),
-        ([(" \t", "b")], "pair 1 lacks a text"),
-        ([("a", 3)], "pair 1 lacks a text"),
-        ([("a", None)], "pair 1 lacks a text"),
-        ([("a", "b"), "c"], "a corpus is a text, a list of texts or a path; got"),
-        ([("a", "b", "c")], "a corpus is a text, a list of texts or a path; got"),
+        ([("a", "b"), ("c", "")], r"pair 2 needs a source and a text.* Got \('c', ''\)"),
+        ([(" \t", "b")], "pair 1 needs a source and a text"),
+        ([("a", 3)], "pair 1 needs a source and a text"),
+        ([("a", None)], "pair 1 needs a source and a text"),
+        ([("a", "b"), "c"], "all documents or all pairs"),
+        ([("a", "b", "c")], "all documents or all pairs"),
     ],
 )
 def test_corpus_of_invalid_pair_raises(pairs: Any, message: str) -> None:
@@ -137,13 +137,13 @@ def test_corpus_of_invalid_pair_raises(pairs: Any, message: str) -> None:
 
 
 def test_corpus_pairs_mismatched_sides_raise(tmp_path: Path) -> None:
-    with pytest.raises(HeadwiseError, match="there are 2 sources and 1 texts; each source needs its text"):
+    with pytest.raises(HeadwiseError, match="Got 2 sources and 1 texts"):
         Corpus.pairs(["a", "b"], ["c"])
-    with pytest.raises(HeadwiseError, match="there are 2 sources and 3 texts"):
+    with pytest.raises(HeadwiseError, match="Got 2 sources and 3 texts"):
         Corpus.pairs(*write_pair_files(tmp_path, "a\nb\n", "a\nb\nc\n"))
-    with pytest.raises(HeadwiseError, match="there are 3 sources and 2 texts"):  # an empty line is a line
+    with pytest.raises(HeadwiseError, match="Got 3 sources and 2 texts"):  # an empty line counts
         Corpus.pairs(*write_pair_files(tmp_path, "a\nb\n\n", "a\nb\n"))
-    with pytest.raises(HeadwiseError, match="pair 2 lacks a text"):
+    with pytest.raises(HeadwiseError, match="pair 2 needs a source and a text"):
         list(Corpus.pairs(*write_pair_files(tmp_path, "a\n\nc\n", "a\nb\nc\n")).items())
     with pytest.raises(HeadwiseError, match="is empty"):
         list(Corpus.pairs(*write_pair_files(tmp_path, "", "")).items())
@@ -151,11 +151,9 @@ def test_corpus_pairs_mismatched_sides_raise(tmp_path: Path) -> None:
         list(Corpus.pairs([], []).items())
     existing = tmp_path / "texts.txt"
     for missing in (tmp_path / "none.txt", tmp_path, "some words"):
-        with pytest.raises(
-            HeadwiseError, match=r"there is no file .*; pairs are two files, line by line, or two lists"
-        ):
+        with pytest.raises(HeadwiseError, match=r"file not found.*Corpus\.pairs"):
             Corpus.pairs(missing, existing)
-        with pytest.raises(HeadwiseError, match="there is no file"):
+        with pytest.raises(HeadwiseError, match="file not found"):
             Corpus.pairs(existing, missing)
     (tmp_path / "latin.txt").write_bytes(b"one\ncaf\xe9\n")
     with pytest.raises(HeadwiseError, match=r"latin\.txt, line 2: byte 0xe9 is not UTF-8"):
@@ -176,7 +174,7 @@ def test_corpus_named_reads_command_line_arguments(tmp_path: Path) -> None:
         assert "".join(piece.text for piece in Corpus.from_cli_arguments(named).chunks()) == want
     assert Corpus.from_cli_arguments(None).name == Corpus.from_cli_arguments([]).name == "the probe set"
     for named, count in (([], 0), (None, 0), ([texts, texts], 2)):
-        with pytest.raises(HeadwiseError, match=f"a source belongs to one file, .* got {count} files"):
+        with pytest.raises(HeadwiseError, match=f"exactly one file of target texts. Got {count} files"):
             Corpus.from_cli_arguments(named, sources)
 
 
@@ -187,7 +185,7 @@ def test_corpus_pairs_large_files_use_little_memory(tmp_path: Path) -> None:
     def work() -> None:
         assert sum(1 for _ in Corpus.pairs(*files).items()) == 60_000
 
-    assert peak_memory(work) < 25  # of 106
+    assert peak_memory(work) < 25  # of 106 MB
 
 
 def test_corpus_suits_checks_model_kind() -> None:
@@ -195,18 +193,18 @@ def test_corpus_suits_checks_model_kind() -> None:
     pairs.check_model_kind("encoder-decoder")
     for kind in ("decoder", "encoder"):
         texts.check_model_kind(kind)
-        with pytest.raises(HeadwiseError, match=f"are for an encoder-decoder; give this {kind} texts alone"):
+        with pytest.raises(HeadwiseError, match=f"Got a model of kind {kind}. Give it texts alone"):
             pairs.check_model_kind(kind)
     for corpus in (texts, Corpus.probe_set(), Corpus.synthetic(documents=1)):
-        with pytest.raises(HeadwiseError, match=r"needs pairs: .*Corpus\.pairs"):
+        with pytest.raises(HeadwiseError, match=r"needs pairs .*Corpus\.pairs"):
             corpus.check_model_kind("encoder-decoder")
 
 
-# As a model reads them.
+# Special tokens.
 
 
 def template_tokenizer(template: str | None, **special: int) -> Tokenizer:
-    """Letters a to e, behind five tokens of other uses; `template` is what is put around a text."""
+    """Return a tokenizer of the letters a to e, after five special tokens. `template` are the tokens around a text."""
     names = ["<pad>", "<unk>", "<s>", "</s>", "<sep>"]
     vocab = {name: i for i, name in enumerate([*names, *"abcde"])}
     backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,4 @@
-"""The probe set is what it says: marked up soundly, large enough, varied in distance, and matched by its controls."""
+"""The probe set: valid markup, enough sentences, varied distances and matched controls."""
 
 import re
 from collections import Counter
@@ -19,7 +19,7 @@ def test_probe_set_relation_is_not_solved_by_offset(relation: str) -> None:
     counts = count_relation_offsets(documents)[relation]
     assert len(documents) >= 40
     assert best_offset(counts)[1] <= 0.5
-    assert len(counts) >= 8  # distances in all
+    assert len(counts) >= 8  # different distances
 
 
 def test_probe_set_contains_every_line_of_its_files() -> None:
@@ -48,7 +48,7 @@ def test_probe_set_words_cover_text_and_length_is_readable() -> None:
 
 
 def test_probe_set_arcs_avoid_first_word() -> None:
-    """Many heads rest on the first token: an arc that ended there would credit them with a relation."""
+    """The first token is an attention sink of many heads, so an arc to it would credit them with a relation."""
     assert [d.text for d in probe_set() if any(0 in (arc.source, arc.target) for arc in d.relations)] == []
 
 
@@ -82,7 +82,7 @@ PAIRS = {")": "(", "]": "[", "”": "“", "’": "‘", '"': '"', "'": "'"}
 def test_probe_set_brackets_and_quotes_nest(relation: str) -> None:
     marks = set("()[]") if relation == "bracket" else set("“”‘’\"'")
     for document in probe_set(relation):
-        inside: list[int] = []  # places of the marks open so far
+        inside: list[int] = []  # indices of the open marks
         expected = []
         for position, word in enumerate(document.words):
             if word in PAIRS and inside and document.words[inside[-1]] == PAIRS[word] and word in marks:
@@ -111,7 +111,7 @@ def test_probe_set_arc_sources_match_relation() -> None:
 def test_probe_set_selection_keeps_only_its_arcs() -> None:
     assert {arc.name for d in probe_set("quote", "bracket") for arc in d.relations} == {"quote", "bracket"}
     assert probe_set() is probe_set()
-    with pytest.raises(HeadwiseError, match=r"no relation 'posessive'.*did you mean possessive"):
+    with pytest.raises(HeadwiseError, match=r"Got 'posessive'; did you mean possessive"):
         probe_set("posessive")
 
 
@@ -134,17 +134,17 @@ def test_parse_line_several_arcs_and_numbered_words() -> None:
         ("The old{adj>{dog} sleeps.", "opens a mark within a mark"),
         ("The old adj>dog} dog sleeps.", "closes a mark that was never opened"),
         ("The old{adjj>dog} dog sleeps.", "unknown relation 'adjj'.*did you mean adj"),
-        ("The old{adj>cat} dog sleeps.", "points at 'cat', which the sentence does not hold"),
-        ("The old{adj>Dog} dog sleeps.", "points at 'Dog', which the sentence does not hold"),
-        ("The old{adj>dog} dog bit a dog.", r"may be any of 2; say which, as in dog#1"),
+        ("The old{adj>cat} dog sleeps.", "points at 'cat', which is not in the sentence"),
+        ("The old{adj>Dog} dog sleeps.", "points at 'Dog', which is not in the sentence"),
+        ("The old{adj>dog} dog bit a dog.", r"'dog' occurs 2 times. Add a number: dog#1"),
         ("The old{adj>dog#3} dog bit a dog.", "number 3, but there are 2"),
-        ("The old{adj>dog#0} dog bit a dog.", "counted from 1"),
-        ("The old{adj} dog sleeps.", r"\{adj\} is not a mark"),
-        ("The old{} dog sleeps.", r"\{\} is not a mark"),
-        ("The old {adj>dog} dog sleeps.", "stands behind no word"),
+        ("The old{adj>dog#0} dog bit a dog.", "Use a number from 1 to 2"),
+        ("The old{adj} dog sleeps.", r"\{adj\} does not mark a relation"),
+        ("The old{} dog sleeps.", r"\{\} does not mark a relation"),
+        ("The old {adj>dog} dog sleeps.", "does not follow a word"),
         ("The old{adj>old} dog sleeps.", "points at itself"),
         ("The old{adj>dog, adj>dog} dog sleeps.", "marked twice"),
-        ("The old dog sleeps.", "has no mark"),
+        ("The old dog sleeps.", "no relation is marked"),
     ],
 )
 def test_parse_file_malformed_line_raises_with_line(line: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The synthetic language keeps its promises: checked on its documents, from their words, not from its own generator."""
+"""Properties of the synthetic language, checked on the words of its documents, not with its generator."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def start_of_sentence(document: Document, position: int) -> int:
 
 
 def features(document: Document, position: int) -> tuple[str, str] | None:
-    """The pronoun and the kind of the noun at a place; of a person with a name, the surname stands for it."""
+    """Return the pronoun and the kind of the noun at a position. A surname represents a named person."""
     word = document.words[position]
     if word in v.SURNAMES:
         return v.FIRST_NAMES[document.words[position - 1]], "named"
@@ -50,11 +50,11 @@ def features(document: Document, position: int) -> tuple[str, str] | None:
 
 
 def in_scope(document: Document, pronoun: int, antecedent: int) -> list[int]:
-    """The nouns from the beginning of the antecedent's sentence to the pronoun."""
+    """Return the nouns from the start of the antecedent's sentence to the pronoun."""
     return [i for i in range(start_of_sentence(document, antecedent), pronoun) if features(document, i)]
 
 
-# the same again, whenever and in whatever order
+# Reproducibility.
 
 
 def test_synthetic_language_document_depends_on_seed_split_and_index() -> None:
@@ -66,7 +66,7 @@ def test_synthetic_language_document_depends_on_seed_split_and_index() -> None:
 
 
 def test_synthetic_language_first_document_is_stable() -> None:
-    """A change of the language is a change of everything trained on it: it must be meant."""
+    """A change of the language affects all models trained on it, so it must be intended."""
     assert DOCUMENTS["train"][0].text.startswith(FIRST_DOCUMENT)
 
 
@@ -77,11 +77,11 @@ def test_synthetic_language_is_equal_across_processes() -> None:
 
 
 def test_synthetic_language_unknown_split_raises() -> None:
-    with pytest.raises(HeadwiseError, match="there is no split 'test'; it is one of train, held-out"):
+    with pytest.raises(HeadwiseError, match="Got 'test'"):
         SyntheticLanguage(split="test")
 
 
-# words
+# Words.
 
 
 def test_synthetic_vocabulary_is_small_and_fully_used() -> None:
@@ -98,7 +98,7 @@ def test_synthetic_words_have_one_class() -> None:
         for word, kind in zip(document.words, document.classes, strict=True):
             classes.setdefault(word, set()).add(kind)
     assert set().union(*classes.values()) == set(WORD_CLASSES)
-    assert {word for word, kinds in classes.items() if len(kinds) > 1} == {"who"}  # asks, and relates
+    assert {word for word, kinds in classes.items() if len(kinds) > 1} == {"who"}  # question word and relative pronoun
 
 
 def test_synthetic_documents_have_expected_length() -> None:
@@ -111,7 +111,7 @@ def test_synthetic_documents_have_expected_length() -> None:
     assert sum(sentences) / len(sentences) > 3
 
 
-# relations
+# Relations.
 
 
 @pytest.mark.parametrize("split", DOCUMENTS)
@@ -209,7 +209,7 @@ def test_synthetic_referent_probe_fits_antecedent_only() -> None:
             pronoun = probe.position - 2
             kind = KIND_OF_STATE[document.words[probe.position]]
             nouns = {i: features(document, i) for i in in_scope(document, pronoun, antecedents[pronoun])}
-            assert len(nouns) > 1  # there is something to be mistaken for
+            assert len(nouns) > 1  # there are other candidates
             assert [i for i, (_, of) in nouns.items() if of == kind] == [antecedents[pronoun]]  # pyright: ignore
 
 
@@ -258,11 +258,11 @@ def test_synthetic_phrases_start_and_end_with_expected_classes() -> None:
             assert document.classes[end - 1] in ("noun", "name")
 
 
-# splits
+# Splits.
 
 
 def pairs_of(document: Document) -> set[tuple[str, ...]]:
-    """The pairs of words that a split is made of, as their dictionary forms."""
+    """Return the word pairs that determine the split, as lemmas."""
     words, pairs = document.words, set()
 
     def name(position: int) -> str:
@@ -290,7 +290,7 @@ def test_synthetic_splits_share_no_word_pairs() -> None:
     assert len(held_out) > 300
 
 
-# quizzes
+# Cloze probes.
 
 
 def test_cloze_probes_contain_answer_and_are_many() -> None:
@@ -332,7 +332,7 @@ def test_cloze_probes_agreement_follows_both_numbers() -> None:
     assert 0.35 < same[True] / same.total() < 0.65, same
 
 
-# the verb
+# The command.
 
 
 def test_describe_covers_every_relation() -> None:

@@ -1,9 +1,9 @@
-"""Runs that are killed, each in a process of its own, forked here so that it starts at once.
+"""Runs that are killed. Each is a forked process, so that it starts fast.
 
-python -m tests.training.kill_script by-event FOLDER FIRST STEP     a fresh run per file event, killed there, then finished
-python -m tests.training.kill_script at-random FOLDER KILLS SEED    one run, killed at random moments until it has finished
+python -m tests.training.kill_script by-event FOLDER FIRST STEP     a new run per file event, killed there, then finished
+python -m tests.training.kill_script at-random FOLDER KILLS SEED    one run, killed at random times until it has finished
 python -m tests.training.kill_script while-writing FOLDER KILLS     one run, killed while a checkpoint is being written
-Prints what happened as JSON.
+Prints the results as JSON.
 """
 
 import json
@@ -26,7 +26,7 @@ EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", 
 
 
 def fork_process(function: Callable[[], object]) -> int:
-    """Start a process; its number."""
+    """Start a process and return its id."""
     child = os.fork()
     if child:
         return child
@@ -46,7 +46,7 @@ def wait_exit_code(child: int) -> int:
 
 
 def kill_at(event: int, folder: Path) -> None:
-    """This process dies as it does something with a file of the folder for the nth time."""
+    """Kill this process at its nth operation on a file of the folder."""
     remaining = event
 
     def hook(name: str, arguments: tuple) -> None:
@@ -80,7 +80,7 @@ def has_hidden_files(out: Path) -> bool:
 
 
 def kill_repeatedly(out: Path, kills: int, wait: Callable[[int], None]) -> dict[str, object]:
-    """Start, wait, kill; the last time let it finish. A run that finishes too soon is done again from its start."""
+    """Start, wait and kill; let the last run finish. A run that finishes too soon starts again from the beginning."""
     done = writing = 0
     while done < kills:
         child = fork_process(lambda: run(NOISY, LONG_RECIPE, out))

@@ -1,4 +1,4 @@
-"""What each process of a team runs: python -m tests.training.team_script FOLDER|- KIND [STOP_AT]."""
+"""Script of each process of a process group: python -m tests.training.team_script FOLDER|- KIND [STOP_AT]."""
 
 import json
 import os

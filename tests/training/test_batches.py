@@ -1,4 +1,4 @@
-"""Which tokens a step reads, counted."""
+"""Tokens of each training step."""
 
 import numpy as np
 import pytest
@@ -26,14 +26,14 @@ def test_windows_one_epoch_reads_each_window_once(size: tuple[int, int], seed: i
     windows = ShuffledWindowSampler(np.arange(tokens), context, seed)
     rows = windows.training_rows(epoch * windows.rows_per_epoch, windows.rows_per_epoch)
     assert rows.shape == (windows.rows_per_epoch, context + 1)
-    assert (np.diff(rows, axis=1) == 1).all()  # neighbours in the text
+    assert (np.diff(rows, axis=1) == 1).all()  # consecutive tokens
     starts = np.sort(rows[:, 0])
-    assert (np.diff(starts) == context).all()  # side by side: no token is asked for twice
+    assert (np.diff(starts) == context).all()  # adjacent windows: no token is a target twice
     assert starts[0] >= 0
     assert rows.max() <= tokens - 1
     target_ids = rows[:, 1:].ravel()
     assert len(set(target_ids.tolist())) == len(target_ids)
-    assert len(target_ids) > tokens - 1 - 2 * context  # at most the rim is left out
+    assert len(target_ids) > tokens - 1 - 2 * context  # only tokens at both ends are left out
 
 
 def test_windows_many_epochs_read_every_token() -> None:
@@ -95,7 +95,7 @@ def test_sequential_windows_limit_samples_evenly(tokens: int, context: int, max_
     if max_tokens >= tokens + context:
         assert len(target_ids) == tokens - 1
     gaps = np.diff([int(row[0]) for row in rows])
-    assert len(set(gaps.tolist())) <= 1  # evenly
+    assert len(set(gaps.tolist())) <= 1  # evenly spaced
 
 
 def test_sequential_windows_no_tokens_gives_no_rows() -> None:
@@ -103,7 +103,7 @@ def test_sequential_windows_no_tokens_gives_no_rows() -> None:
     assert list(sequential_windows(np.arange(0), 4)) == []
 
 
-# Hiding tokens.
+# Masking.
 
 MASK, VOCAB = 1000, 1001
 
@@ -131,14 +131,14 @@ def test_masked_replacements_follow_80_10_10() -> None:
     fraction_masked = float((ids[hidden] == MASK).float().mean())
     fraction_same = float((ids[hidden] == targets[hidden]).float().mean())
     fraction_other = 1 - fraction_masked - fraction_same
-    deviation = 4 * (0.8 * 0.2 / n) ** 0.5  # four standard deviations of a binomial share
+    deviation = 4 * (0.8 * 0.2 / n) ** 0.5  # four standard deviations of a binomial proportion
     assert abs(fraction_masked - 0.8) < deviation + 0.001
     assert abs(fraction_same - 0.1) < deviation
     assert abs(fraction_other - 0.1) < deviation
     others = ids[hidden & (ids != MASK) & (ids != targets)]
-    assert len(set(others.tolist())) > 0.3 * len(others)  # from all over the vocabulary
+    assert len(set(others.tolist())) > 0.3 * len(others)  # random tokens cover the vocabulary
     assert abs(float(others.float().mean()) - 500) < 4 * 1000 / (12 * len(others)) ** 0.5
-    mask_rate = hidden.float().mean(0)  # every place is hidden equally often
+    mask_rate = hidden.float().mean(0)  # every position is masked equally often
     assert float((mask_rate - 0.15).abs().max()) < 5 * (0.15 * 0.85 / 400) ** 0.5
 
 
@@ -163,9 +163,9 @@ def test_document_sampler_one_document_per_row_once_per_epoch() -> None:
     texts = DocumentSampler(tokens, 3, 0, end_id=0, prefix=(1,), suffix=(0,))
     assert texts.rows_per_epoch == 3
     rows = {tuple(row) for row in texts.training_rows(0, 3).tolist()}
-    assert rows == {(1, 5, 6, 0), (1, 7, 0, -1), (1, 8, 9, 8)}  # the long one is cut
+    assert rows == {(1, 5, 6, 0), (1, 7, 0, -1), (1, 8, 9, 8)}  # the long text is truncated
     ids, targets = causal_targets(torch.tensor([[0, 7, 0, -1]]))
     assert ids.tolist() == [[0, 7, 0]]
     assert targets.tolist() == [[7, 0, IGNORE_INDEX]]
-    with pytest.raises(HeadwiseError, match="no text that ends"):
+    with pytest.raises(HeadwiseError, match="no complete text"):
         DocumentSampler(np.array([1, 2, 3]), 3, 0, end_id=0, prefix=(), suffix=())

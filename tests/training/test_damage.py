@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged: noticed, said aloud, never used."""
+"""Damaged checkpoints are detected, reported and never used."""
 
 import shutil
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def test_resume_damaged_checkpoint_falls_back_bitwise(
     result = run(NOISY, SHORT, out)
     captured = capsys.readouterr()
     assert f"step {newest} is damaged" in captured.err
-    assert f"going on from step {before}" in captured.err
+    assert f"resuming from step {before}" in captured.err
     assert captured.out == ""
     assert_same_run(uninterrupted, result)
 
@@ -123,12 +123,12 @@ def test_resume_damaged_tokens_or_run_json_raises(tmp_path: Path) -> None:
     run_interrupted(PLAIN, SHORT, out, 15)
     good = (out / "tokens" / "train.bin").read_bytes()
     flip_bit(out / "tokens" / "train.bin", 40)
-    with pytest.raises(HeadwiseError, match=r"train\.bin is damaged"):
+    with pytest.raises(HeadwiseError, match=r"train\.bin: the file is damaged"):
         run(PLAIN, SHORT, out)
     (out / "tokens" / "train.bin").write_bytes(good)
     run(PLAIN, SHORT, out)
     (out / "run.json").write_text("{")
-    with pytest.raises(HeadwiseError, match=r"run\.json is damaged"):
+    with pytest.raises(HeadwiseError, match=r"run\.json: the file is damaged"):
         run(PLAIN, SHORT, out)
 
 

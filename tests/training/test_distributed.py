@@ -1,4 +1,4 @@
-"""Two processes that share each batch end where one would."""
+"""Two processes that share each batch reach the same weights as one process."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def run_two_processes(
     *arguments: str, succeeds: bool = True, script: str = "tests.training.team_script"
 ) -> list[dict[str, Any]]:
-    """Run a script in two processes; what each told."""
+    """Run a script in two processes and return the report of each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", script, *arguments],
@@ -39,7 +39,7 @@ def run_two_processes(
 def test_train_two_processes_equal_one(tmp_path: Path) -> None:
     reports = run_two_processes(str(tmp_path / "two"), "causal")
     assert sorted(row["rank"] for row in reports) == [0, 1]
-    assert reports[0]["weight"] == reports[1]["weight"]  # both hold the same model
+    assert reports[0]["weight"] == reports[1]["weight"]  # both processes have the same model
     assert reports[0]["loss"] == reports[1]["loss"]
     assert reports[0]["valid"] == reports[1]["valid"]
     single = run(SPECS["causal"], replace(RECIPE, accumulation_steps=2))
@@ -47,7 +47,7 @@ def test_train_two_processes_equal_one(tmp_path: Path) -> None:
     assert reports[0]["loss"] == pytest.approx(single.loss, abs=1e-4)
     assert reports[0]["valid"] == pytest.approx(single.valid_loss, abs=1e-4)
     rows = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [row["step"] for row in single.history]  # one of them writes
+    assert [row["step"] for row in rows] == [row["step"] for row in single.history]  # one process writes the metrics
     for row, single_row in zip(rows, single.history, strict=True):
         for name in ("loss", "valid_loss", "grad_norm"):
             assert row.get(name) == pytest.approx(single_row.get(name), abs=1e-4)

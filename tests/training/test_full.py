@@ -1,4 +1,4 @@
-"""A disk that is full, and Ctrl-C: told in a line, and nothing is lost."""
+"""A full disk and Ctrl-C print one line and lose no data."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def text(tmp_path: Path) -> Path:
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """No file may grow beyond so many bytes: as on a disk that is full, but for this process alone."""
+    """Limit the file size of this process, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -66,7 +66,7 @@ def run_train(*arguments: Any) -> CommandResult:
     return run_command(*train_command(*arguments)[3:])
 
 
-# Too little room for the optimizer's file, for the weights, for the tokenizer, for the very first record.
+# Too little space for the optimizer state, the weights, the tokenizer, or the first record.
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "model.safetensors", "tokenizer.json", "spec.json"])
 def test_train_full_disk_reports_and_resumes(name: str, text: Path, finished_run: Path, tmp_path: Path) -> None:
     size, out = (checkpoint_folder(finished_run, 12) / name).stat().st_size, tmp_path / "run"
@@ -74,7 +74,7 @@ def test_train_full_disk_reports_and_resumes(name: str, text: Path, finished_run
         done = run_train(text, out, 12, "--save-every", "3")
     assert "could not be written" in done.error_line
     assert not (out / "model").exists()
-    assert [path for path in out.rglob(".*") if path.is_dir()] == []  # nothing half-written stays
+    assert [path for path in out.rglob(".*") if path.is_dir()] == []  # no partial folder is left
     done = run_train(text, out, 12, "--save-every", "3")
     assert done.code == 0, done.err
     assert same_weights(hw.load(out / "model"), hw.load(finished_run / "model"))
@@ -98,12 +98,12 @@ def test_train_disk_fills_up_keeps_previous_checkpoint(
     assert not list((out / "checkpoints").glob(".*"))
     done = run_train_process(text, out, 12, "--save-every", "3")
     assert done.returncode == 0, done.stderr
-    assert "going on from step 6" in done.stderr
+    assert "resuming from step 6" in done.stderr
     assert same_weights(hw.load(out / "model"), hw.load(finished_run / "model"))
 
 
 def parse_strict_json(text: str) -> dict[str, Any]:
-    """JSON as the standard has it: no NaN."""
+    """Parse standard JSON, without NaN."""
 
     def reject_constant(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -133,7 +133,7 @@ def test_train_signal_saves_checkpoint_and_reports(number: int, text: Path, tmp_
     assert 2 <= report["steps"] < steps
     assert checkpoint_steps(out)[-1] == report["steps"]
     assert not (out / "model").exists()
-    parse_strict_json(output)  # stopped before the first loss was logged, it has no loss to tell, and says so in JSON
+    parse_strict_json(output)  # interrupted before the first logged loss: the loss is null, not NaN
 
 
 @pytest.mark.slow

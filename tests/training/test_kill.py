@@ -1,4 +1,4 @@
-"""Killed at any moment, a run goes on to the same bits."""
+"""A run that is killed at any time resumes to bitwise equal weights."""
 
 import json
 import os
@@ -30,9 +30,9 @@ def run_kill_script(*arguments: str) -> dict[str, Any]:
 
 
 def check_same_run(out: Path, reference: Path, recipe: Recipe) -> None:
-    """A folder that went through kills holds what an unbroken run's folder holds, and nothing else."""
+    """Check that the folder of a killed run has the same contents as that of an uninterrupted run."""
     assert same_weights(hw.load(out / "model"), hw.load(reference / "model"))
-    # one killed before it tidied up may have one more
+    # A run that was killed before it dropped old checkpoints may have one more.
     assert set(checkpoint_steps(reference)) <= set(checkpoint_steps(out))
     for name in ("optimizer.safetensors", "model.safetensors"):
         assert same_tensors(
@@ -96,7 +96,7 @@ def test_train_killed_during_many_checkpoint_writes_resumes_exactly(tmp_path: Pa
 
 
 def test_train_partial_run_json_does_not_block_folder(tmp_path: Path) -> None:
-    """The record of a run is written beside its place first: a kill there leaves that, and it belongs to nobody else."""
+    """run.json is first written to a temporary file. A kill at that time must not block the folder."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".run.json-abcd1234").write_text('{"spec"')
     assert run(NOISY, FAST_RECIPE, tmp_path / "run").step == 4

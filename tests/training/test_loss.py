@@ -1,4 +1,4 @@
-"""The loss beside the plain one: full logits, then torch's cross-entropy."""
+"""The chunked loss against full logits with the cross-entropy of torch."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -26,7 +26,7 @@ SPECS: dict[str, ModelSpec] = {
 
 
 def make_random_model(spec: ModelSpec) -> Transformer:
-    """Weights away from where they begin, so that biases and norms count."""
+    """Return a model with random biases and norms, so that they matter."""
     torch.manual_seed(0)
     model = Transformer(spec)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_language_loss_large_vocabulary_chunked_equals_full_logits(name: str, mo
 def test_language_loss_uniform_prediction_is_log_vocab() -> None:
     model = Transformer(PLAIN)
     with torch.no_grad():
-        model.embed.tokens.weight.zero_()  # tied: all logits are 0
+        model.embed.tokens.weight.zero_()  # tied weights: all logits are 0
     ids, targets = make_batch(PLAIN.vocab)
     loss = LanguageLoss(model.eval())(ids, targets)
     assert float(loss.detach()) == pytest.approx(torch.tensor(257.0).log().item(), rel=1e-6)
@@ -94,12 +94,12 @@ def test_language_loss_uniform_prediction_is_log_vocab() -> None:
 def test_language_loss_unsupported_model_raises() -> None:
     with pytest.raises(HeadwiseError, match="no output"):
         LanguageLoss(Transformer(replace(PLAIN, output="none")))
-    with pytest.raises(HeadwiseError, match="needs what it reads"):
+    with pytest.raises(HeadwiseError, match="source=source_ids"):
         LanguageLoss(Transformer(replace(PLAIN, kind="encoder-decoder")))(*make_batch(PLAIN.vocab))
 
 
 def test_cross_entropy_large_vocabulary_never_holds_logits() -> None:
-    rows, vocab = 3000, 50_000  # 572 MB of logits, and as much again for their gradient
+    rows, vocab = 3000, 50_000  # 572 MB of logits, and the same for their gradient
     model = Transformer(replace(PLAIN, vocab=vocab))
     hidden = torch.randn(rows, 16, requires_grad=True)
     targets = torch.randint(vocab, (rows,))

@@ -1,4 +1,4 @@
-"""One step of training beside the same written out in plain torch."""
+"""Training steps against plain torch code."""
 
 import math
 from copy import deepcopy
@@ -21,7 +21,7 @@ from tests.training.tiny import MASKED, NOISY, ODD, PLAIN, TEXT, max_weight_diff
 
 
 def expected_rate(recipe: Recipe, step: int) -> float:
-    """Step t of w warm-up steps has (t+1)/(w+1) of the rate; then half a cosine from 1 to the floor at the last step."""
+    """Step t of w warmup steps has (t+1)/(w+1) of the rate, then half a cosine from 1 to the final rate at the last step."""
     if step < recipe.warmup:
         return recipe.learning_rate * (step + 1) / (recipe.warmup + 1)
     span = recipe.steps - 1 - recipe.warmup
@@ -53,7 +53,7 @@ def test_make_optimizer_decays_only_matrices(spec: ModelSpec) -> None:
     optimizer = make_optimizer(dict(trainable_parameters(model)), Recipe(weight_decay=0.3))
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     counted = sum(len(group["params"]) for group in optimizer.param_groups)
-    assert counted == len(decays) == len(list(model.parameters()))  # each once, tied ones too
+    assert counted == len(decays) == len(list(model.parameters()))  # each parameter once, including tied ones
     for module in model.modules():
         for name, value in module.named_parameters(recurse=False):
             matrix = isinstance(module, nn.Linear | nn.Embedding) and name == "weight"
@@ -64,7 +64,7 @@ def test_make_optimizer_decays_only_matrices(spec: ModelSpec) -> None:
 
 
 def train_plain_torch(spec: ModelSpec, recipe: Recipe) -> Transformer:
-    """The run without any of the loop: full logits, one batch, plain AdamW, written as a textbook would."""
+    """Train without the loop: full logits, one batch and plain AdamW."""
     torch.manual_seed(recipe.seed)
     model = Transformer(spec).train()
     tokens = torch.tensor([*TEXT.encode(), 256])
@@ -127,7 +127,7 @@ def test_train_checkpointing_equals_plain(spec: ModelSpec) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own, about what it looks at
+@pytest.mark.filterwarnings("ignore::UserWarning")  # warnings of torch.compile
 @pytest.mark.parametrize("spec", [NO_DROPOUT, replace(NO_DROPOUT, kind="encoder", output="mlm")])
 def test_train_compile_equals_eager(spec: ModelSpec) -> None:
     assert max_weight_difference(run(spec, STEPS).model, run(spec, replace(STEPS, compile=True)).model) < 1e-5
@@ -141,7 +141,7 @@ def test_train_frozen_parameters_stay_unchanged() -> None:
     assert torch.equal(after.embed.tokens.weight, before.embed.tokens.weight)
     assert max_weight_difference(after, before) > 1e-4
     model.requires_grad_(False)
-    with pytest.raises(HeadwiseError, match="no parameter"):
+    with pytest.raises(HeadwiseError, match="no trainable parameter"):
         run(model, STEPS)
 
 

@@ -1,4 +1,4 @@
-"""A loss that is passed in: a teacher, parameters of its own, several numbers; stopped and resumed to the same bits."""
+"""A custom loss with a teacher, parameters and several terms, interrupted and resumed to bitwise equal weights."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.training.tiny import PLAIN, SHORT, checkpoint_folder, run, run_interr
 
 
 class TeacherLoss(TrainLoss):
-    """The text's own loss, and how far states are from a wider teacher's behind a map that is learned."""
+    """Cross-entropy, and the distance to the states of a wider teacher through a learned projection."""
 
     name = "taught by a teacher of width 24"
 
@@ -80,7 +80,7 @@ def test_resume_different_loss_raises(tmp_path: Path) -> None:
 
 
 def test_train_invalid_loss_raises() -> None:
-    with pytest.raises(HeadwiseError, match="gives a Loss of it"):
+    with pytest.raises(HeadwiseError, match="a function that takes the model"):
         run(PLAIN, SHORT, loss=lambda model: nn.Linear(2, 2))
-    with pytest.raises(HeadwiseError, match="gives a Loss of it"):
+    with pytest.raises(HeadwiseError, match="a function that takes the model"):
         run(PLAIN, SHORT, loss=lambda model: LanguageLoss(Transformer(PLAIN)))

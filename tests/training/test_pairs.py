@@ -1,4 +1,4 @@
-"""Training on pairs: what a step reads and loses against the same by hand, one pair at a time; and that sources are read."""
+"""Training on pairs: batches and losses against explicit code for single pairs, and use of the sources."""
 
 import math
 import random
@@ -30,8 +30,8 @@ from headwise.training.train_loss import LanguageLoss
 from tests.contract.variants import FIXED_SETTINGS
 from tests.training.tiny import PLAIN, assert_same_run, drop_timing, run, run_interrupted
 
-END = 256  # of bytes
-# Sources and texts of very different lengths, the long source beside the short text and the other way round.
+END = 256  # end token of the byte tokenizer
+# Sources and texts of very different lengths: a long source with a short text, and the reverse.
 PAIRS = [
     ("ab", "to be or not"),
     ("who goes there, and when?", "I"),
@@ -75,12 +75,12 @@ each_spec = pytest.mark.parametrize("name", SPECS)
 
 
 def encode_pair(source: str, text: str) -> tuple[Tensor, Tensor]:
-    """A pair of bytes as a model reads it: the source with its end (1, S), the text between two ends (1, T)."""
+    """Return a pair of bytes as model input: the source with its end token (1, S), the text between two end tokens (1, T)."""
     return torch.tensor([[*source.encode(), END]]), torch.tensor([[END, *text.encode(), END]])
 
 
 def summed_nll(model: Transformer, pairs: list[tuple[str, str]], context: int = 99) -> tuple[Tensor, int]:
-    """The summed −log p of all texts from all the logits, one pair at a time, and how many tokens are asked for."""
+    """Return the summed −log p of all texts from full logits, one pair at a time, and the number of targets."""
     total, count = torch.zeros(()), 0
     for pair in pairs:
         source, text = encode_pair(*pair)
@@ -91,16 +91,16 @@ def summed_nll(model: Transformer, pairs: list[tuple[str, str]], context: int = 
     return total, count
 
 
-# The tokens: sources and texts by turns, and no pair torn apart.
+# Token files: sources and texts alternate, and no pair is split.
 
 
 def split_pairs(tokens: np.ndarray, end: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The pairs of a row of tokens, by a plain walk."""
+    """Split a row of tokens into pairs."""
     texts: list[list[int]] = [[]]
     for token in tokens.tolist():
         texts.append([]) if token == end else texts[-1].append(token)
-    assert texts.pop() == [], "the row ends in the middle of a text"
-    assert len(texts) % 2 == 0, "a source has lost its text"
+    assert texts.pop() == [], "the row ends inside a text"
+    assert len(texts) % 2 == 0, "a source has no text"
     return zip(texts[::2], texts[1::2], strict=True)
 
 
@@ -117,8 +117,10 @@ def test_write_tokens_holdout_never_splits_a_pair(
     parts = [list(split_pairs(part, END)) for part in (tokens.train, tokens.valid)]
     decoded = [(bytes(source).decode(), bytes(text).decode()) for part in parts for source, text in part]
     assert decoded == pairs
-    # What is held out is every pair that lies wholly behind the cut, not more than was asked for; but one at least.
-    starts = np.cumsum([0, *(len(source) + len(text) + 2 for source, text in pairs)])  # bytes, and an end behind each
+    # Held out are all pairs that lie completely after the split position, at least one.
+    starts = np.cumsum(
+        [0, *(len(source) + len(text) + 2 for source, text in pairs)]
+    )  # bytes, and an end token after each
     boundary = starts[-1] - int(starts[-1] * holdout)
     num_held_out = int((starts[:-1] >= boundary).sum())
     assert len(parts[1]) == (num_held_out or int(boundary < starts[-1] and len(pairs) > 1))
@@ -132,11 +134,11 @@ def test_write_tokens_explicit_valid_pairs_are_held_out(tmp_path: Path) -> None:
         assert [bytes(text).decode() for _, text in split_pairs(tokens.valid, END)] == [text for _, text in PAIRS[3:]]
 
 
-# Rows: a pair each.
+# Rows: one pair each.
 
 
 def make_pair_sampler(rows: list[tuple[list[int], list[int]]], context: int = 9, seed: int = 0) -> PairSampler:
-    """Ids from 1 on, parted by 0; both sides end, and the text starts from 99."""
+    """Return a sampler of ids from 1 on, separated by 0. Source and text get an end token, and the text starts with 99."""
     tokens = np.array([token for pair in rows for ids in pair for token in (*ids, 0)], dtype=np.uint16)
     return PairSampler(tokens, context, seed, end_id=0, wrap_pair=lambda s, t: ([*s, 0], [99, *t, 0]))
 
@@ -152,22 +154,22 @@ def test_pair_sampler_epoch_reads_every_pair_once() -> None:
     for epoch in range(3):
         batches = [pairs.training_rows(5 * epoch + i, 1) for i in range(5)]
         plain = [(texts[0].tolist(), sources[0].tolist()) for texts, sources in batches]
-        assert sorted(plain) == expected, "each pair once, by itself without padding"
+        assert sorted(plain) == expected, "each pair once, without padding"
         orders.append(plain)
-    assert orders[0] != orders[1], "shuffled anew"
+    assert orders[0] != orders[1], "epochs have different orders"
     assert make_pair_sampler(ROWS, seed=1).training_rows(0, 5)[0].tolist() != pairs.training_rows(0, 5)[0].tolist()
-    texts, sources = pairs.training_rows(3, 4)  # over the end of an epoch
+    texts, sources = pairs.training_rows(3, 4)  # across the end of an epoch
     for i, (text, source) in enumerate([*orders[0][3:], *orders[1][:2]]):
         assert [token for token in texts[i].tolist() if token != -1] == text == texts[i, : len(text)].tolist()
         assert [token for token in sources[i].tolist() if token != -1] == source == sources[i, : len(source)].tolist()
-    assert texts.shape[1] == int((texts >= 0).sum(1).max()), "no wider than its longest text"
+    assert texts.shape[1] == int((texts >= 0).sum(1).max()), "padded to the longest text"
     assert sources.shape[1] == int((sources >= 0).sum(1).max())
 
 
 def test_pair_sampler_long_pairs_are_truncated() -> None:
     text, source = make_pair_sampler([([1, 2, 3, 4, 5], [6, 7, 8, 9])], context=3).target_and_source_ids(0)
-    assert source.tolist() == [1, 2, 3]  # three are read
-    assert text.tolist() == [99, 6, 7, 8]  # three are read, and each asks for the next
+    assert source.tolist() == [1, 2, 3]  # three tokens
+    assert text.tolist() == [99, 6, 7, 8]  # three inputs and the last target
 
 
 def test_pair_sampler_in_order_yields_pairs_sequentially() -> None:
@@ -175,7 +177,7 @@ def test_pair_sampler_in_order_yields_pairs_sequentially() -> None:
     pairs_read = [(text.tolist(), source.tolist()) for text, source in pairs.evaluation_rows()]
     assert pairs_read == [([99, *text, 0], [*source, 0]) for source, text in ROWS]
     subset = [text.tolist() for text, _ in pairs.evaluation_rows(max_tokens=-(-len(pairs.tokens) // 2))]
-    assert subset == [text for text, _ in pairs_read[::2]], "half of the tokens: every other pair"
+    assert subset == [text for text, _ in pairs_read[::2]], "half of the tokens: every second pair"
 
 
 def test_make_batch_pairs_target_only_the_text() -> None:
@@ -187,7 +189,7 @@ def test_make_batch_pairs_target_only_the_text() -> None:
     assert rows.ids.tolist() == [[99, 6], [99, 0]]
     assert rows.targets.tolist() == [[6, 0], [0, IGNORE_INDEX]]
     assert rows.num_targets == 3
-    assert rows.attention_mask is None, "a decoder looks back alone"
+    assert rows.attention_mask is None, "a causal decoder needs no attention mask for right padding"
     assert rows.source is not None
     assert rows.source_attention_mask is not None
     assert rows.source_attention_mask.tolist() == [[True, True, False, False], [True] * 4]
@@ -197,13 +199,13 @@ def test_make_batch_pairs_target_only_the_text() -> None:
     assert make_train_batch(texts, pad_with_minus_one([np.array([1, 2])] * 2), None, 0).source_attention_mask is None
 
 
-# A step, and an evaluation, by hand.
+# A step and an evaluation against explicit code.
 
 
 def train_and_keep_initial(
     spec: ModelSpec, recipe: Recipe, pairs: Any = PAIRS, **options: Any
 ) -> tuple[Transformer, TrainResult]:
-    """A run, and the model as it was before the first step."""
+    """Return the result of a run, and the model before the first step."""
     first: list[Transformer] = []
 
     def keep_initial(model: Transformer, step: int) -> None:
@@ -227,7 +229,7 @@ def test_train_pairs_step_loss_equals_single_pairs(name: str) -> None:
     assert result.history[0]["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
     num_tokens = sum(len(source) + 1 + len(text) + 2 for source, text in PAIRS)
     assert result.tokens == num_tokens - 1, (
-        "sources and texts, but for the last token of the longest, behind which nothing is asked"
+        "all source and text tokens except the last token of the longest text, which has no target"
     )
 
 
@@ -292,11 +294,11 @@ def test_language_loss_pair_reads_source() -> None:
     loss = LanguageLoss(model)(text[:, :-1], text[:, 1:], source=source)
     total, count = summed_nll(model, PAIRS[:1])
     assert float(loss.detach()) == pytest.approx(float(total.detach()) / count, rel=1e-6)
-    with pytest.raises(HeadwiseError, match="needs what it reads"):
+    with pytest.raises(HeadwiseError, match="source=source_ids"):
         LanguageLoss(model)(text[:, :-1], text[:, 1:])
 
 
-# Stopped and gone on with.
+# Interrupted and resumed runs.
 
 
 @pytest.mark.parametrize(("spec", "accumulate"), [(SPECS["learned"], 1), (NOISY, 2)])
@@ -315,27 +317,27 @@ def test_train_pairs_interrupted_resumes_bitwise(spec: ModelSpec, accumulate: in
     )
     options = {"text": pairs, "tokenizer": "byte"}
     uninterrupted = run(spec, recipe, tmp_path / "whole", **options)
-    for step in (2, 7, 11):  # before the first checkpoint, behind one and an evaluation, right before the end
+    for step in (2, 7, 11):  # before the first checkpoint, after a checkpoint and an evaluation, right before the end
         run_interrupted(spec, recipe, tmp_path / "broken", step, **options)
     assert_same_run(uninterrupted, run(spec, recipe, tmp_path / "broken", **options))
     loaded = hw.load(tmp_path / "broken" / "model")
     assert loaded.generate("3 and 3", 8) == uninterrupted.model.generate("3 and 3", 8)
-    with pytest.raises(HeadwiseError):  # the same folder for other pairs: a source has changed
+    with pytest.raises(HeadwiseError):  # the same folder with a changed source
         run(spec, recipe, tmp_path / "broken", text=[("other", pairs[0][1]), *pairs[1:]], tokenizer="byte")
 
 
-# It learns, and from the source.
+# The model learns from the source.
 
 
 def reversals(count: int, seed: int) -> list[tuple[str, str]]:
-    """Two to six letters out of eight, and the same backwards."""
+    """Return words of two to six letters out of eight, and the reversed words."""
     rng = random.Random(seed)
     sources = ["".join(rng.choice("abcdefgh") for _ in range(rng.randint(2, 6))) for _ in range(count)]
     return [(source, source[::-1]) for source in sources]
 
 
 def test_train_pairs_reversal_is_learned_from_source() -> None:
-    """Without its source a text costs 4 letters of log 8 and a length of log 5, over 5 tokens: 1.985 nats each."""
+    """Without its source, a text has 4 letters of log 8 and a length of log 5, over 5 tokens: 1.985 nats per token."""
     spec = ModelSpec(vocab=1, context=12, layers=1, attention=AttentionSpec(width=32, heads=4), kind="encoder-decoder")
     recipe = Recipe(steps=200, batch_size=32, learning_rate=1e-2, warmup=20, evaluate_every=200)
     pairs, valid, tokenizer = reversals(2000, 0), reversals(200, 1), character_tokenizer("abcdefgh")
@@ -352,7 +354,7 @@ def test_train_pairs_reversal_is_learned_from_source() -> None:
     assert loss < entropy / 4
 
 
-# What is refused.
+# Errors.
 
 
 def test_train_pairs_invalid_corpus_raises(tmp_path: Path) -> None:
@@ -363,23 +365,23 @@ def test_train_pairs_invalid_corpus_raises(tmp_path: Path) -> None:
         (encoder_decoder, ["a", "b"], {}, "needs pairs"),
         (encoder_decoder, None, {}, "needs pairs"),
         (encoder_decoder, PAIRS, {"valid": "a text alone"}, "needs pairs"),
-        (decoder, PAIRS, {}, "give this decoder texts alone"),
-        (decoder, "a text alone " * 9, {"valid": PAIRS}, "give this decoder texts alone"),
-        (replace(decoder, kind="encoder", output="mlm"), PAIRS, {}, "give this encoder texts alone"),
+        (decoder, PAIRS, {}, "kind decoder. Give it texts alone"),
+        (decoder, "a text alone " * 9, {"valid": PAIRS}, "kind decoder. Give it texts alone"),
+        (replace(decoder, kind="encoder", output="mlm"), PAIRS, {}, "kind encoder. Give it texts alone"),
         (
             encoder_decoder,
             [*PAIRS, ("a", "the <end> of it")],
             {},
-            "holds the end token itself, so pairs cannot be told apart: 'the",
+            "contains the end token, which separates pairs. Got 'the",
         ),
-        (encoder_decoder, [*PAIRS, ("an <end>", "a")], {}, "holds the end token itself"),
-        (encoder_decoder, PAIRS, {"tokenizer": bare}, "has no end token to tell texts apart; use another"),
+        (encoder_decoder, [*PAIRS, ("an <end>", "a")], {}, "contains the end token"),
+        (encoder_decoder, PAIRS, {"tokenizer": bare}, "has no end token.*use another"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             run(spec, replace(ONE_STEP, batch_size=2), tmp_path / "run", text=corpus, **options)
-    with pytest.raises(HeadwiseError, match="too little text is held out"):
+    with pytest.raises(HeadwiseError, match="held out for evaluation"):
         run(encoder_decoder, replace(ONE_STEP, holdout=0.1), text=PAIRS[:1])
-    with pytest.raises(HeadwiseError, match="the masked objective does not suit"):
+    with pytest.raises(HeadwiseError, match="'masked' does not suit"):
         run(encoder_decoder, replace(ONE_STEP, objective="masked"), text=PAIRS)
     assert run(encoder_decoder, ONE_STEP, tmp_path / "run", text=PAIRS).step == 1, (
         "what was refused has not taken the folder"

@@ -1,4 +1,4 @@
-"""Half precision, in a process of its own: some processors have instructions for it that the library gets wrong."""
+"""Half precision, in a separate process, because the library computes wrong results with some CPU instructions."""
 
 import json
 import os
@@ -55,12 +55,12 @@ def test_train_half_precision_close_to_float32_and_resumes(kind: str, results: d
     assert half == pytest.approx(full, rel=0.03)
     assert 0 < hidden < 6
     assert result["valid"][0] == pytest.approx(result["valid"][1], rel=0.03)
-    assert result["difference"] > 0  # it was half precision indeed
-    assert result["types"] == ["torch.float32"]  # weights stay whole
+    assert result["difference"] > 0  # half precision was used
+    assert result["types"] == ["torch.float32"]  # weights stay in float32
     scaler, resumed_scaler = result["scalers"]
     assert scaler == resumed_scaler
     if kind == "float16":
         assert scaler["scale"] > 1
-        assert scaler["_growth_tracker"] > 8  # counted on from before the stop
+        assert scaler["_growth_tracker"] > 8  # continued from before the interruption
     else:
         assert scaler == {}

@@ -1,4 +1,4 @@
-"""Stopped and gone on with: the same bits as if nothing had happened."""
+"""Interrupted and resumed runs give bitwise equal weights."""
 
 import json
 from copy import deepcopy
@@ -43,7 +43,7 @@ RUNS: dict[str, tuple[ModelSpec, Recipe]] = {
 def test_train_interrupted_resumes_bitwise(name: str, tmp_path: Path) -> None:
     spec, recipe = RUNS[name]
     uninterrupted = run(spec, recipe, tmp_path / "whole")
-    for step in (2, 6, 17):  # before the first checkpoint, behind one, behind a few and an evaluation
+    for step in (2, 6, 17):  # before the first checkpoint, after one, after several and an evaluation
         run_interrupted(spec, recipe, tmp_path / "broken", step)
     resumed = run(spec, recipe, tmp_path / "broken")
     assert_same_run(uninterrupted, resumed)
@@ -59,23 +59,23 @@ def test_resume_from_folder_alone_is_bitwise(name: str, tmp_path: Path) -> None:
         run_interrupted(spec, recipe, tmp_path / "broken", step)
     assert_same_run(uninterrupted, resume(tmp_path / "broken", progress=False))
     assert same_weights(uninterrupted.model, hw.load(tmp_path / "broken")), (
-        "a run's folder is a model's, when it has finished"
+        "the folder of a finished run can be loaded as a model"
     )
 
 
 def test_resume_not_a_run_folder_raises(tmp_path: Path) -> None:
-    with pytest.raises(HeadwiseError, match=r"there is no run in .*; *|it has no run.json"):
+    with pytest.raises(HeadwiseError, match=r"run\.json is missing"):
         resume(tmp_path)
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(HeadwiseError, match="damaged"):
         resume(tmp_path)
-    with pytest.raises(HeadwiseError, match=r"not finished; go on with headwise train --resume"):
+    with pytest.raises(HeadwiseError, match=r"not finished.*headwise train --resume"):
         hw.load(tmp_path)
 
 
 def test_train_warmup_as_long_as_run_warns(capsys: pytest.CaptureFixture[str]) -> None:
     run(PLAIN, replace(SHORT, steps=4, warmup=4))
-    assert "the warm-up of 4 steps is not shorter than the run of 4" in capsys.readouterr().err
+    assert "warmup=4: it is not shorter than the run of 4 steps" in capsys.readouterr().err
     run(PLAIN, replace(SHORT, steps=4, warmup=3))
     assert "warm-up" not in capsys.readouterr().err
 
@@ -93,7 +93,7 @@ def test_resume_reports_step(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     captured = capsys.readouterr()
     assert "step 8" in captured.err
     assert captured.out == ""
-    assert steps == list(range(9, 21))  # nothing before is done again
+    assert steps == list(range(9, 21))  # earlier steps are not repeated
 
 
 def test_load_checkpoint_gives_model_of_that_step(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_train_finished_run_returns_without_training(tmp_path: Path) -> None:
     assert_same_run(first, second)
 
 
-# Checkpoints that are kept.
+# Which checkpoints are kept.
 
 
 def test_checkpoints_keep_newest_and_best(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_checkpoints_keep_newest_and_best(tmp_path: Path) -> None:
 
 
 def test_checkpoints_best_is_kept_beyond_newest(tmp_path: Path) -> None:
-    """A held-out text unlike the text: fitting the one makes the other worse, so an early evaluation stays the best."""
+    """The held-out text differs from the training text, so its loss rises and an early evaluation stays the best."""
     recipe = Recipe(
         steps=16,
         batch_size=8,
@@ -167,7 +167,7 @@ def test_checkpoints_best_is_kept_beyond_newest(tmp_path: Path) -> None:
     assert checkpoint_steps(tmp_path / "run") == [best, 14, 15, 16]
 
 
-# Stopping early.
+# Early stopping.
 
 EARLY = Recipe(
     steps=60,
@@ -196,11 +196,11 @@ def test_train_early_stop_returns_best_and_resumes(tmp_path: Path) -> None:
 
     run_interrupted(PLAIN, EARLY, tmp_path / "broken", result.step - 1, text="ab" * 300, valid=HELD_OUT)
     assert_same_run(result, run(PLAIN, EARLY, tmp_path / "broken", text="ab" * 300, valid=HELD_OUT))
-    # and once more: at once
+    # A finished run returns at once.
     assert_same_run(result, run(PLAIN, EARLY, tmp_path / "broken", text="ab" * 300, valid=HELD_OUT))
 
 
-# Folders of others.
+# Folders with other runs or files.
 
 
 def test_train_folder_of_other_run_raises_with_difference(tmp_path: Path) -> None:
@@ -235,16 +235,16 @@ def test_train_folder_of_older_format_raises(tmp_path: Path) -> None:
 def test_train_folder_with_other_files_raises(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear all")
-    with pytest.raises(HeadwiseError, match="something else"):
+    with pytest.raises(HeadwiseError, match=r"Use an(other| empty)"):
         run(PLAIN, SHORT, tmp_path / "mine")
-    with pytest.raises(HeadwiseError, match="something else"):
+    with pytest.raises(HeadwiseError, match=r"Use an(other| empty)"):
         run(PLAIN, SHORT, tmp_path / "mine" / "letter.txt")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter.txt"]
     (tmp_path / "empty").mkdir()
     assert run(PLAIN, SHORT, tmp_path / "empty").step == 20
 
 
-# A model that was given.
+# Training an existing model.
 
 
 def test_train_given_model_starts_from_its_weights(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_train_given_model_starts_from_its_weights(tmp_path: Path) -> None:
 
 
 def test_resume_changed_model_raises_or_restores(tmp_path: Path) -> None:
-    """A model is trained in place, so behind a stop the very same object is another one: refused, or put right."""
+    """A model is trained in place, so after an interruption its weights differ: the run raises or restores them."""
     base = run(PLAIN, SHORT).model
     twin = deepcopy(base)
     run_interrupted(base, SHORT, tmp_path / "broken", 10)

@@ -1,4 +1,4 @@
-"""A run as a caller sees it."""
+"""Training runs through the public API."""
 
 import math
 import random
@@ -35,7 +35,7 @@ from tests.training.tiny import (
     same_weights,
 )
 
-# Looking in.
+# Callbacks.
 
 
 @pytest.mark.parametrize(("interval", "expected"), [(6, [0, 6, 12, 18, 20]), (5, [0, 5, 10, 15, 20]), (50, [0, 20])])
@@ -56,7 +56,7 @@ def switch_to_eval(model: Transformer) -> None:
 
 
 def compute_gradient(model: Transformer) -> None:
-    """As one does to see which head matters: the gradient of a loss."""
+    """Compute the gradient of a loss, as gradient importance does."""
     model(torch.arange(8)[None]).logsumexp(-1).mean().backward()
 
 
@@ -96,7 +96,7 @@ def test_train_global_rng_is_unchanged() -> None:
     torch.manual_seed(11)
     run(NOISY, SHORT, callback=lambda model, step: torch.rand(3))
     assert torch.equal(torch.rand(5), expected)
-    torch.manual_seed(12)  # and they do not matter
+    torch.manual_seed(12)  # the global seed has no effect
     assert same_weights(run(NOISY, SHORT).model, run(NOISY, SHORT).model)
 
 
@@ -107,7 +107,7 @@ def test_train_periodic_text_loss_near_zero() -> None:
     recipe = Recipe(steps=150, batch_size=8, learning_rate=1e-2, warmup=10, holdout=0.2)
     result = run(PLAIN, recipe, text="abcd" * 200, tokenizer="character")
     first = run(PLAIN, replace(recipe, steps=1), text="abcd" * 200, tokenizer="character")
-    assert first.loss == pytest.approx(math.log(6), abs=0.3)  # six tokens, nothing known yet
+    assert first.loss == pytest.approx(math.log(6), abs=0.3)  # a uniform prediction over six tokens
     assert result.loss < 0.05
     assert result.valid_loss is not None
     assert result.valid_loss < 0.1
@@ -166,7 +166,7 @@ def test_train_masked_valid_loss_covers_masked_tokens() -> None:
             result.model(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
         num_targets = int((targets != IGNORE_INDEX).sum())
-    # other tokens are hidden: alike, not equal
+    # Other tokens are masked, so the losses are similar but not equal.
     assert result.valid_loss == pytest.approx(float(total) / num_targets, rel=0.25)
 
 
@@ -187,12 +187,12 @@ def test_train_saved_model_equals_result(tmp_path: Path) -> None:
     assert loaded.tokenizer.encode("dog") == list(b"dog")
 
 
-# What cannot be.
+# Errors.
 
 
 def test_train_diverging_loss_raises_and_checkpoints_stay_finite(tmp_path: Path) -> None:
     recipe = replace(SHORT, learning_rate=1e6, steps=60, warmup=0, log_every=10, save_every=3, keep_checkpoints=100)
-    with pytest.raises(HeadwiseError, match="lower the learning rate"):
+    with pytest.raises(HeadwiseError, match="Lower the learning rate"):
         run(PLAIN, recipe, tmp_path / "run")
     for step in checkpoint_steps(tmp_path / "run"):
         weights = load_file(checkpoint_folder(tmp_path / "run", step) / "model.safetensors")
@@ -205,12 +205,12 @@ def test_train_diverging_loss_raises_and_checkpoints_stay_finite(tmp_path: Path)
         ({"device": "nonsense"}, "nonsense"),
         ({"device": "cuda:77"}, "cuda:77"),
         ({"callback_every": 0}, "callback_every"),
-        ({"tokenizer": "nonsense"}, "no tokenizer 'nonsense'"),
+        ({"tokenizer": "nonsense"}, "Got 'nonsense'"),
         ({"text": "abc"}, "3|4.*tokens"),
         ({"text": ""}, "empty"),
         ({"text": []}, "empty"),
-        ({"recipe": replace(SHORT, objective="masked")}, "masked objective"),
-        ({"recipe": replace(SHORT, context=9)}, "context of 9"),
+        ({"recipe": replace(SHORT, objective="masked")}, "'masked' does not suit"),
+        ({"recipe": replace(SHORT, context=9)}, "learned positions. Got 9"),
         ({"recipe": replace(SHORT, holdout=0.0001)}, "held out"),
         ({"spec": "nano"}, "ModelSpec"),
         ({"spec": replace(PLAIN, output="none")}, "output"),
@@ -279,7 +279,7 @@ def test_train_request_equals_train_call(tmp_path: Path) -> None:
     request = TrainRequest(PLAIN, TEXT, SHORT, out=tmp_path / "run", tokenizer="character")
     result = run_request(request, progress=False)
     assert same_weights(result.model, hw.train(PLAIN, TEXT, SHORT, tokenizer="character", progress=False).model)
-    assert run_request(request, progress=False).step == result.step, "the same again is that run"
+    assert run_request(request, progress=False).step == result.step, "the same request returns the finished run"
     fields = result.to_dict()
     assert (fields["steps"], fields["valid_loss"], fields["model"]) == (
         result.step,

@@ -1,4 +1,4 @@
-"""Small runs, and ways to compare what they leave."""
+"""Small runs, and functions that compare their results."""
 
 import random
 from dataclasses import replace
@@ -52,7 +52,7 @@ SHORT = Recipe(
 
 
 class RunInterrupted(Exception):  # noqa: N818
-    """Raised from a call to break a run off."""
+    """Raised by a callback to interrupt a run."""
 
 
 def run(spec: ModelSpec | Transformer, recipe: Recipe, out: Path | None = None, **options: Any) -> TrainResult:
@@ -60,7 +60,7 @@ def run(spec: ModelSpec | Transformer, recipe: Recipe, out: Path | None = None, 
 
 
 def run_interrupted(spec: ModelSpec | Transformer, recipe: Recipe, out: Path, stop_step: int, **options: Any) -> None:
-    """The same run, broken off right behind a step, before anything of that step is saved."""
+    """Start a run and interrupt it after a step, before anything of that step is saved."""
 
     def stop(model: Transformer, step: int) -> None:
         if step == stop_step:
@@ -79,7 +79,7 @@ def same_weights(first: nn.Module, second: nn.Module) -> bool:
 
 
 def max_weight_difference(first: nn.Module, second: nn.Module) -> float:
-    """The largest difference between two models' weights."""
+    """Return the largest difference between the weights of two models."""
     a, b = first.state_dict(), second.state_dict()
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a if a[name].numel())
@@ -95,17 +95,17 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint."""
+    """Return the steps with a checkpoint."""
     return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
 
 
 def drop_timing(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Logged rows without what a clock said."""
+    """Return logged rows without times and speeds."""
     return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows]
 
 
 def assert_same_run(first: TrainResult, second: TrainResult) -> None:
-    """Two runs with a folder ended in the same bits."""
+    """Check that two runs with a folder have bitwise equal results."""
     assert first.folder is not None
     assert second.folder is not None
     assert first.step == second.step
@@ -117,7 +117,7 @@ def assert_same_run(first: TrainResult, second: TrainResult) -> None:
     assert (checkpoint_folder(first.folder, last) / name).read_bytes() == (
         checkpoint_folder(second.folder, last) / name
     ).read_bytes()
-    name = "model.safetensors"  # the order of its two notes may differ, so the tensors are compared
+    name = "model.safetensors"  # the order of its metadata entries may differ, so the tensors are compared
     assert same_tensors(checkpoint_folder(first.folder, last) / name, checkpoint_folder(second.folder, last) / name)
     assert drop_timing(first.history) == drop_timing(second.history)
     assert (first.loss, first.valid_loss, first.best_step, first.stop_reason) == (

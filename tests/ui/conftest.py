@@ -1,4 +1,4 @@
-"""A browser, and a report made by hand, for the tests of the page."""
+"""Fixtures of the page tests: a browser, and a report with known values."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A small model with words, and its live view: as an app, and as a process of its own."""
+"""A small model with a word tokenizer, and its live view as an app and as a subprocess."""
 
 import json
 import os
@@ -29,7 +29,7 @@ FILES = {"index.html": b"<!doctype html><head><title>x</title></head>", "style.c
 
 
 def make_model(**fields: Any) -> Transformer:
-    """Two layers of four heads that matter, over the words of the synthetic language."""
+    """Create a model with two layers of four heads on the vocabulary of the synthetic language."""
     tokenizer = word_tokenizer(VOCABULARY)
     attention = AttentionSpec(width=24, heads=4, kv_heads=2)
     torch.manual_seed(0)
@@ -39,18 +39,18 @@ def make_model(**fields: Any) -> Transformer:
         for layer in model.attention_layers():
             layer.output_projection.weight.mul_(20)
         for value in model.parameters():
-            value.mul_(3)  # probabilities apart enough to be told from each other
+            value.mul_(3)  # clearly different probabilities
     model.tokenizer = tokenizer
     return model
 
 
 def make_live_app(model: Transformer, **options: Any) -> ASGIApp:
-    """Its app, with a page and a book of next to nothing."""
+    """Create the app with a minimal page and minimal report data."""
     return make_app(LiveSession(model), {"version": 1}, files=FILES, **options)
 
 
 def make_folder(folder: Path) -> Path:
-    """The model and its profile in files, so that a server starts at once."""
+    """Save the model and its profile, so that a server starts fast."""
     model = make_model()
     model.save(folder / "small")
     hw.profile(model, TEXT, relations=Corpus.synthetic("held-out", documents=20), causal=False).save(folder / "profile")
@@ -65,7 +65,7 @@ class ViewProcess(NamedTuple):
 
 @contextmanager
 def running_view(folder: Path, *options: str, code: str = "") -> Iterator[ViewProcess]:
-    """`headwise view` in a process of its own; `code` is run in it first."""
+    """Start `headwise view` in a subprocess that first runs `code`."""
     arguments = [
         "headwise",
         "view",

@@ -1,4 +1,4 @@
-"""Report data made by hand: every field filled as full as a real profile fills it, every value known beforehand."""
+"""Synthetic report data with every field filled and every value known."""
 
 import json
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ TEXT = [
 def make_report_data(
     layers: int, heads: int, sentences: list[dict[str, Any]] | None = None, name: str = "made"
 ) -> dict[str, Any]:
-    """So many layers of so many heads; head h of layer l has score (l + h/100) / (layers + 1)."""
+    """Return report data in which head h of layer l has the score (l + h/100) / (layers + 1)."""
     addresses = [f"{layer}.{head}" for layer in range(layers) for head in range(heads)]
     return {
         "version": REPORT_VERSION,
@@ -76,7 +76,7 @@ def make_report_data(
 
 
 def make_claims() -> list[dict[str, Any]]:
-    """Four claims, one of each verdict: lines on an axis of doublings, bars with a negative one, bars far from zero."""
+    """Return four claims, one per verdict: lines on a log axis, bars with a negative value, bars far from zero."""
     heads = [_statistic("loss", 2**k, [2.5 - k / 8, 2.75 - k / 8, 2.625 - k / 8]) for k in range(7)]
     roles = [_statistic("gain", position, [value]) for position, value in (("induction", 0.5), ("<i>copy</i>", -0.25))]
     scales = [
@@ -105,7 +105,7 @@ def make_claims() -> list[dict[str, Any]]:
 
 
 def make_cost(layer: int, head: int) -> dict[str, Any]:
-    """Heads share keys two by two; head 0 of a layer is cut, 2 and 3 stream, weights of layer 1 are at 4 and 3 bits."""
+    """Pairs of heads share keys; head 0 of each layer is pruned, 2 and 3 stream, layer 1 has 4-bit and 3-bit weights."""
     is_pruned, is_streaming = head == 0, head in (2, 3)
     cost = {
         "bits": 4,
@@ -128,7 +128,7 @@ def make_cost(layer: int, head: int) -> dict[str, Any]:
 
 
 def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]:
-    """One head's record."""
+    """Return the record of one head."""
     layer, head = map(int, address.split("."))
     kind = (layer + head) % len(ROLES)
     score = None if ROLES[kind] == "unclear" else (layer + head / 100) / (layers + 1)
@@ -190,7 +190,7 @@ def make_head(address: str, addresses: list[str], layers: int) -> dict[str, Any]
 
 
 def make_maps(layers: int, heads: int, tokens: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Peaked random maps of a decoder, a layer at a time: (h, T, S), lengths fetched (h, S), shares written (h, T)."""
+    """Yield peaked random maps (h, T, S), value norms (h, S) and output shares (h, T) of a decoder, layer by layer."""
     generator = torch.Generator().manual_seed(seed)
     future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
     for _ in range(layers):
@@ -201,7 +201,7 @@ def make_maps(layers: int, heads: int, tokens: int, seed: int = 0) -> Iterator[t
 
 
 def make_sentence(layers: int, heads: int, tokens: int, seed: int = 0) -> dict[str, Any]:
-    """Those maps through the packing that real sentences take."""
+    """Pack the maps like those of real sentences."""
     addresses = tuple(Address.parse(f"{layer}.{head}") for layer in range(layers) for head in range(heads))
     recorder = SentenceRecorder(addresses, tokens)
     for layer, tensors in enumerate(make_maps(layers, heads, tokens, seed)):
@@ -219,7 +219,7 @@ def make_sentence(layers: int, heads: int, tokens: int, seed: int = 0) -> dict[s
 
 
 def round_six_digits(report_data: dict[str, Any]) -> dict[str, Any]:
-    """Report data as a report holds it."""
+    """Read the report data from a report file."""
     return json.loads(json.dumps(report_data), parse_float=lambda digits: float(f"{float(digits):.6g}"))
 
 

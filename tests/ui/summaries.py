@@ -1,4 +1,4 @@
-"""Summaries of heads whose behavior is known: attention made by hand over gold documents, and models built by hand."""
+"""Summaries of heads with known behavior: constructed attention over gold documents, and constructed models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.text_hash_split import bucket_of_text
 from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
 from headwise.analysis.roles.roles import assess, score
-from headwise.compression.head_cost import CompressionCostSummary
+from headwise.compression.head_compression_cost import HeadCompressionCosts
 from headwise.kernels import causal
 from headwise.spec import Address
 from headwise.text import Alignment
@@ -30,29 +30,29 @@ from headwise.text.token_alignment import find_word_spans
 from headwise.ui.head_summary import summary_lines
 from tests.analysis.dense_reference import call_from_scores
 
-# For each word of a document the place of the word that gets all the weight.
+# For each word of a document, the position of the word with all the weight.
 Rule = Callable[[Document], Sequence[int]]
-SHARP = 200.0  # a score beside which all others vanish
+SHARP = 200.0  # a score that dominates the softmax
 MARKS = {"[SEP]": "special", ",": "delimiter", "Anna": "capitalized", "7": "digit"}
 
 
 def summary(
-    profile: Profile, head: str, facts: HeadFacts | None = None, cost: CompressionCostSummary | None = None
+    profile: Profile, head: str, facts: HeadFacts | None = None, cost: HeadCompressionCosts | None = None
 ) -> list[str]:
-    """The sentences of one head."""
+    """Return the summary lines of one head."""
     return [sentence.text for sentence in summary_lines(profile, profile[head], facts, cost)]
 
 
 def profile_of(
     documents: Sequence[Document], rules: Sequence[Rule], *, ahead: bool = True, surface: bool = False
 ) -> Profile:
-    """The profile of heads that attend by rules; every word is one token.
+    """Return the profile of heads that attend by rules. Every word is one token.
 
     Args:
-        documents: what the heads read, with the gold arcs they are compared with.
-        rules: one for each head.
-        ahead: whether heads see later words.
-        surface: measure offsets and token classes instead of relations.
+        documents: Input documents with gold arcs.
+        rules: One rule per head.
+        ahead: Whether heads see later words.
+        surface: Measure offsets and token classes instead of relations.
     """
     vocabulary = sorted({word for document in documents for word in document.words})
     accumulator, heads = Accumulator(len(rules)), tuple(Address.parse(f"0.{number}") for number in range(len(rules)))
@@ -82,12 +82,12 @@ def profile_of(
 
 
 def follow(*relations: str, rate: float = 1.0, gold: dict[str, Document] | None = None) -> Rule:
-    """Attend along the gold arcs of relations such as `possessive >`, in a share of the cases; else to the first word.
+    """Attend along the gold arcs of relations such as `possessive >` with probability `rate`; else to the first word.
 
     Args:
-        relations: names and directions.
-        rate: the share of cases, drawn by the text, in which arcs are followed.
-        gold: documents whose arcs are followed, by their text; None: the arcs of the document that is read.
+        relations: Names and directions of relations.
+        rate: Fraction of texts in which arcs are followed.
+        gold: Documents whose arcs are followed, by text. None: the arcs of the input document.
     """
 
     def rule(document: Document) -> list[int]:
@@ -106,7 +106,7 @@ def follow(*relations: str, rate: float = 1.0, gold: dict[str, Document] | None 
 
 
 def shuffled_gold(documents: Sequence[Document], seed: int = 0) -> list[Document]:
-    """The same texts with arcs from the same words to words drawn by chance, never the first word nor a gold one."""
+    """Return the texts with random targets for the arcs, never the first word nor the gold target."""
     draw, shuffled = np.random.default_rng(seed), []
     for document in documents:
         gold = {frozenset((arc.source, arc.target)) for arc in document.relations}
@@ -130,21 +130,21 @@ SEVERAL = ("bracket >", "possessive >", "quote >", "cause-effect >", "question-a
 
 
 def attend_to_owned(document: Document) -> list[int]:
-    """Attend from a possessive pronoun to the word after it, which is owned or describes what is owned."""
+    """Attend from a possessive pronoun to the next word, which is the possession or modifies it."""
     pronouns = ("his", "her", "its", "their", "whose")
     last = len(document.words) - 1
     return [min(place + 1, last) if word in pronouns else 0 for place, word in enumerate(document.words)]
 
 
 def several(document: Document) -> list[int]:
-    """Follow five relations, each in a smaller share of its texts than the one before."""
+    """Follow five relations, each in a smaller fraction of its texts than the one before."""
     rules = [follow(name, rate=rate) for name, rate in zip(SEVERAL, (1.0, 0.95, 0.9, 0.75, 0.6), strict=True)]
     return [max(targets) for targets in zip(*(rule(document) for rule in rules), strict=True)]
 
 
 @cache
 def followers() -> dict[str, list[str]]:
-    """Summaries on the gold arcs of the probe set, by what a head does."""
+    """Return summaries on the gold arcs of the probe set, by the rule of the head."""
     rules = {name: follow(name) for name in ARCS}
     rules |= {
         "possessive both ways": follow("possessive >", "possessive <"),
@@ -156,14 +156,14 @@ def followers() -> dict[str, list[str]]:
 
 @cache
 def followers_of_shuffled_gold() -> dict[str, list[str]]:
-    """The same heads, compared with arcs whose second words were drawn by chance."""
+    """Return the summaries of the gold-arc heads on arcs with random targets."""
     rules = {name: follow(name, gold=GOLD) for name in ARCS}
     return _named(profile_of(shuffled_gold(probe_set()), list(rules.values())), rules)
 
 
 @cache
 def synthetic_followers() -> dict[str, list[str]]:
-    """Summaries on the gold arcs, phrases and word classes of the synthetic language, and on a relation of another name."""
+    """Return summaries on the gold arcs, phrases and word classes of the synthetic language, and on a renamed relation."""
     corpus = Corpus.synthetic("held-out", documents=150, seed=1)
     documents = [_with_nsubj(document) for document in corpus.items() if isinstance(document, Document)]
     rules: dict[str, Rule] = {
@@ -187,19 +187,19 @@ def attend_to_mate(document: Document, mates: Callable[[Document, int], set[int]
 
 
 def phrase_mates(document: Document, place: int) -> set[int]:
-    """Words that stand in one phrase of at most 8 words with a word."""
+    """Return the words in the same phrase of at most 8 words."""
     phrases = [range(*phrase) for phrase in document.phrases if phrase[1] - phrase[0] <= 8]
     return {mate for phrase in phrases if place in phrase for mate in phrase}
 
 
 def class_mates(document: Document, place: int) -> set[int]:
-    """Words of the class of a word."""
+    """Return the words of the same word class."""
     return {mate for mate, kind in enumerate(document.classes) if kind == document.classes[place]}
 
 
 @cache
 def surface_heads() -> dict[str, list[str]]:
-    """Summaries of heads that attend to classes of tokens, far away, or to tokens that idle heads attend to."""
+    """Return summaries of heads that attend to token classes, to distant tokens, or to attention sinks."""
     draw, documents = np.random.default_rng(0), []
     for number in range(60):
         words = [f"w{i}" for i in draw.integers(0, 400, 56)]
@@ -223,7 +223,7 @@ def attend_to_word(document: Document, word: str) -> list[int]:
 
 
 def _with_nsubj(document: Document) -> Document:
-    """The arcs from a subject to its verb, under the name that treebanks give them."""
+    """Return the subject-verb arcs under their treebank name."""
     renamed = (arc._replace(name="nsubj") if arc.name == "subject-verb" else arc for arc in document.relations)
     return replace(document, relations=tuple(renamed))
 

@@ -1,4 +1,4 @@
-"""Summaries of heads of models built by hand: what each head attends to and writes is known from its weights."""
+"""Summaries of heads of constructed models: the attention and output of each head follow from its weights."""
 
 from dataclasses import replace
 from functools import cache
@@ -18,13 +18,13 @@ from headwise.analysis.metrics.retrieval import RetrievalMetric
 from headwise.analysis.metrics.role_examples import ExampleStore, RoleExample
 from headwise.analysis.recording.batching import make_batch
 from headwise.analysis.recording.input_image import InputImage, image_sample
-from headwise.analysis.roles.causal_effects import CausalEffect
+from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.image_profile import IMAGE_ROLES
 from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
-from headwise.analysis.roles.prompt_roles import PROMPT_ROLES
+from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES
 from headwise.analysis.roles.roles import LEAD, SUPPRESSION_PROBE, RoleEvidence, assess, score
-from headwise.compression.head_cost import CompressionCostSummary, measure_compression_cost
+from headwise.compression.head_compression_cost import HeadCompressionCosts, measure_head_compression_cost
 from headwise.spec import Address
 from headwise.spec.patch_grid import PatchGrid
 from headwise.text.build_tokenizers import byte_tokenizer
@@ -56,7 +56,7 @@ Summaries = dict[str, list[str]]
 
 
 def summaries(profile: Profile, names: dict[str, str] | None = None) -> Summaries:
-    """The summary of every head, or of some under other names."""
+    """Return the summary of every head, or of some heads under other names."""
     named = names or {str(address): str(address) for address in profile.addresses}
     return {name: summary(profile, head) for name, head in named.items()}
 
@@ -73,7 +73,7 @@ def decoder_heads() -> Summaries:
 
 @cache
 def encoder_heads() -> Summaries:
-    """`tests.analysis.constructed_heads.ENCODER`, and a previous-token head that fetches nothing but from the first token."""
+    """`tests.analysis.constructed_heads.ENCODER` with a previous-token head that has values only at the first token."""
     encoder_summaries = summaries(hw.profile(encoder(), documents(), causal=False))
     model = decoder()
     with torch.no_grad():
@@ -85,7 +85,7 @@ def encoder_heads() -> Summaries:
 
 @cache
 def prompted_heads() -> Summaries:
-    """Heads on prompts: each model has a head with the role, and heads beside it that have a part of the behavior."""
+    """Heads on prompts: each model has a head with the role and other heads with parts of the behavior."""
     named = summaries(
         hw.profile(name_mover_model().model, ["Then we met. " * 3] * 4, relations=False, prompts=True, causal=False)
     )
@@ -153,7 +153,7 @@ def _far() -> Summaries:
 
 @cache
 def patch_heads() -> Summaries:
-    """Heads over pictures of 5 by 5 patches, after a class token and a register; attention is made by hand."""
+    """Heads on images of 5 by 5 patches after a class token and a register token, with constructed attention."""
     grid = PatchGrid.of(5, 5, ["class", "register"])
     down, across = (torch.nan_to_num(part, nan=99.0) for part in patch_offsets(grid))
     far, steps = (down.square() + across.square()).sqrt(), torch.maximum(down.abs(), across.abs())
@@ -183,14 +183,16 @@ def one_key(grid: PatchGrid, key: int) -> torch.Tensor:
 
 @cache
 def asked_heads() -> Summaries:
-    """Heads with all that is measured beside a profile: writes, loss without the head, cost of bits, partners."""
+    """Heads with all facts that a profile does not have: output, ablation loss, quantization cost, partners."""
     model = blank_model(heads=4, layers=2)
     first, second = model.attention_layers()
-    HeadBuilder(first, 0).attend_offsets(1).write(TOKEN, 0.5)  # copies into the part it reads: eigenvalues above 0
+    HeadBuilder(first, 0).attend_offsets(1).write(
+        TOKEN, 0.5
+    )  # copies into its input subspace, so eigenvalues are positive
     HeadBuilder(first, 1).attend_offsets(1).write(TOKEN, -0.5)
-    HeadBuilder(first, 2).attend_offsets(1).write(OUT, 4.0)  # the model says the token before
+    HeadBuilder(first, 2).attend_offsets(1).write(OUT, 4.0)  # predicts the previous token
     HeadBuilder(second, 0).attend_offsets(1).write(TOKEN, 0.5)
-    HeadBuilder(second, 1).attend_offsets(1).write(SCRATCH, 0.5)  # it writes what it never reads
+    HeadBuilder(second, 1).attend_offsets(1).write(SCRATCH, 0.5)  # writes to a subspace it never reads
     HeadBuilder(second, 2).attend_offsets(1).write(OUT, -1.0)
     corpus = [" ".join(["w0x"] + ["w1x w2x"] * 12)] * 8
     profile = hw.profile(model, corpus, relations=False, causal=False)
@@ -205,9 +207,9 @@ def asked_heads() -> Summaries:
     }
 
 
-def measure_head(model: hw.Transformer, head: HeadProfile, corpus: Any) -> tuple[HeadFacts, CompressionCostSummary]:
-    """Everything a summary tells of a head beside its profile."""
-    return measure_head_facts(model, head, corpus), measure_compression_cost(model, head, corpus)
+def measure_head(model: hw.Transformer, head: HeadProfile, corpus: Any) -> tuple[HeadFacts, HeadCompressionCosts]:
+    """Measure all facts of a head that its profile does not have."""
+    return measure_head_facts(model, head, corpus), measure_head_compression_cost(model, head, corpus)
 
 
 def _random_heads() -> Summaries:
@@ -225,7 +227,7 @@ def _random_heads() -> Summaries:
 
 @cache
 def ranked_heads() -> Summaries:
-    """Heads with five roles each, of evidence levels and distances from the baseline that are set by hand."""
+    """Heads with five roles each, with given evidence levels and distances from the baseline."""
     profile = hw.profile(encoder(), documents(8), relations=False, causal=False)
     head, names = profile["0.0"], ("self", "digit", "local", "bracket", "quote")
     ranks = {
@@ -281,7 +283,7 @@ def streaming_heads() -> Summaries:
     profile = hw.profile(model, corpus, relations=False, prompts=True, causal=False)
     measured = replace(
         profile["1.0"], metrics={**profile["1.0"].metrics, OUTSIDE_WINDOW.name: 0.01}
-    )  # as on text that repeats nothing
+    )  # as on text without repeats
     return {
         "previous token": summary(profile, "0.0", *measure_head(model, profile["0.0"], corpus)),
         "induction": summary(profile, "1.0", *measure_head(model, measured, corpus)),

@@ -1,4 +1,4 @@
-"""Claims as the page is told them: the figures that are drawn, the command that repeats them, a book of them alone."""
+"""Page data of claims: the plots, the command that reruns a claim, and a report with claims only."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def test_claim_dicts_named_positions_are_bars_with_intervals():
     assert bars["name"] == "relative difference"
     half_width = (
         0.95 / math.sqrt(2 * 0.975 * 0.025) / math.sqrt(3)
-    )  # Student's t of two degrees, in closed form; spread 1
+    )  # Student's t with two degrees of freedom in closed form; standard deviation 1
     assert bars["rows"][0] == ["fused", 2.0, pytest.approx(2 - half_width), pytest.approx(2 + half_width)]
     assert bars["rows"][1] == ["batched", 0.5, None, None]
     assert (claim_data["plot"]["x"], claim_data["plot"]["y"]) == ("", "relative difference")

@@ -1,13 +1,13 @@
-"""What the page shows of costs: bits, caches and costs, counted by hand; and who may be told of them."""
+"""Page data of costs: bits, cache sizes and quantization costs computed by hand, and errors for foreign files."""
 
 from pathlib import Path
 
 import pytest
 
 import headwise as hw
-from headwise.analysis.ablation.sensitivity import Sensitivity, sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import Sensitivity, sensitivity
 from headwise.compression import PruneRequest
-from headwise.compression.head_cost import CACHE_TOKENS, head_cost_data
+from headwise.compression.head_compression_cost import CACHE_TOKENS, head_cost_data
 from headwise.errors import HeadwiseError
 from headwise.spec import CachePolicy
 from headwise.ui.report_data import make_report_data
@@ -32,7 +32,7 @@ def test_cost_rows_of_plan_equal_closed_form() -> None:
     assert rows["0.1"]["bits"] == {"qk": 4, "vo": 4}
     assert rows["0.2"]["bits"] == {"qk": 32, "vo": 3}
     assert rows["0.2"]["kv_siblings"] == ["0.3"]
-    # A key and a value of 4 numbers at each token; streaming keeps 32 of them; at 8 bits a row takes 4 bytes and a scale.
+    # A key and a value of 4 dimensions per token; streaming heads cache 32 tokens; an 8-bit row has 4 bytes and a scale.
     assert rows["0.3"]["cache"]["bytes"] == 32 * 2 * 4 * 4
     assert rows["0.0"]["cache"]["bytes"] == rows["0.0"]["cache"]["full_bytes"] == CACHE_TOKENS * 2 * 4 * 4
     assert rows["1.2"]["cache"]["bytes"] == CACHE_TOKENS * 2 * (4 + 4)
@@ -48,7 +48,7 @@ def test_cost_rows_of_plan_equal_closed_form() -> None:
 def test_cost_rows_without_plan_use_model_spec() -> None:
     model = make_model()
     rows, summary = head_cost_data(model.spec.head_addresses, model.spec)
-    assert summary is None, "there is nothing to say of a model as it comes"
+    assert summary is None, "an uncompressed model has no cost summary"
     assert rows["0.1"]["cache"]["policy"] == "everything"
     small = hw.apply(hw.plan_pruning(model, cache={"0.1": CachePolicy(sink_tokens=1, window=7)}), model)
     rows, summary = head_cost_data(small.spec.head_addresses, small.spec)
@@ -68,7 +68,7 @@ def test_cost_rows_other_model_raises() -> None:
         make_report_data(head_profile, model, plan=hw.plan_pruning(other, cache={"*": 8}))
     with pytest.raises(HeadwiseError, match=r"has no head 0\.2"):
         head_cost_data(other.spec.head_addresses, other.spec, sensitivity(model, TEXTS, heads="0.2", bits=(4,)))
-    with pytest.raises(HeadwiseError, match="give the model"):
+    with pytest.raises(HeadwiseError, match="Pass the model"):
         make_report_data(head_profile, plan=hw.plan_pruning(model, cache={"*": 8}))
 
 

@@ -1,15 +1,34 @@
-"""The demo's two halves, in small: what they say they wrote is there, and is what was measured."""
+"""The demo with small sizes: written files, results, and stages that fit on one screen."""
 
 import json
+import re
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import headwise as hw
+from headwise.analysis.roles.roles import RoleEvidence
 from headwise.compression import PruneRequest
 from headwise.ui.demo_pretrained import Demo
+from headwise.ui.demo_tables import MAX_STAGE_LINES, StageTimer, show_demo_head, show_demo_roles
 from headwise.ui.demo_training import MAX_LOSS_INCREASE, DemoTrainResult, run_train_prune_demo
 from headwise.ui.head_summary import summary_lines
+from tests.runner import run_command
+
+
+def stage_lengths(output: str) -> dict[str, int]:
+    """Return the number of printed lines of each stage, from its heading to the next one, at 80 columns."""
+    lengths: dict[str, int] = {}
+    heading = ""
+    for line in output.splitlines():
+        if re.match(r"\d+ of \d+: |What to try next", line):
+            heading = line
+        if heading:
+            lengths[heading] = lengths.get(heading, 0) + max(1, -(-len(line) // 80))
+    return lengths
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +57,7 @@ def test_demo_training_saved_models_match_report(result: DemoTrainResult) -> Non
     assert hw.apply(hw.Plan.load(result.folder / "plan.json"), model).spec == small.spec
     assert hw.Profile.load(result.folder / "profile.npz").table() == result.profile.table()
     assert result.report.loss_increase.mean < 10 * MAX_LOSS_INCREASE * result.report.loss_before.mean, (
-        "heads of a model that knows nothing"
+        "heads of an untrained model are unimportant"
     )
 
 
@@ -64,7 +83,7 @@ def test_demo_training_interrupted_writes_nothing(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_demo_training_births_start_below_threshold(result: DemoTrainResult) -> None:
+def test_demo_training_emergence_starts_below_threshold(result: DemoTrainResult) -> None:
     for step, head, metric_name, final_value in result.emergence():
         values = result.history.curve(head, metric_name if metric_name == "induction" else f"{metric_name} hits")
         assert step > 0
@@ -81,12 +100,37 @@ def test_demo_stages_run_on_real_models(tmp_path: Path) -> None:
     head_profile, top_head = demo.profile_encoder()
     assert (tmp_path / "demo" / "minilm" / "report.html").is_file()
     assert str(top_head.address) in summary_lines(head_profile, top_head)[0].text
+    names = [f"pronoun-antecedent {number}" for number in range(30)]
+    evidence = [
+        RoleEvidence(name, "<", "causal", 0.98765, 0.12345, (0.91, 1.0), 0.9, 0.00012, 2.0, "referent", 123_456)
+        for name in names
+    ]
+    many_roles = replace(head_profile, evidence=[evidence, *head_profile.evidence[1:]])
+    console = Console(file=StringIO(), width=80)
+    timer = StageTimer(console, 2)
+    timer.print_stage("Roles of all heads", "A sentence. " * 13)
+    show_demo_roles(many_roles, Path("headwise-demo/minilm/profile.npz"), console)
+    timer.print_stage("One head in words", "A sentence. " * 13)
+    show_demo_head(many_roles, many_roles["0.0"], Path("report.html"), console)
+    lengths = stage_lengths(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(lengths) == 2
+    assert max(lengths.values()) <= MAX_STAGE_LINES, lengths
+
+
+@pytest.mark.slow
+def test_demo_stages_print_at_most_25_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_command("demo", "--quick", "--out", "demo", columns=80)
+    assert done.code == 0, done.err
+    lengths = stage_lengths(done.out)
+    assert len(lengths) == 11, "ten stages and the next steps"
+    assert max(lengths.values()) <= MAX_STAGE_LINES, lengths
 
 
 @pytest.mark.slow
 def test_demo_prune_recovers_real_model(tmp_path: Path) -> None:
     pruned = Demo(tmp_path / "demo", quick=True).prune()
-    assert len(pruned.plan.pruned_heads) == 27, "a tenth of 270"
+    assert len(pruned.plan.pruned_heads) == 27, "10% of 270"
     assert pruned.report.recovered is not None
     assert hw.Plan.load(pruned.plan_path).pruned_heads == pruned.plan.pruned_heads
 
@@ -106,7 +150,7 @@ def test_demo_costs_and_pruned_model_runs_in_llama_cpp(tmp_path: Path) -> None:
     assert all(any(head in cost.heads.split() for head in DEMO_HEADS) for cost in costs)
     assert [row[3] for row in demo_head_cache_rows(model)] == [
         4096 * 2 * 64 * 4 / 1e6
-    ] * 2  # keys and values of 64 numbers, 4 bytes
+    ] * 2  # keys and values with 64 dimensions, 4 bytes each
     pytest.importorskip("xllamacpp")
     sample = compare_with_llama_cpp(
         model,

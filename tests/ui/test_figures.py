@@ -1,4 +1,4 @@
-"""Figures: what is drawn is what the profile says; pictures and their numbers, by the suffix."""
+"""Figures match the profile, and the file suffix selects a figure or its data."""
 
 import csv
 import json
@@ -13,13 +13,13 @@ from headwise.analysis.roles.head_history import DEFAULT_METRICS, HeadHistory
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.similarity.compare_heads import HeadComparison
 from headwise.compression.paired_evaluation import LossEstimate
-from headwise.compression.pruning_curve import CurvePoint, PruningCurve
+from headwise.compression.pruning_curve import CurvePoint, PruningCurves
 from headwise.errors import HeadwiseError
 from headwise.ui.figures.diagram import draw_attention_diagram
+from headwise.ui.figures.head_history_plots import draw_history
 from headwise.ui.figures.role_grid import LEVEL_ALPHA, NO_ROLE_COLOR
 from headwise.ui.figures.sentence_maps import draw_arcs, draw_heat_map
 from headwise.ui.figures.tradeoff_curves import draw_pruning, draw_tradeoff
-from headwise.ui.figures.training_history import draw_history
 from headwise.ui.role_badges import role_badge
 from tests.analysis.constructed_heads import DECODER, decoder, documents, encoder
 
@@ -59,7 +59,7 @@ def test_plot_offsets_bar_at_head_offset(profile: Profile) -> None:
         heights = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in axes.patches}  # pyright: ignore[reportAttributeAccessIssue]
         assert max(heights, key=lambda key: heights[key]) == offset
         assert heights[offset] > 0.9
-        assert min(heights) == -16, "a decoder never looks ahead, so nothing is drawn there"
+        assert min(heights) == -16, "a decoder does not attend to later tokens"
         assert max(heights) == 0
     assert {row["head"] for row in profile.plot.offsets().rows} >= {"0.0", "1.1", "1.2"}
     ahead = hw.profile(encoder(), documents(20)).plot.offsets("0.0")
@@ -87,7 +87,7 @@ def test_plot_map_distances_equal_comparison(profile: Profile, comparison: HeadC
     np.testing.assert_allclose(np.asarray(saved_figure.figure.axes[0].collections[0].get_offsets()), positions)
     same = [
         index for index, row in enumerate(saved_figure.rows) if row["head"] in ("0.4", "1.4")
-    ]  # both look everywhere alike
+    ]  # both have uniform attention
     assert np.linalg.norm(positions[same[0]] - positions[same[1]]) < 1e-3
     assert {row["head"]: row["role"] for row in saved_figure.rows} == {
         head: role for head, (role, _) in DECODER.items()
@@ -113,7 +113,7 @@ def test_plot_training_history_equals_values(steps: int, heads: int) -> None:
     saved_figure = draw_history(history, "entropy")
     np.testing.assert_array_equal(saved_figure.figure.axes[0].lines[0].get_ydata(), values[:, 0, 0])
     assert len(saved_figure.rows) == steps * heads
-    assert json.loads(json.dumps(saved_figure.as_records()))[steps]["value"] is None, "what is not known is null"
+    assert json.loads(json.dumps(saved_figure.as_records()))[steps]["value"] is None, "missing values are null"
 
 
 def test_plot_pruning_has_line_and_band_per_ranking() -> None:
@@ -124,13 +124,13 @@ def test_plot_pruning_has_line_and_band_per_ranking() -> None:
         for ranking, increase in (("ablation", 0.2), ("random", 2.0))
         for keep in (0.75, 0.5)
     ]
-    saved_figure = draw_pruning(PruningCurve("nats a token", 8, 3, LossEstimate(1.8, 1.7, 1.9), tuple(points)))
+    saved_figure = draw_pruning(PruningCurves("nats a token", 8, 3, LossEstimate(1.8, 1.7, 1.9), tuple(points)))
     axes = saved_figure.figure.axes[0]
     lines = {str(line.get_label()): line for line in axes.lines}
     np.testing.assert_allclose(np.asarray(lines["ablation"].get_xdata()), [0.5, 0.75, 1.0])
     np.testing.assert_allclose(np.asarray(lines["random"].get_ydata()), [2.0, 2.0, 0.0])
     assert len(axes.collections) == 2
-    with pytest.raises(HeadwiseError, match="rows with x and mean"):
+    with pytest.raises(HeadwiseError, match="needs x and mean"):
         draw_tradeoff([{"heads": 1}])
 
 
@@ -141,7 +141,7 @@ def test_plot_diagram_counts_layer_parameters() -> None:
     layer = hw.MultiHeadAttention(spec.attention)
     assert numbers == sum(weight.numel() for weight in layer.parameters())
     labels = [text.get_text() for text in saved_figure.figure.axes[0].texts]
-    assert labels.count("k") == 3, "heads 0, 1 and 2 share keys; 3 and 8 stand in a group each"
+    assert labels.count("k") == 3, "heads 0, 1 and 2 share keys; 3 and 8 are groups of one"
     with pytest.raises(HeadwiseError, match="without heads"):
         draw_attention_diagram(replace(spec.attention, kept_heads=()))
 
@@ -158,7 +158,7 @@ def test_plot_heat_map_and_arcs_equal_maps() -> None:
         max((row for row in arc_figure.rows if row["head"] == "0.0"), key=lambda row: row["weight"])["looks at"]
         == "w0x"
     )
-    with pytest.raises(HeadwiseError, match="14 heads do not fit into one picture; name at most 12"):
+    with pytest.raises(HeadwiseError, match="at most 12"):
         draw_heat_map(hw.attention_maps(_make_many_heads_model(), "1 w0x"))
 
 
@@ -182,8 +182,8 @@ def test_saved_figure_csv_and_json_write_rows(profile: Profile, tmp_path: Path) 
         csv_rows = list(csv.DictReader(file))
     assert [row["role"] for row in csv_rows] == [role for role, _ in DECODER.values()]
     assert json.loads(saved_figure.save(tmp_path / "roles.json").read_text()) == saved_figure.as_records()
-    with pytest.raises(HeadwiseError, match=r"written as \.svg, \.png, \.pdf, \.csv, \.json; got"):
+    with pytest.raises(HeadwiseError, match=r"one of \.svg, \.png, \.pdf, \.csv, \.json. Got"):
         saved_figure.save(tmp_path / "a.gif")
-    with pytest.raises(HeadwiseError, match="there is no folder"):
+    with pytest.raises(HeadwiseError, match="does not exist"):
         saved_figure.save(tmp_path / "nowhere" / "a.svg")
     assert saved_figure._repr_png_().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""A head's summary: every number in it is one it was given, every sentence points to a heading that is there."""
+"""Head summaries: every number comes from the input, and every line links to an existing heading of the docs."""
 
 import re
 from dataclasses import replace
@@ -10,17 +10,17 @@ import torch
 
 import headwise as hw
 from headwise.analysis.ablation.importance import HeadImportance
-from headwise.analysis.ablation.sensitivity import QuantizationCost
+from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
 from headwise.analysis.attribution.ov_analysis import TokenEffects
 from headwise.analysis.head_facts import AblationSummary, ComposedHead, HeadFacts, OVSummary, measure_head_facts
 from headwise.analysis.metrics.long_offsets import STREAMING_POLICY
 from headwise.analysis.metrics.role_examples import RoleExample
-from headwise.analysis.roles.causal_effects import CausalEffect
+from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.roles import RoleEvidence
-from headwise.compression.head_cost import CompressionCostSummary, measure_compression_cost
+from headwise.compression.head_compression_cost import HeadCompressionCosts, measure_head_compression_cost
 from headwise.compression.paired_evaluation import LossEstimate
-from headwise.compression.streaming_cost import BOUND, KINDS, StreamingCost, StreamingTestResult
+from headwise.compression.streaming_cost import BOUND, KINDS, StreamingTestResult, TextKindStreamingCost
 from headwise.text.build_tokenizers import byte_tokenizer
 from headwise.ui.glossary import GLOSSARY
 from headwise.ui.head_summary import summary_lines
@@ -36,7 +36,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def random_model():
-    """A model that has learned nothing."""
+    """An untrained model."""
     torch.manual_seed(0)
     model = hw.Transformer(hw.preset("nano").resized(layers=2, width=32, heads=4))
     model.tokenizer = byte_tokenizer()
@@ -57,18 +57,18 @@ def make_evidence(name, evidence_level, score, **fields):
 
 def lines_by_term(profile, head, facts=None, cost=None):
     lines = summary_lines(profile, head, facts, cost)
-    return {line.term: line.text for line in reversed(lines)}  # the first of each kind
+    return {line.term: line.text for line in reversed(lines)}  # the first line of each term
 
 
 def test_head_summary_random_model_reports_nothing_found(random_model, profile):
     for head in profile:
         summary = lines_by_term(profile, head)
         assert set(summary) == {"unclear", "idle pattern"}
-        assert summary["unclear"].startswith(f"Head {head.address}: nothing found. On 6 texts no role of it")
+        assert summary["unclear"].startswith(f"Head {head.address}: no role found. On 6 texts, no role exceeded")
         assert f"{profile.family_size:,} tests" in summary["unclear"]
     head = next(iter(profile))
     facts = measure_head_facts(random_model, head, TEXTS)
-    assert facts.errors == measure_compression_cost(random_model, head, TEXTS).errors == ()
+    assert facts.errors == measure_head_compression_cost(random_model, head, TEXTS).errors == ()
     summary = lines_by_term(profile, head, facts)
     assert facts.ov_summary is not None
     effect = facts.ov_summary.effect
@@ -79,7 +79,7 @@ def test_head_summary_random_model_reports_nothing_found(random_model, profile):
     assert f"95% CI {effect.low:+.2f} to {effect.high:+.2f}" in summary["direct effect"]
     exact = hw.importance(random_model, hw.TokenizedCorpus.of(random_model, TEXTS), heads="0.*")["0.0"]
     assert (
-        f"loses {exact.importance:.2g} nats a token (95 % CI {exact.low:.2g} to {exact.high:.2g}"
+        f"loss by {exact.importance:+.2g} nats per token (95% CI {exact.low:+.2g} to {exact.high:+.2g}"
         in summary["importance"]
     )
 
@@ -109,38 +109,39 @@ def test_head_summary_contains_every_number(profile):
         AblationSummary(HeadImportance("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03), "ablation", "mean", "nats a token", 64),
         ("0.1", "0.2"), ComposedHead("0.3", 0.19, 0.04), None, (("1.1", 0.123),),
     )  # fmt: skip
-    head_cost = CompressionCostSummary(
+    head_cost = HeadCompressionCosts(
         (QuantizationCost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats a token",
         16, 2_097_152, "0.0",
         StreamingTestResult(hw.CachePolicy(sink_tokens=4, window=128),
-                      (StreamingCost("nouns repeated", 2.85, LossEstimate(3.1, 2.8, 3.4), 12),)),
+                      (TextKindStreamingCost("nouns repeated", 2.85, LossEstimate(3.1, 2.8, 3.4), 12),)),
     )  # fmt: skip
     summary = summary_lines(profile, head, facts, head_cost)
     text = " ".join(line.text for line in summary)
     for part in (
-        "attends from the second copy of a random token to the token after the first copy (induction): in the cases measured "
-        "61 % of its weight goes there",
-        "1,234 held-out cases (the probe set): 95 % CI 50 % to 71 %; its baseline has 6 %; p = 0.0004",
-        f"correction for {profile.family_size:,} tests", "It was tested on random tokens and running text.",
-        "On random tokens, without", "loses +0.500 nats an answer", "and +0.062 where the same answers are",
-        "On running text, without", "loses +0.750 nats an answer; nowhere were the same answers found",
-            "; +0.250 more than without others of its layer (95 % CI +0.125 to +0.375)",
-        "It also attends from a possessive pronoun to its owner (possessive >): in 88 % of the cases the right word gets the "
-        "largest weight of all words (",
-        "attends from a word to earlier words of the same phrase (same phrase <): in the cases measured 50 % of its weight",
-        "Further roles at the same evidence level (attention, p up to 0.0004), less far above their baselines: digit 40 % "
-        "(baseline 6 %).",
-        "[ship] at *sea* (0.80). Of 2 held-out cases kept as examples 1 is a hit.",
-        "Idle pattern: attention sink, on average 62 % of its weight lies on the first token.",
+        "attends from the second copy of a random token to the token after the first copy (induction): on average 61% of its "
+        "attention goes there",
+        "Evaluated on 1,234 held-out cases (the probe set): 61% (95% CI 50–71%), baseline 6%, p = 0.0004 after",
+        f"correction for {profile.family_size:,} tests", "Tested on random tokens and running text.",
+        "ablating the head on random tokens: +0.500 nats per answer (rise in the loss of the role's answers), +0.062 on the "
+        "same answers in control cases; +0.250 relative to the other heads of its layer (95% CI +0.125 to +0.375)",
+        "ablating the head on running text: +0.750 nats per answer (rise in the loss of the role's answers); no control",
+        "It also attends from a possessive pronoun to its owner (possessive >): in 88% of the cases, the target word gets "
+        "the largest weight of all words (",
+        "attends from a word to earlier words of the same phrase (same phrase <): on average 50% of its attention",
+        "Further roles at the same evidence level (attention, p up to 0.0004), closer to their baselines: digit 40% "
+        "(baseline 6%).",
+        "[ship] at *sea* (weight on the target: 0.80). 1 of 2 stored held-out examples is a hit.",
+        "Idle pattern: attention sink, on average 62% of its attention is on the first token.",
         "Its output raises the logit of the token it attends to most by 0.66 (95% CI +0.47 to +0.85), relative to the mean "
         "over the vocabulary: direct effect at 1,027 query positions of 22 texts, 0.7% of all;",
-        "Looking at ' ship' it makes ' harbour' likelier",
-        "loses 0.031 nats a token (95 % CI 0.02 to 0.04), +0.011 beside", "mean ablation on 64 texts",
-        "Stored at 4 bits, with 0.1 and 0.2, which share its keys, "
-        "the loss changes by: W_Q and W_K +0.0012 (95 % CI -0.001 to +0.003)",
+        "Attending to ' ship' promotes ' harbour' and suppresses ' paint'",
+        "changes the loss by +0.031 nats per token (95% CI +0.02 to +0.04), +0.011 relative to the other heads",
+        "mean ablation on 64 texts",
+        "quantized to 4 bits, together with heads 0.1 and 0.2 (same KV head): W_Q and W_K +0.0012 (95% CI -0.001 to +0.003)",
         "increase with KV head 0.0 at 4 sink tokens and a window of 128: nouns repeated 2.85 +3.1 (95% CI +2.8 to +3.4; 12",
-        "keeps 2.1 MB of keys and values at 4,096 tokens", "reads 0.3 (V-composition 0.19, random weights 0.04) most",
-        "looks most like 1.1 (0.12 nats apart)",
+        "KV cache: 2.1 MB at 4,096 tokens (KV head 0.0, shared with heads 0.1 and 0.2)",
+        "V-composition with an earlier head: 0.3 (0.19, random weights 0.04)",
+        "Most similar attention: 1.1 (Jensen–Shannon divergence 0.12 nats)",
     ):  # fmt: skip
         assert part in text, part
     assert [line.term for line in summary] == [
@@ -148,6 +149,16 @@ def test_head_summary_contains_every_number(profile):
         "bits", "cache",
         "streaming", "partners",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranking", ["gradient", "attribution"])
+def test_head_summary_estimated_importance_is_not_called_ablation(profile, ranking):
+    importance = HeadImportance("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03)
+    facts = HeadFacts(ablation=AblationSummary(importance, ranking, "zero", "nats a token", 64))
+    text = lines_by_term(profile, next(iter(profile)), facts)["importance"]
+    assert text.startswith("Importance: +0.031 (95% CI +0.02 to +0.04), +0.011 relative to the other heads")
+    assert f"; {ranking} on 64 texts." in text
+    assert "blat" not in text
 
 
 def test_head_summary_direct_effect_sentence_follows_the_interval(profile):
@@ -158,11 +169,11 @@ def test_head_summary_direct_effect_sentence_follows_the_interval(profile):
         (-0.1, 0.3): "does not measurably change",
     }
     for (low, high), claim in claims.items():
-        for score in (-0.9, 0.9, float("nan")):  # the eigenvalue score decides nothing
+        for score in (-0.9, 0.9, float("nan")):  # the eigenvalue score does not change the summary
             ov_summary = OVSummary(score, 0.02, (), AttendedLogitEffect((low + high) / 2, low, high, 50, 0.1, 9))
             assert claim in lines_by_term(profile, head, HeadFacts(ov_summary))["direct effect"]
     assert set(lines_by_term(profile, head, HeadFacts(OVSummary(0.9, 0.02)))) == {"unclear", "idle pattern"}, (
-        "nothing measured, nothing said"
+        "no facts, no lines"
     )
 
 
@@ -178,9 +189,9 @@ def test_head_summary_encoder_has_no_direct_effect_sentence():
 
 
 def costs(**highs):
-    """Loss increases of every kind with these upper ends; 0.01 if none is given."""
+    """Return loss increases with these upper ends; the default is 0.01."""
     ends = {kind: highs.get(kind.split()[0], 0.01) for kind in KINDS}
-    return tuple(StreamingCost(kind, 2.5, LossEstimate(0.0, -0.01, high), 12) for kind, high in ends.items())
+    return tuple(TextKindStreamingCost(kind, 2.5, LossEstimate(0.0, -0.01, high), 12) for kind, high in ends.items())
 
 
 @pytest.mark.parametrize(
@@ -202,7 +213,7 @@ def test_head_summary_streaming_recommended_only_if_attention_and_all_losses_all
 ):
     flags = None if local is None else np.full(len(profile), local)
     monkeypatch.setattr("headwise.ui.head_summary.streaming_candidate_mask", lambda accumulator: flags)
-    head_cost = CompressionCostSummary(kv_head="0.0", streaming_cost=StreamingTestResult(STREAMING_POLICY, measured))
+    head_cost = HeadCompressionCosts(kv_head="0.0", streaming_cost=StreamingTestResult(STREAMING_POLICY, measured))
     text = lines_by_term(profile, next(iter(profile)), cost=head_cost).get("streaming", "")
     assert ("can stream" in text) == recommended
     assert all(f"{cost.kind} 2.50" in text for cost in measured)
@@ -214,7 +225,7 @@ def test_head_summary_attention_outside_the_window_is_a_figure_and_no_recommenda
     text = lines_by_term(profile, replace(head, metrics={**head.metrics, "outside window": value}))
     assert "stream" not in " ".join(text.values())
     assert text["outside window"].startswith(
-        f"{100 * value:.2g}% of its attention falls outside 4 sink tokens and a window of 32"
+        f"{100 * value:.2g}% of its attention is outside 4 sink tokens and a window of 32"
     )
 
 
@@ -222,7 +233,7 @@ def test_head_cost_measures_streaming_only_if_attention_is_local(random_model, p
     head = profile["0.1"]
     for beyond, measured in ((0.4, False), (float("nan"), False), (0.01, True)):
         measured_head = replace(head, metrics={**head.metrics, "outside window": beyond})
-        cost = measure_compression_cost(random_model, measured_head, TEXTS)
+        cost = measure_head_compression_cost(random_model, measured_head, TEXTS)
         assert (cost.streaming_cost is not None) == measured
 
 
@@ -237,10 +248,13 @@ def test_head_summary_attached_model():
     head_profile = hw.profile(attached, TEXTS, causal=False)
     head = head_profile["1.1"]
     summary = lines_by_term(
-        head_profile, head, measure_head_facts(attached, head, TEXTS), measure_compression_cost(attached, head, TEXTS)
+        head_profile,
+        head,
+        measure_head_facts(attached, head, TEXTS),
+        measure_head_compression_cost(attached, head, TEXTS),
     )
     assert {"unclear", "idle pattern", "direct effect", "importance", "bits", "partners"} <= set(summary)
-    assert "nothing found" in summary["unclear"]
+    assert "no role found" in summary["unclear"]
 
 
 def test_glossary_links_point_to_headings():
@@ -275,7 +289,7 @@ def test_head_summary_encoder_decoder_without_pairs():
     for address in ("enc.0.1", "dec.0.0", "cross.0.1"):
         facts = measure_head_facts(model, head_profile[address])
         assert facts.ablation is None
-        cost = measure_compression_cost(model, head_profile[address])
+        cost = measure_head_compression_cost(model, head_profile[address])
         for errors in (facts.errors, cost.errors):
             assert any("pairs" in reason for reason in errors)
-        assert "nothing found" in lines_by_term(head_profile, head_profile[address], facts, cost)["unclear"]
+        assert "no role found" in lines_by_term(head_profile, head_profile[address], facts, cost)["unclear"]

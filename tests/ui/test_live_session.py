@@ -1,4 +1,4 @@
-"""The live page in a browser: type a sentence, switch a head off, see what changes, write on."""
+"""The live page in a browser: type a sentence, silence a head, compare predictions, generate."""
 
 import os
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def view(folder: Path) -> Iterator[ViewProcess]:
 
 @pytest.fixture
 def page(view: ViewProcess) -> "Iterator[Page]":
-    """The live page, opened by the address that was printed; nothing may go wrong in it, nor be asked of anyone else."""
+    """The live page at the printed URL. Any browser error and any request to another host fails the test."""
     chromium = find_browser()
     missing = "chromium" if chromium is None else "playwright" if find_spec("playwright") is None else None
     if missing is not None:
@@ -56,7 +56,7 @@ def page(view: ViewProcess) -> "Iterator[Page]":
         page.wait_for_selector("html[data-ready=true]")
         yield page
         browser.close()
-    refused = "Failed to load resource: the server responded with a status of 413"  # what the browser itself says of it
+    refused = "Failed to load resource: the server responded with a status of 413"  # message of the browser
     assert not [problem for problem in problems if not problem.startswith(("data:", refused))]
 
 
@@ -68,12 +68,12 @@ def test_live_page_silence_predict_and_step(page: "Page", folder: Path) -> None:
     page.wait_for_selector("#outcome h3")
     full, silenced = live.predict(TEXT)["before"], live.predict(TEXT, ["1.1"])["after"]
     assert shown_predictions(page, 0) == shown_predictions(page, 1) == full
-    switch_off = page.get_by_label("Switch a head off")
+    switch_off = page.get_by_label("Silence a head")
     switch_off.fill("1.1")
     switch_off.press("Enter")
     page.wait_for_selector("#outcome h3 >> text=Without 1.1")
     assert (shown_predictions(page, 0), shown_predictions(page, 1)) == (full, silenced)
-    page.get_by_label("Switch 1.1 on").click()
+    page.get_by_label("Enable 1.1").click()
     page.wait_for_selector("#outcome h3", state="detached")
     switch_off.fill("1.1")
     switch_off.press("Enter")
@@ -81,9 +81,9 @@ def test_live_page_silence_predict_and_step(page: "Page", folder: Path) -> None:
     text = TEXT
     for _ in range(2):
         text = live.generate_next_token(text, ["1.1"])["text"]
-        page.get_by_role("button", name="Next word", exact=True).click()
+        page.get_by_role("button", name="Next token", exact=True).click()
         page.wait_for_function("text => document.querySelector('#steps .context')?.textContent === text", arg=text)
-    assert page.locator("#steps [aria-label^='Where']").count() >= 2
+    assert page.locator("#steps [aria-label^='Attention of']").count() >= 2
     if screenshots := os.environ.get("SCREENSHOTS"):
         page.screenshot(path=Path(screenshots) / "live.png", full_page=True)
 
@@ -93,7 +93,7 @@ def test_live_page_pinned_edge_is_explained(page: "Page", folder: Path) -> None:
     page.evaluate("location.hash = location.hash.replace(/&?(pin|head)=[^&]*/g, '') + '&pin=4,1&head=1.1&heads=1.1'")
     page.evaluate("dispatchEvent(new PopStateEvent('popstate'))")
     attribution = hw.explain(hw.load(folder / "small"), TEXT, "1.1", 4, 1, relative_to_mean=True, words=False)
-    page.get_by_role("button", name="Why did “dog” look at “goat”?").click()
+    page.get_by_role("button", name="Why does “dog” attend to “goat”?").click()
     first = attribution.pairs[0]
     page.wait_for_selector(f"text={first.query} · {first.key}")
     if screenshots := os.environ.get("SCREENSHOTS"):
@@ -109,22 +109,22 @@ def test_live_page_server_error_is_shown(page: "Page") -> None:
     page.get_by_role("button", name="Sentence", exact=True).click()
     page.fill("#live-text", "the " * 200)
     with page.expect_response("**/api/sentence") as response:
-        page.get_by_role("button", name="Look", exact=True).click()
+        page.get_by_role("button", name="Run", exact=True).click()
     assert response.value.status == 413
-    page.wait_for_selector("#status >> text=200 tokens; at most 128")
+    page.wait_for_selector("#status >> text=200 tokens. Send at most 128")
 
 
 def enter_text(page: "Page", text: str) -> None:
-    """Type a text and wait until it is shown."""
+    """Type a text and wait for its display."""
     page.get_by_role("button", name="Sentence", exact=True).click()
     page.fill("#live-text", text)
-    page.get_by_role("button", name="Look", exact=True).click()
+    page.get_by_role("button", name="Run", exact=True).click()
     is_shown = "text => document.querySelector('[aria-label=\"The sentence\"]')?.textContent === text"
     page.wait_for_function(is_shown, arg=text.replace(" ", ""))
 
 
 def shown_predictions(page: "Page", side: int) -> list[tuple[str, float]]:
-    """The predictions on one side, as they stand there."""
+    """Return the displayed predictions of one side."""
     bars = page.locator("#outcome > div").nth(side).locator(".bars")
     probabilities = bars.locator(".number").evaluate_all("all => all.map((one) => Number(one.dataset.value))")
     return list(zip(bars.locator("code").all_text_contents(), probabilities, strict=True))
@@ -132,7 +132,7 @@ def shown_predictions(page: "Page", side: int) -> list[tuple[str, float]]:
 
 @pytest.mark.slow
 def test_live_page_figure_download_under_content_policy(page: "Page", tmp_path: Path) -> None:
-    """Inline styles are refused there: the fixture fails on any word of the browser's."""
+    """The content security policy blocks inline styles; the fixture fails on any browser message."""
     for kind, start in (("SVG", b"<svg"), ("PNG", b"\x89PNG")):
         with page.expect_download() as download:
             page.click(f"#acts >> text={kind}")

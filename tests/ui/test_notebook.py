@@ -1,4 +1,4 @@
-"""In a notebook things show themselves: plain HTML everywhere, a widget where a kernel runs and anywidget is there."""
+"""Notebook views: plain HTML everywhere, and a widget if a kernel runs and anywidget is installed."""
 
 import re
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_head_html_shows_matrices() -> None:
     html = head._repr_html_()  # pyright: ignore[reportAttributeAccessIssue]
     rows, columns = head.W_Q.shape  # pyright: ignore[reportAttributeAccessIssue]
     assert f"<td>{rows} × {columns}</td>" in html
-    assert html.count("<rect") == 2 * columns, "as many singular values as the head has channels, of QK and of OV"
+    assert html.count("<rect") == 2 * columns, "one singular value per channel of the head, for QK and for OV"
 
 
 def test_attention_view_html_shows_words_and_lines() -> None:
@@ -49,7 +49,7 @@ def test_attention_view_html_shows_words_and_lines() -> None:
     html = view._repr_html_()
     strong = (torch.as_tensor(view.map("0.0")) >= 0.02).sum()
     assert html.count("<line") == strong
-    assert "<b>" not in html, "a word is never markup"
+    assert "<b>" not in html, "text is escaped"
     all_heads = hw.attention_maps(decoder(), "1 w0x w1x w2x")
     assert all_heads._repr_html_().count("<svg") <= 4
     assert "of 12 heads" in all_heads._repr_html_()

@@ -1,4 +1,4 @@
-"""The page in a real browser: what is read from it is what the report data hold; keys, links and both forms work."""
+"""The page in a browser: it shows the report data, and keys, links and both page forms work."""
 
 import json
 import threading
@@ -38,17 +38,17 @@ def test_page_card_equals_report_data(page, report, report_data):
             assert float(page.get_attribute('[data-fact="baseline"]', "data-value")) == head["baseline"]
         cells = page.locator('section[aria-label="Metrics"] tbody td')
         assert cells.evaluate_all("all => all.map(x => Number(x.dataset.value))") == list(head["metrics"].values())
-        top_context = page.locator('section[aria-label="Where it looked hardest"] .context mark.token').first
+        top_context = page.locator('section[aria-label="Largest attention weights"] .context mark.token').first
         assert top_context.text_content().strip() == "<b>ship</b>"  # text stays text
-        cases = page.locator('section[aria-label="Cases of its roles"]')
+        cases = page.locator('section[aria-label="Examples of its roles"]')
         counts = cases.count(), cases.locator(".hit").count(), cases.locator(".miss").count()
         assert counts == ((1, 6, 2) if head["roles"] else (0, 0, 0))
         if head["roles"]:
-            assert page.text_content('[data-fact="shown on"]') == "the probe set"
-            assert f"{head['role']} >, the probe set: 3 of 4 shown are hits" in cases.text_content()
+            assert page.text_content('[data-fact="evaluated on"]') == "the probe set"
+            assert f"{head['role']} >, the probe set: 3 of 4 examples are hits" in cases.text_content()
             assert "Also: possessive > " in page.text_content('[data-fact="roles"]')
-            assert page.text_content('[data-fact="skipped"]') == "Not asked for successor: too <b>weak</b>."
-            assert "5,395 tests in the family, 1,617 in that of prompts" in page.text_content("main")
+            assert page.text_content('[data-fact="skipped"]') == "Not tested: successor. too <b>weak</b>."
+            assert "corrected for 5,395 tests; for roles on prompts, 1,617 tests" in page.text_content("main")
             assert cases.locator(".miss").first.text_content() == "✗ 0.71the old painter sees the <i>sea</i> ship"
     assert page.text_content("#model-name") == "a <i>made</i> book"
 
@@ -58,21 +58,21 @@ def test_page_costs_equal_report_data(page, report, report_data):
     badges = {head: page.text_content(f'[data-head="{head}"]') for head in ("0.0", "0.1", "0.2", "1.1", "1.3")}
     assert badges == {"0.0": "✕", "0.1": "·", "0.2": "≋", "1.1": "4·3", "1.3": "4·3 ≋"}
     assert page.text_content('[data-fact="weights"]') == "538.0 MB → 151.0 MB"
-    assert page.text_content('[data-fact="a cache of 4,096 tokens"]') == "188.7 MB → 97.4 MB, 1.94× fewer"
+    assert page.text_content('[data-fact="KV cache at 4,096 tokens"]') == "188.7 MB → 97.4 MB, 1.94× smaller"
     assert "<b>on</b> a text" in page.text_content("pre.description")  # text stays text
     page.select_option('[data-key="color"]', "qk at 4 bits")
     assert float(page.get_attribute('[data-head="3.5"]', "data-value")) == pytest.approx(0.0015)
-    assert page.text_content('[data-head="3.5"]') == ".002"
+    assert page.text_content('[data-head="3.5"]') == "0.002"
     assert "cost=qk" in page.url
     page.click('[data-head="3.2"]')
     assert page.get_attribute("main", "data-view") == "card"
-    assert page.text_content('[data-fact="its cache"]') == "key head 3.1: 68 kB of 2097 at 4,096 tokens"
-    assert page.text_content('[data-fact="now"]') == "its cache keeps streaming 4 + 128; shares keys with 3.3"
+    assert page.text_content('[data-fact="KV cache"]') == "KV head 3.1: 68 kB of 2097 at 4,096 tokens"
+    assert page.text_content('[data-fact="state"]') == "cache: streaming 4 + 128; shares its KV head with 3.3"
     drifts = page.locator('[data-table="cost"] td:last-child').evaluate_all(
         "all => all.map(x => Number(x.dataset.value))"
     )
     assert drifts == [0.002, 0.002]
-    assert page.locator('main [aria-label="Its cost"]').count() == 1
+    assert page.locator('main [aria-label="Cost"]').count() == 1
 
 
 def test_page_keyboard_navigation_and_history(page, report):
@@ -97,7 +97,7 @@ def test_page_grid_has_aria_roles_and_labels(page, report):
     assert page.locator('[role="grid"] [role="row"]').count() == LAYERS
     assert page.locator('[role="grid"] [role="gridcell"]').count() == LAYERS * HEADS
     label = page.get_attribute('[data-head="1.4"]', "aria-label")
-    assert label == "head 1.4: induction +1, the probe set, causal, 0.15 against 0.06, its baseline"  # (1 + 4/100) / 7
+    assert label == "head 1.4: induction +1, the probe set, causal, score 0.15, baseline 0.06"  # (1 + 4/100) / 7
     nameless = page.evaluate(
         """[...document.querySelectorAll('button, select, input, canvas[tabindex]')].filter((one) =>
         !(one.textContent.trim() || one.getAttribute('aria-label') || one.closest('label'))).length"""
@@ -106,7 +106,7 @@ def test_page_grid_has_aria_roles_and_labels(page, report):
 
 
 def test_page_role_filter_and_search(page, report, report_data):
-    open_report(page, report, "role=possessive")  # nobody's first role
+    open_report(page, report, "role=possessive")  # not the first role of any head
     assert (
         page.locator(".cell:not(.dim)").count()
         == sum("possessive" in head["roles"] for head in report_data["heads"])
@@ -128,16 +128,16 @@ def test_page_report_has_no_live_controls(page, report):
     open_report(page, report, "view=sentence")
     assert page.locator("textarea, #live-text").count() == 0
     open_report(page, report, "view=card&head=5.1")
-    assert page.get_by_text("Switch it off").count() == 0
+    assert page.get_by_text("Silence head").count() == 0
 
 
 def test_page_claims_equal_report_data(page, report, report_data):
     open_report(page, report, "view=claims")
-    summary = "1 holds, 1 does not hold, 1 depends on something, 1 is true by construction."
+    summary = "1 holds, 1 does not hold, 1 depends on conditions, 1 is true by construction."
     assert page.text_content('[data-fact="summary"]') == summary
     for claim in report_data["claims"]:
         part = page.locator(f"#claim-{claim['name']}")
-        assert part.locator("h2").text_content() == f"{claim['number']}. {claim['statement']}"  # text stays text
+        assert part.locator("h2").text_content() == f"{claim['number']}. {claim['statement']}"  # text is escaped
         verdict = part.locator('[data-fact="verdict"]').text_content()
         assert claim["verdict"] in verdict
         assert claim["depends_on"] in verdict
@@ -164,13 +164,13 @@ def test_page_claim_log_axis_and_bars_from_zero(page, report, report_data):
     assert {"1", "2", "4", "8", "16", "32", "64"} <= set(lines.locator("text").all_text_contents())
     get_edges = "all => all.map(one => { const at = one.getBoundingClientRect(); return [at.left, at.right]; })"
     (left, right), (low, high) = page.locator("#claim-roles .fill").evaluate_all(get_edges)
-    assert left == pytest.approx(high, abs=0.5)  # +0.5 to the right of zero, −0.25 to its left
+    assert left == pytest.approx(high, abs=0.5)  # +0.5 is right of zero, −0.25 left of it
     assert right - left == pytest.approx(2 * (high - low), rel=0.02)
     assert page.locator("#claim-roles .whisker").count() == 0  # one seed
     assert (page.locator("#claim-scale .fill").count(), page.locator("#claim-scale .dot").count()) == (0, 2)
     track = page.locator("#claim-scale .track").evaluate_all(get_edges)[0]
     ends = page.locator("#claim-scale .whisker").evaluate_all(get_edges)
-    lowest, highest = 2.275 - 0.0625, 2.45 + 0.0625  # of the scale, less the 5 % it has to spare
+    lowest, highest = 2.275 - 0.0625, 2.45 + 0.0625  # ends of the scale without its 5% margin
     padding = 0.05 * (highest - lowest)
     fraction = (2.45 - 0.0625 - lowest + padding) / (highest - lowest + 2 * padding)
     assert ends[1][0] == pytest.approx(track[0] + fraction * (track[1] - track[0]), abs=1.5)
@@ -201,14 +201,14 @@ def test_page_claims_only_report_shows_only_claims(browser, report_data, tmp_pat
     with open_page(browser) as page:
         page.set_viewport_size({"width": 400, "height": 800})
         open_report(page, path, "view=card")
-        assert page.locator("nav button").all_text_contents() == ["Claims"]  # no words, no heads
+        assert page.locator("nav button").all_text_contents() == ["Claims"]  # the report has no sentences and no heads
         assert page.get_attribute("main", "data-view") == "claims"
         assert page.text_content("#model-facts") == "2 claims · 1 to 3 seeds"
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_page_without_claims_has_no_claims_view(page, report_data, tmp_path):
-    before = {name: value for name, value in report_data.items() if name != "claims"}  # a report may have none
+    before = {name: value for name, value in report_data.items() if name != "claims"}  # a report may have no claims
     open_report(page, write_report(before, tmp_path / "heads.html"), "view=claims")
     assert "Claims" not in page.locator("nav button").all_text_contents()
     assert page.get_attribute("main", "data-view") == "overview"
@@ -234,11 +234,11 @@ def test_page_rows_equal_maps(page, report, report_data):
 def test_page_hover_token_shows_attention(page, report):
     open_report(page, report, "view=sentence&heads=2.3,1.1")
     page.hover('[data-token="9"]')
-    assert page.text_content("main table caption") == "Where “never” looks"
+    assert page.text_content("main table caption") == "Attention from “never”"
     assert page.locator("main .strip svg path").count() >= 2
     page.click('[data-token="9"]')
     assert "token=9" in page.evaluate("location.hash")
-    page.check('[data-key="weighted by what is fetched"]')
+    page.check('[data-key="weight by value norms"]')
     page.wait_for_function("location.hash.includes('value_weighted=1')")
 
 
@@ -282,7 +282,7 @@ def test_page_compare_head_with_other_report(page, report, report_data, tmp_path
         .locator("td")
         .evaluate_all("all => all.map(one => Number(one.dataset.value))")
     )
-    assert score == [0.144286, 0.336667]  # (1 + 1/100) / 7 and / 3, in six digits
+    assert score == [0.144286, 0.336667]  # (1 + 1/100) / 7 and / 3, with six digits
 
 
 @pytest.mark.slow
@@ -331,13 +331,13 @@ def test_page_live_form_posts_requests(browser, report_data):
             page.goto(f"http://127.0.0.1:{server.server_port}/#view=sentence&heads=5.1")
             page.wait_for_selector("html[data-ready]")
             page.fill("#live-text", "A new text")
-            page.click('[data-key="Look"]')
+            page.click('[data-key="Run"]')
             page.wait_for_function("location.hash.includes('sentence=2')")
-            page.fill('[data-key="switch off"]', "5.1")
+            page.fill('[data-key="silence head"]', "5.1")
             page.keyboard.press("Enter")
             page.wait_for_selector("text=Without 5.1")
             assert "␣<b>land</b>" in page.text_content("#outcome")
-            page.click("text=Next word")
+            page.click("text=Next token")
             page.wait_for_selector("#steps .tokens")
             assert "A new text sea" in page.text_content("#steps")
     finally:
@@ -350,7 +350,7 @@ def test_page_live_form_posts_requests(browser, report_data):
 
 @pytest.mark.slow
 def test_page_1024_heads_512_tokens_has_few_nodes(page, tmp_path):
-    """How long it takes is measured by bench.view."""
+    """The time is measured by bench.view."""
     open_report(
         page,
         write_report(

@@ -1,4 +1,4 @@
-"""What a stranger meets: one line that says what is seen, words that explain themselves, phones, keys, pictures, links."""
+"""Layout of the page for new users: introduction, tooltips, small screens, keyboard, image download, links."""
 
 import re
 
@@ -16,11 +16,9 @@ def test_page_views_have_one_line_description(page, report):
         open_report(page, report, f"view={view}")
         lines.add(page.text_content("#seen"))
         if view == "overview":
-            assert "does: for 58 of them something was found" in page.text_content(
-                "#hello"
-            )  # 72 heads, every fifth unclear
+            assert "58 of them have a role" in page.text_content("#hello")  # 72 heads, every fifth unclear
             page.click("#hello button")
-        assert page.locator("#hello").count() == 0, "said once"
+        assert page.locator("#hello").count() == 0, "shown only once"
     assert len(lines) == len(VIEWS)
     assert "" not in lines
 
@@ -43,7 +41,7 @@ def test_page_glossary_hints_by_pointer_and_keyboard(page, report):
     assert f"docs/{GLOSSARY['idle pattern'].docs}" in page.text_content("#hint")
     page.keyboard.press("Escape")
     assert page.is_hidden("#hint")
-    assert page.get_attribute("main", "data-view") == "card", "the first Escape closes the hint alone"
+    assert page.get_attribute("main", "data-view") == "card", "the first Escape closes only the tooltip"
     page.keyboard.press("Enter")
     page.wait_for_selector('main[data-view="glossary"]')
     page.wait_for_function("document.activeElement.id === 'word-idle pattern'")
@@ -55,7 +53,7 @@ def test_page_glossary_hints_by_pointer_and_keyboard(page, report):
 
 def test_page_card_shows_head_summary(page, report):
     open_report(page, report, "view=card&head=1.0")
-    items = page.locator('section[aria-label="In plain words"] li')
+    items = page.locator('section[aria-label="Summary"] li')
     assert items.first.text_content() == "Head 1.0 tells a <b>story</b>. how?"
     assert page.locator("main .big .sign").all_text_contents() == ["pr", "po"]
 
@@ -131,7 +129,7 @@ def test_page_sentence_shows_important_heads_without_idle_targets(page, report, 
     weights = weights * ~np.eye(n, dtype=bool)
     weights[:, :, 0] = 0
     scores = weights.max(2) * shares.reshape(-1, n)
-    chips = 'main .chip button[title="Open its card"]'
+    chips = 'main .chip button[title="Open this head"]'
 
     def shown_heads():
         return [re.findall(r"\d+\.\d+", text)[0] for text in page.locator(chips).all_text_contents()]
@@ -142,7 +140,7 @@ def test_page_sentence_shows_important_heads_without_idle_targets(page, report, 
     assert shown_heads() == [sentence["heads"][i] for i in np.argsort(-scores[:, 9], kind="stable")[:4]]
     fewer = page.locator("main .strip svg path").count()
     page.click('[data-token="9"]')
-    page.check('[data-key="show resting places"]')
+    page.check('[data-key="show idle attention"]')
     page.wait_for_function("location.hash.includes('idle=1')")
     page.wait_for_function(f"document.querySelectorAll('main .strip svg path').length > {fewer}")
 
@@ -164,5 +162,5 @@ def test_page_link_restores_view(browser, report):
     with open_page(browser, permissions=["clipboard-read", "clipboard-write"]) as page:
         open_report(page, report, "view=card&head=2.3")
         page.click("text=Link")
-        page.wait_for_function("document.getElementById('status').textContent.includes('link')")
+        page.wait_for_function("document.getElementById('status').textContent.includes('Link')")
         assert page.url.endswith("#view=card&head=2.3")

@@ -1,4 +1,4 @@
-"""How far long work is, where nobody watches: a line now and then, on standard error."""
+"""Progress without a terminal: occasional lines on standard error."""
 
 import time
 
@@ -31,7 +31,7 @@ def test_show_progress_pipe_prints_to_stderr(
             clock[0] = 3.0 * done
             progress("texts", done, 1200)
     captured = capsys.readouterr()
-    assert captured.out == "", "standard output is the result alone"
+    assert captured.out == "", "standard output has only the result"
     assert captured.err == "texts: 2 of 1,200\n"
 
 
@@ -47,10 +47,10 @@ def test_progress_display_pipe_prints_step(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_train_progress_callback_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    """The same kind of function as everywhere."""
+    """`train` accepts a progress callback like all other functions."""
     calls: list[tuple[str, int, int | None]] = []
     spec = hw.ModelSpec(vocab=257, context=16, layers=1, attention=hw.AttentionSpec(width=16, heads=2))
     recipe = hw.Recipe(steps=6, batch_size=2, warmup=1, log_every=2)
     hw.train(spec, "to be or not to be " * 50, recipe, progress=lambda *args: calls.append(args))
     assert calls == [("training", 2, 6), ("training", 4, 6), ("training", 6, 6)]
-    assert capsys.readouterr().err == "", "whoever hears it shows it"
+    assert capsys.readouterr().err == "", "the callback replaces the display"

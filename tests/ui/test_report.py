@@ -1,4 +1,4 @@
-"""The report: one file, nothing fetched, nothing in the data that a browser could take for markup."""
+"""The report is one self-contained file, and its data cannot be interpreted as markup."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_bundle_modules_names_do_not_collide():
         for name in re.findall(r"^(?:export )?(?:async )?(?:function|const|let|class) (\w+)", source, re.MULTILINE)
     ]
     assert len(names) == len(set(names)), {name for name in names if names.count(name) > 1}
-    for source in page.values():  # every import has the one form that joining knows
+    for source in page.values():  # every import has the form that the bundler supports
         assert len(re.findall(r"^import ", source, re.MULTILINE)) == len(
             re.findall(r'^import \{[^}]*\} from "\./\w+\.js";\n', source, re.MULTILINE)
         )
@@ -65,7 +65,7 @@ def test_page_scripts_never_insert_markup():
 def test_write_report_failure_leaves_existing_files(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("mine")
-    with pytest.raises(HeadwiseError, match="nothing was changed"):
+    with pytest.raises(HeadwiseError, match="could not be written"):
         write_report(report_fixtures.make_report_data(1, 1), tmp_path / "taken")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
     assert (tmp_path / "taken" / "file").read_text() == "mine"

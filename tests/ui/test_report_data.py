@@ -1,4 +1,4 @@
-"""The report data hold what the profile, the recording and the attribution hold; a byte is never farther off than it says."""
+"""Report data match the profile, the recording and the attribution within the error bound of a byte."""
 
 import json
 import zlib
@@ -67,7 +67,7 @@ def test_make_sentence_maps_and_norms_equal_heads(model):
     sentence = make_sentence_data(model, text)
     n, heads = len(sentence["tokens"]), sentence["heads"]
     assert heads == [str(a) for a in model.spec.head_addresses]
-    assert "1.2" not in heads  # cut heads leave a gap
+    assert "1.2" not in heads  # pruned heads are absent
     maps = (decode_uint8(sentence["maps"]).reshape(len(heads), n, n) / 255.0) ** 2
     for index, head in enumerate(heads):
         exact = attention_maps(model, text, head, words=False).map().numpy()
@@ -167,7 +167,7 @@ def test_report_data_equals_profile(model, profile):
         assert head_data["address"] not in dict(head_data["similar_heads"])
     best = {row.relation: row for row in best_relation_heads(profile, 20)}
     assert set(best) == {row["relation"] for row in report_data["relations"]["rows"]}
-    for row in report_data["relations"]["rows"]:  # the best head's cell is what is reported of it
+    for row in report_data["relations"]["rows"]:  # the cell of the best head has its reported score
         cell = row["scores"][report_data["relations"]["heads"].index(row["head"])]
         assert cell == pytest.approx(best[row["relation"]].accuracy, rel=1e-5)
 
@@ -175,7 +175,7 @@ def test_report_data_equals_profile(model, profile):
 def test_report_data_without_model_omits_weights_facts(profile):
     report_data = make_report_data(profile)
     assert all(head["ov"] is None and head["similar_heads"] == [] for head in report_data["heads"])
-    with pytest.raises(HeadwiseError, match="its model is needed"):
+    with pytest.raises(HeadwiseError, match="requires the model"):
         make_report_data(profile, sentences=["It sat."])
 
 
@@ -184,7 +184,7 @@ def test_report_data_claims_from_results_or_dicts(profile):
     result = ClaimResult(CLAIM, statistics, Verdict("holds"), (0,))
     report_data = make_report_data(profile, claims=[result, *claim_dicts([result])])
     assert report_data["claims"] == claim_dicts([result]) * 2
-    assert set(report_data) == set(claims_report_data([result]))  # a book of claims alone has every page of a book
+    assert set(report_data) == set(claims_report_data([result]))  # report data with claims only have all keys
     assert make_report_data(profile)["claims"] == []
 
 

@@ -1,4 +1,4 @@
-"""Roles can be told apart: by colour as far as eight colours go, in four kinds of eyes, and by letters beyond that."""
+"""Roles are distinguishable: by eight colors under four kinds of color vision, and by letters."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from headwise.ui.figures.role_grid import LEVEL_ALPHA
 from headwise.ui.role_badges import ROLE_BADGES, ROLE_COLORS, luminance, role_badge, text_color
 
 PAGE = Path(headwise.ui.__file__).parent / "page"
-BACKGROUNDS = ("#ffffff", "#181c24")  # of the page, light and dark
+BACKGROUNDS = ("#ffffff", "#181c24")  # light and dark page
 # G. M. Machado, M. M. Oliveira, L. A. F. Fernandes: A Physiologically-based Model for Simulation of Color Vision Deficiency,
 # IEEE TVCG 15(6), 2009, https://doi.org/10.1109/TVCG.2009.113; severity 1.0, on linear RGB.
 COLOR_VISION = {
@@ -39,7 +39,7 @@ def hex_to_rgb(color: str) -> np.ndarray:
 
 
 def to_oklab(rgb: np.ndarray, vision: str) -> np.ndarray:
-    """Where a colour lies in OKLab, for some eyes."""
+    """Return the OKLab coordinates of a color for a kind of color vision."""
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     return np.array(TO_LAB) @ np.cbrt(np.array(TO_LMS) @ np.clip(np.array(COLOR_VISION[vision]) @ linear, 0, 1))
 
@@ -49,13 +49,13 @@ def min_color_distance(colors: list[np.ndarray], vision: str) -> float:
 
 
 def test_to_oklab_known_colors() -> None:
-    """White, and the pure red of Ottosson's page, within its digits."""
+    """White and pure red have the coordinates of Ottosson's page, within its digits."""
     assert np.allclose(to_oklab(np.ones(3), "usual"), [1, 0, 0], atol=1e-4)
     assert np.allclose(to_oklab(np.array([1.0, 0, 0]), "usual"), [0.628, 0.225, 0.126], atol=1e-3)
 
 
 def test_role_colors_distinct_in_all_color_vision() -> None:
-    """A difference of 0.02 is about the least one sees; three hues of green before had 0.03 and less between them."""
+    """A difference of 0.02 is about the smallest visible one."""
     for vision in COLOR_VISION:
         assert min_color_distance([hex_to_rgb(color) for color in ROLE_COLORS], vision) >= 0.14, vision
 

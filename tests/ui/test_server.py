@@ -1,4 +1,4 @@
-"""The live view's server: right numbers for its own page, a clear refusal for everything else."""
+"""Server of the live view: correct results for its own page, clear errors for other requests."""
 
 import asyncio
 import json
@@ -139,24 +139,24 @@ JSON_HEADERS = {"content-type": "application/json"}
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        (b"", 400, "not JSON"),
-        (b"{", 400, "not JSON"),
-        (b"[" * 100_000, 400, "not JSON"),
-        (b'{"text": ' + b"9" * 5000 + b"}", 400, "not JSON"),
+        (b"", 400, "not valid JSON"),
+        (b"{", 400, "not valid JSON"),
+        (b"[" * 100_000, 400, "not valid JSON"),
+        (b'{"text": ' + b"9" * 5000 + b"}", 400, "not valid JSON"),
         (b'{"text": "\xff\xfe"}', 400, "not UTF-8"),
         (b'["text"]', 400, "JSON object"),
         (b'"text"', 400, "JSON object"),
         (b"null", 400, "JSON object"),
-        (b"{}", 400, "text must be a string; got NoneType"),
-        (b'{"text": 5}', 400, "text must be a string; got int"),
-        (b'{"text": ["a"]}', 400, "text must be a string; got list"),
-        (b'{"text": "a", "tokens": 9}', 400, "'tokens' is not asked for"),
+        (b"{}", 400, "text: must be a string. Got NoneType"),
+        (b'{"text": 5}', 400, "text: must be a string. Got int"),
+        (b'{"text": ["a"]}', 400, "text: must be a string. Got list"),
+        (b'{"text": "a", "tokens": 9}', 400, "'tokens': unknown field"),
         (b'{"text": ""}', 422, "empty"),
         (b'{"text": " \\n "}', 422, "empty"),
         (b'{"text": "the \\u0000 cat"}', 422, "NUL"),
         (b'{"text": "the \\ud800 cat"}', 422, "half a character"),
         (json.dumps({"text": "a" * (MAX_CHARACTERS + 1)}).encode(), 413, f"{MAX_CHARACTERS + 1} characters"),
-        (json.dumps({"text": "the " * 129}).encode(), 413, "129 tokens; at most 128"),
+        (json.dumps({"text": "the " * 129}).encode(), 413, "129 tokens. Send at most 128"),
         (b'{"text": "' + b"a" * 50_000_000 + b'"}', 413, "larger than"),
     ],
     ids=lambda value: str(value)[:24],
@@ -173,14 +173,14 @@ def test_server_invalid_body_returns_error(
 @pytest.mark.parametrize(
     ("silenced", "status", "message"),
     [
-        ("0.1", 400, "list of heads"),
-        ([1.5], 400, "list of heads"),
-        ({"0.1": 0}, 400, "list of heads"),
-        (["9" * 5000], 400, "list of heads"),
-        (["7.1"], 422, "there is no head 7.1 here"),
+        ("0.1", 400, "list of head addresses"),
+        ([1.5], 400, "list of head addresses"),
+        ({"0.1": 0}, 400, "list of head addresses"),
+        (["9" * 5000], 400, "list of head addresses"),
+        (["7.1"], 422, "the model does not have head"),
         (["0.*"], 422, "not the address of one head"),
         (["../0"], 422, "not the address of one head"),
-        (["enc.0.1"], 422, "there is no head enc.0.1"),
+        (["enc.0.1"], 422, "not have head enc.0.1"),
     ],
 )
 def test_server_unknown_heads_return_error(
@@ -210,15 +210,15 @@ def test_server_explain_equals_library(client: TestClient, model: Transformer) -
 @pytest.mark.parametrize(
     ("change", "status", "message"),
     [
-        ({"head": 5}, 400, "head must be an address"),
-        ({"head": "9" * 5000}, 400, "head must be an address"),
-        ({"query": "4"}, 400, "whole numbers"),
-        ({"key": True}, 400, "whole numbers"),
+        ({"head": 5}, 400, "head: must be an address"),
+        ({"head": "9" * 5000}, 400, "head: must be an address"),
+        ({"query": "4"}, 400, "must be integers"),
+        ({"key": True}, 400, "must be integers"),
         ({"words": 1}, 400, "true or false"),
-        ({"silenced": []}, 400, "'silenced' is not asked for"),
-        ({"head": "7.1"}, 422, "there is no head 7.1"),
-        ({"query": 99}, 422, "there is no word 99"),
-        ({"query": 1, "key": 4}, 422, "cannot see"),
+        ({"silenced": []}, 400, "'silenced': unknown field"),
+        ({"head": "7.1"}, 422, "does not have head 7.1"),
+        ({"query": 99}, 422, "word=99"),
+        ({"query": 1, "key": 4}, 422, "hidden from the query"),
     ],
 )
 def test_server_explain_invalid_request_returns_error(
@@ -245,7 +245,7 @@ def test_read_object_slow_body_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(30)
 
     monkeypatch.setattr(request_guard, "BODY_TIMEOUT", 0.05)
-    with pytest.raises(request_guard.RequestError, match="did not come within"):
+    with pytest.raises(request_guard.RequestError, match="not received within"):
         asyncio.run(request_guard.read_json_object(JSON_HEADERS, slow()))
 
 
@@ -269,7 +269,7 @@ def test_read_object_slow_body_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_server_path_traversal_returns_404(client: TestClient, path: str) -> None:
     for response in (client.get(path), client.get(f"{BASE_URL}{path}")):
         assert (response.status_code, response.headers["content-type"]) == (404, "application/json")
-        assert "there is no such thing" in response.json()["error"]
+        assert "not found" in response.json()["error"]
 
 
 def test_server_unknown_methods_return_405(client: TestClient) -> None:
@@ -279,7 +279,7 @@ def test_server_unknown_methods_return_405(client: TestClient) -> None:
     ):  # fmt: skip
         response = client.request(method, path, headers={"access-control-request-method": "POST"})
         assert response.status_code == 405, (method, path)
-        assert "is not answered here" in response.json()["error"]
+        assert "is not supported" in response.json()["error"]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_server_foreign_host_returns_421(client: TestClient, host: str) -> None:
         client.post("/api/step", json={"text": TEXT}, headers={"host": host}),
     ):
         assert response.status_code == 421
-        assert "does not answer to the name" in response.json()["error"]
+        assert "unknown host name" in response.json()["error"]
 
 
 def test_server_local_hosts_are_accepted(client: TestClient) -> None:
@@ -346,19 +346,19 @@ def test_server_public_host_requires_token(model: Transformer) -> None:
             client.get("/", headers={"cookie": 'headwise="; ='}), client.get("/?token=%ff%00"),
         ):  # fmt: skip
             assert response.status_code == 401, response.request.url
-            assert "wants its token" in response.json()["error"]
+            assert "missing or wrong" in response.json()["error"]
         assert client.get("/", headers={"host": "evil.example"}).status_code == 421
         assert client.get("/api/report", headers={"authorization": "Bearer secret"}).status_code == 200
         opened = client.get("/?token=secret", follow_redirects=False)
         assert (opened.status_code, opened.headers["location"]) == (303, "/")
         assert opened.headers["set-cookie"] == "headwise=secret; HttpOnly; SameSite=Strict; Path=/"
-        assert client.get("/").status_code == 200  # by the cookie
+        assert client.get("/").status_code == 200  # authorized by the cookie
         assert client.post("/api/step", json={"text": TEXT}).status_code == 200
 
 
 def test_server_model_without_output_returns_422() -> None:
     with TestClient(make_live_app(make_model(kind="encoder", output="none")), base_url=BASE_URL) as client:
-        for endpoint, message in (("predict", "it makes vectors"), ("step", "has no next token")):
+        for endpoint, message in (("predict", "no output layer"), ("step", "does not predict a next token")):
             response = client.post(f"/api/{endpoint}", json={"text": TEXT})
             assert response.status_code == 422
             assert message in response.json()["error"]
@@ -371,7 +371,7 @@ def test_server_encoder_predicts_mask() -> None:
     with TestClient(make_live_app(model), base_url=BASE_URL) as client:
         response = client.post("/api/predict", json={"text": TEXT})
         assert response.status_code == 422
-        assert "write <mask> where" in response.json()["error"]
+        assert "Write <mask> where" in response.json()["error"]
         result = post_json(client, "predict", text="the <mask> likes the dog", silenced=["1.0"])
     with torch.no_grad():
         probabilities = torch.softmax(model(torch.tensor([tokenizer.encode("the <mask> likes the dog")]))[0, 1], 0)
@@ -409,4 +409,7 @@ def test_view_missing_extra_names_install_command(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "headwise: the live view needs starlette and uvicorn: pip install 'headwise[view]'.\n"
+    assert (
+        done.stderr
+        == "headwise: starlette, uvicorn: required by the live view, but not installed. Run: pip install 'headwise[view]'.\n"
+    )

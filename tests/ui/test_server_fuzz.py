@@ -1,4 +1,4 @@
-"""The live view among clients that break off, lie or send anything at all: others are answered rightly, and it stays up."""
+"""The live view with clients that disconnect or send malformed requests still answers other clients correctly."""
 
 import json
 import random
@@ -51,7 +51,7 @@ def view(folder: Path) -> Iterator[ViewProcess]:
 
 
 def random_request(rng: random.Random) -> bytes:
-    """A request, or something that is none."""
+    """Return a valid or malformed request."""
     if rng.random() < 0.1:
         return rng.randbytes(rng.randrange(200))
     lines = [
@@ -66,7 +66,7 @@ def random_request(rng: random.Random) -> bytes:
 
 
 def send_random_requests(view: ViewProcess, count: int, seed: int) -> dict[str, int]:
-    """So many, one after the other, some of whose senders do not wait; how they were answered."""
+    """Send `count` requests in turn, some without waiting, and count the outcomes."""
     rng, outcomes = random.Random(seed), {"answered": 0, "closed": 0, "left": 0}
     for _ in range(count):
         with socket.create_connection(("127.0.0.1", view.port), timeout=30) as connection:
@@ -112,7 +112,7 @@ def test_server_10000_random_requests_memory_stays_flat(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_server_64_clients_with_hostile_requests_correct(folder: Path) -> None:
-    """64 clients with 20 questions each; beside them one request in ten breaks off and one in ten is hostile."""
+    """64 clients with 20 requests each; 10% of the requests disconnect and 10% are malformed."""
     from concurrent.futures import ThreadPoolExecutor
 
     with running_view(folder) as view:
@@ -131,7 +131,7 @@ def test_server_64_clients_with_hostile_requests_correct(folder: Path) -> None:
 
 
 def send_and_disconnect(view: ViewProcess, count: int) -> None:
-    """Good questions whose senders are gone before the answer."""
+    """Valid requests whose senders disconnect before the response."""
     body = json.dumps({"text": TEXT}).encode()
     lines = ("POST /api/sentence HTTP/1.1", "Host: localhost", *HEADERS[3:4], f"Content-Length: {len(body)}", "", "")
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""The live view as a process of its own: many at once, memory, breaking off, what the verb says."""
+"""The live view as a subprocess: concurrent clients, memory, disconnects and printed messages."""
 
 import http.client
 import json
@@ -36,7 +36,7 @@ def view(folder: Path) -> Iterator[ViewProcess]:
 
 
 def send_request(port: int, path: str, payload: dict | None = None, headers: dict[str, str] | None = None) -> Response:
-    """One request on a connection of its own."""
+    """Send one request on a new connection."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         if payload is None:
@@ -55,7 +55,7 @@ def send_request(port: int, path: str, payload: dict | None = None, headers: dic
 
 
 def send_with_retries(port: int, path: str, payload: dict | None = None) -> tuple[bytes, int]:
-    """The same, asked again where the line was full; also how often that was."""
+    """Send a request and retry while the queue is full. Return also the number of retries."""
     for retries in range(200):
         status, headers, body = send_request(port, path, payload)
         if status != 503:
@@ -67,7 +67,7 @@ def send_with_retries(port: int, path: str, payload: dict | None = None) -> tupl
 
 
 def run_load(view: ViewProcess, folder: Path, clients: int, requests: int) -> int:
-    """So many clients at once, each asking what every other asks in another order; every answer is the model's own."""
+    """Run concurrent clients with the same requests in different orders and compare every response with the model."""
     live = LiveSession(hw.load(folder / "small"))
     texts = [f"the {noun} likes the {other}" for noun in ("cat", "dog", "goat") for other in ("cat", "dog")]
     calls: list[tuple[str, dict | None, Callable[[], Any] | None]] = [("/api/report", None, None), ("/", None, None)]
@@ -98,7 +98,7 @@ def run_load(view: ViewProcess, folder: Path, clients: int, requests: int) -> in
 
 
 def resident_memory_mb(view: ViewProcess) -> float:
-    """Megabytes of memory the server holds."""
+    """Return the memory of the server in MB."""
     status = Path(f"/proc/{view.process.pid}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
@@ -117,7 +117,7 @@ def test_server_32_clients_memory_stays_flat(folder: Path) -> None:
         retries = run_load(view, folder, clients=32, requests=20)
         memory_growth = resident_memory_mb(view) - memory_before
         print(f"asked again {retries} times; {memory_before:.0f} MB, {memory_growth:+.1f} MB")
-        assert retries > 0, "the line was never full"
+        assert retries > 0, "the queue was never full"
         assert memory_growth < 16
 
 
@@ -140,7 +140,7 @@ def test_server_malformed_bytes_return_errors(view: ViewProcess) -> None:
             b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
             b"Sec-WebSocket-Key: x\r\nSec-WebSocket-Version: 13\r\n\r\n",
             b"200",
-        ),  # the page, and no upgrade
+        ),  # the page, without an upgrade
     ):
         with socket.create_connection(("127.0.0.1", view.port), timeout=10) as raw_socket:
             raw_socket.sendall(raw)
@@ -150,7 +150,7 @@ def test_server_malformed_bytes_return_errors(view: ViewProcess) -> None:
 
 
 def test_serve_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More idle connections than the server allows, one of them with a part of a request: others are answered again."""
+    """With more idle connections than allowed, one with a partial request, new requests are answered again."""
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
     monkeypatch.setattr(server, "REQUEST_TIMEOUT", 0.2)
 
@@ -187,7 +187,7 @@ def test_server_interrupted_answers_waiting_requests(folder: Path, seconds: floa
         ]
         for thread in threads:
             thread.start()
-        idle = socket.create_connection(("127.0.0.1", view.port))  # a browser keeps some open
+        idle = socket.create_connection(("127.0.0.1", view.port))  # browsers keep connections open
         time.sleep(0.3)
         start = time.perf_counter()
         view.process.send_signal(signal.SIGINT)
@@ -200,7 +200,7 @@ def test_server_interrupted_answers_waiting_requests(folder: Path, seconds: floa
         assert elapsed < 3
         statuses = sorted(status for status, _, _ in responses)
         assert statuses == ([200, 503, 503, 503] if seconds < 1 else [503] * 4)
-        assert all(b"ending" in body for status, _, body in responses if status == 503)
+        assert all(b"shutting down" in body for status, _, body in responses if status == 503)
         assert view.process.stderr is not None
         assert "Traceback" not in view.process.stderr.read()
 
@@ -233,10 +233,10 @@ def test_server_disconnected_requests_are_skipped(folder: Path, tmp_path: Path) 
 def test_view_invalid_arguments_raise(folder: Path, view: ViewProcess) -> None:
     for arguments, message in (
         ((folder / "small", "--port", view.port), "cannot listen at 127.0.0.1 port"),
-        ((folder / "small", "--host", "999.1.1.1", "--port", 0), "is no address of this machine"),
+        ((folder / "small", "--host", "999.1.1.1", "--port", 0), "not an address of this machine"),
         ((folder / "nowhere", "--port", 0), "nowhere"),
         ((folder / "small", "--profile", folder / "small", "--port", 0), "small"),
-        (("minilm", "--profile", folder / "profile", "--port", 0), "8 heads that are not this model's"),
+        (("minilm", "--profile", folder / "profile", "--port", 0), "heads of this profile are not those of"),
     ):
         done = run_command("view", *arguments)
         assert message in done.error_line

@@ -1,7 +1,7 @@
-"""Every sentence of a head's summary is printed for a head of which it is true, and not for a head of which it is false.
+"""Every summary sentence is printed for a head for which it is true, and not for heads for which it is false.
 
-The behavior of each head is known: its attention is made by hand, or its weights are. A row of a table is one template: a
-pattern, the summary in which it stands, and the summaries in which it does not. Gold arcs drawn by chance are the control.
+The behavior of each head is known from its constructed attention or weights. A row of the table is one template: a pattern,
+the summary that contains it, and the summaries that do not. Random gold arcs are the control.
 """
 
 import ast
@@ -51,7 +51,7 @@ BUILDERS: tuple[Builder, ...] = (
 
 
 class Template(NamedTuple):
-    """One kind of sentence: a pattern, the builder of heads, the head it is true of, and heads it is false of."""
+    """A kind of sentence: a pattern, the builder of heads, the head with it, and heads without it."""
 
     pattern: str
     heads: Builder
@@ -59,12 +59,12 @@ class Template(NamedTuple):
     false: tuple[str, ...]
 
 
-NUMBER, PERCENT = r"[+-]?[\d.,e-]+", r"\d+ %"
+NUMBER, PERCENT = r"[+-]?[\d.,e-]+", r"\d+%"
 OPPOSITE = {">": "<", "<": ">"}
 
 
 def relation_templates() -> Iterable[Template]:
-    """Both directions of every relation. False of a head that attends in the other direction, or by other words."""
+    """Both directions of every relation. False for heads with the other direction or with other words."""
     for heads, names in ((followers, ARCS), (synthetic_followers, _synthetic_names())):
         for name in names:
             relation, direction = name.rsplit(" ", 1)
@@ -88,10 +88,10 @@ def _role(role: str) -> str:
     return re.escape(f"{TOKEN_ROLES[role]} ({role}")
 
 
-WEIGHT = rf"in the cases measured {PERCENT} of its weight goes there"
-WORDS = rf"in {PERCENT} of the cases the right word gets the largest"
-TOKENS = rf"in {PERCENT} of the cases its largest weight is on the right token"
-LOSS = r"Without it the model loses (\S+) nats a token \(95 % CI (\S+) to ([^),]+)"
+WEIGHT = rf"on average {PERCENT} of its attention goes there"
+WORDS = rf"in {PERCENT} of the cases, the target word gets the largest weight of all words"
+TOKENS = rf"in {PERCENT} of the cases, the target token gets its largest weight"
+LOSS = r"Ablating it changes the loss by (\S+) nats per token \(95% CI (\S+) to ([^),]+)"
 TEMPLATES = (
     *relation_templates(),
     # roles of tokens
@@ -107,7 +107,7 @@ TEMPLATES = (
     Template(_role("induction"), decoder_heads, "1.0", ("0.0", "0.2")),
     Template(_role("duplicate token"), decoder_heads, "0.2", ("0.0", "1.0")),
     Template(_role("retrieval"), decoder_heads, "1.0", ("0.2", "0.0")),
-    Template(r"has the role three back: its score is 100 %", decoder_heads, "1.1", ("0.0", "1.0")),
+    Template(r"has the role three back: its score is 100%", decoder_heads, "1.1", ("0.0", "1.0")),
     # roles on prompts
     Template(_role("name mover"), prompted_heads, "name mover", ("writes against the name",)),
     Template(_role("name suppression"), prompted_heads, "name suppression", ("writes for the other name", "name mover")),
@@ -125,38 +125,41 @@ TEMPLATES = (
     Template(WEIGHT, decoder_heads, "0.0", ("0.3", "0.1")),
     Template(WORDS, decoder_heads, "0.3", ("0.0", "0.1")),
     Template(TOKENS, decoder_heads, "1.0", ("0.0", "0.3")),
-    Template(rf"it does so in {PERCENT} of the cases", prompted_heads, "successor", ("name mover",)),
+    Template(rf"\(successor\): in {PERCENT} of the cases\.", prompted_heads, "successor", ("name mover",)),
     Template(
-        rf"its weight there, counted in the cases in which it writes so, is {PERCENT} on average",
+        rf"on average {PERCENT} of its attention goes there \(0 in cases in which its output does not have this effect",
         prompted_heads, "name mover", ("query focus",),
     ),
     # evidence
-    Template(r"Head \S+: nothing found\. On 60 texts no role of it stood", decoder_heads, "0.1", ("0.0", "1.0")),
-    Template(r"Head \S+: nothing found\. On 40 pictures no role of it stood", patch_heads, "uniform", ("row", "sink")),
-    Template(rf"Measured on {NUMBER} held-out cases \(.+\): 95 % CI", decoder_heads, "0.0", ("0.1",)),
-    Template(r"Whether it changes what the head writes was not shown", encoder_heads, "fetches nothing", ("0.1",)),
-    Template(r"It stands as well when each look counts by the length", encoder_heads, "0.1", ("fetches nothing",)),
-    Template(r"And the role's answers hang on it, .* \(causal\)", decoder_heads, "0.0", ("0.2", "1.2")),
-    Template(r"the test of its role loses \+\S+ nats an answer, and", decoder_heads, "0.0", ("1.2", "0.1")),
-    Template(r"the test of its role loses -\S+ nats an answer, and", decoder_heads, "0.2", ("0.0", "0.1")),
+    Template(r"Head \S+: no role found\. On 60 texts, no role exceeded its", decoder_heads, "0.1", ("0.0", "1.0")),
+    Template(r"Head \S+: no role found\. On 40 images, no role exceeded its", patch_heads, "uniform", ("row", "sink")),
+    Template(rf"Evaluated on {NUMBER} held-out cases \(.+\): {PERCENT} \(95% CI", decoder_heads, "0.0", ("0.1",)),
+    Template(r"Not confirmed when attention is weighted by value norms", encoder_heads, "fetches nothing", ("0.1",)),
+    Template(r"Still above the baseline when attention is weighted", encoder_heads, "0.1", ("fetches nothing",)),
+    Template(r"Causal effect not tested\.", encoder_heads, "0.1", ()),
+    Template(r"Causal effect not tested\.", decoder_heads, "1.2", ("0.0", "0.2", "0.3")),
+    Template(r"Causal effect not confirmed\. Cost of ablating", decoder_heads, "0.2", ("0.0", "1.2")),
+    Template(r"Causal effect confirmed: .* Tested on random tokens and running text\.", decoder_heads, "0.0", ("0.2", "1.2")),
+    Template(r": \+\S+ nats per answer \(rise in the loss of [^)]*\), [+-]", decoder_heads, "0.0", ("1.2", "0.1")),
+    Template(r": -\S+ nats per answer \(rise in the loss of [^)]*\), [+-]", decoder_heads, "0.2", ("0.0", "0.1")),
     Template(
-        r"And the lead of the name due .* hangs on it \(causal\)\. It was tested on sentences about two people\. "
-        r"On sentences about two people, .* the lead .* loses \+1\.500 nats .* \+0\.250 in sentences that name one",
+        r"Causal effect confirmed: .* reduces the lead of .* Tested on sentences about two people\. Cost of ablating the "
+        r"head on sentences about two people: \+1\.500 nats .* lead .* \+0\.250 in sentences with one name",
         ranked_heads, "lead", ("held back", "one set"),
     ),
     Template(
-        r"Answers hang on it on running text alone \(value-weighted; causal on running text\)",
+        r"Causal effect confirmed on running text only \(evidence level: value-weighted; causal on running text\)",
         ranked_heads, "one set", ("lead",),
     ),
-    Template(r"what it holds back gains \+\S+ nats an answer", ranked_heads, "held back", ("lower level",)),
-    Template(r"nowhere were the same answers found reached another way", decoder_heads, "0.3", ("0.0", "0.2")),
-    Template(rf"; \+{NUMBER} more than without others of its layer", decoder_heads, "0.0", ("0.2", "0.3")),
-    Template(r"For example \(\[x\] looks.* Of 8 held-out cases .* 8 are hits", decoder_heads, "0.0", ("0.1", "0.4")),
-    Template(r"Of 2 held-out cases kept as examples 1 is a hit", ranked_heads, "held back", ("lower level",)),
+    Template(r"\+\S+ nats per answer \(rise in log-probability of", ranked_heads, "held back", ("lower level",)),
+    Template(r"no control cases with the same answers were found", decoder_heads, "0.3", ("0.0", "0.2")),
+    Template(rf"; \+{NUMBER} relative to the other heads of its layer \(95%", decoder_heads, "0.0", ("0.2", "0.3")),
+    Template(r"Example \(\[x\] is the query.* 8 of 8 stored .* are hits", decoder_heads, "0.0", ("0.1", "0.4")),
+    Template(r"1 of 2 stored held-out examples is a hit", ranked_heads, "held back", ("lower level",)),
     Template(r"It also attends from a possessive pronoun", followers, "several", ("possessive <", "bracket >")),
     # further roles
     Template(
-        r"Further roles at the same evidence level \(value-weighted, p up to \S+\), less far above their baselines: bracket",
+        r"Further roles at the same evidence level \(value-weighted, p up to \S+\), closer to their baselines: bracket",
         ranked_heads, "same level, less far", ("same level, farther", "lower level"),
     ),
     Template(
@@ -164,19 +167,19 @@ TEMPLATES = (
         ranked_heads, "same level, farther", ("same level, less far", "lower level"),
     ),
     Template(
-        r"Further roles at the evidence level attention \(p up to \S+\): ",
+        r"Further roles at evidence level attention \(p up to \S+\): ",
         ranked_heads, "lower level", ("same level, less far", "same level, farther"),
     ),
-    Template(r"Further roles at the same .* less far above their baselines: ", followers, "several", ("bracket >",)),
+    Template(r"Further roles at the same .* closer to their baselines: ", followers, "several", ("bracket >",)),
     # idle patterns
-    Template(r"attention sink, on average 100 % of its weight lies on the first", decoder_heads, "0.1", ("0.0", "0.4")),
-    Template(r"special-token sink, on average 8\d % of its weight", surface_heads, "special", ("delimiter", "first token")),
-    Template(r"diffuse, its entropy is 100 % of the largest possible", decoder_heads, "0.4", ("0.0", "0.1")),
-    Template(r"inactive, it writes 0 % of what its layer writes", decoder_heads, "0.5", ("0.4", "0.0")),
+    Template(r"attention sink, on average 100% of its attention is on the first", decoder_heads, "0.1", ("0.0", "0.4")),
+    Template(r"special-token sink, on average 8\d% of its attention", surface_heads, "special", ("delimiter", "first token")),
+    Template(r"diffuse, its entropy is 100% of the maximum", decoder_heads, "0.4", ("0.0", "0.1")),
+    Template(r"inactive, its share of its layer's output is 0%", decoder_heads, "0.5", ("0.4", "0.0")),
     Template(r"Idle pattern: none", decoder_heads, "0.0", ("0.1", "0.4", "0.5")),
     # streaming
-    Template(r"^Less than 0\.01% of its attention falls outside 4 sink", prompted_heads, "one back", ("far offset",)),
-    Template(r"^\d+% of its attention falls outside 4 sink tokens", prompted_heads, "far offset", ("one back",)),
+    Template(r"^Less than 0\.01% of its attention is outside 4 sink", prompted_heads, "one back", ("far offset",)),
+    Template(r"^\d+% of its attention is outside 4 sink tokens", prompted_heads, "far offset", ("one back",)),
     Template(
         r"with KV head 0\.0 at 4 sink tokens and a window of 32: running text",
         streaming_heads, "previous token", ("induction",),
@@ -191,19 +194,19 @@ TEMPLATES = (
     Template(r"^Its output raises the logit of the token it attends to most by", asked_heads, "0.2", ("1.1", "1.2", "0.3")),
     Template(r"^Its output lowers the logit of the token it attends to most by", asked_heads, "1.2", ("0.2", "1.1", "0.3")),
     Template(r"^Its output does not measurably change the logit of", asked_heads, "random", ("0.2", "1.2", "0.3")),
-    Template(r"Looking at .* it makes .* likelier", asked_heads, "random", ("0.3", "not asked")),
+    Template(r"Attending to .* promotes .* and suppresses .* embedding alone", asked_heads, "random", ("0.3", "not asked")),
     # loss, bits, cache, partners
     Template(rf"{LOSS}\), ", asked_heads, "0.2", ("0.3", "random", "not asked")),
-    Template(r"what the model gives of a text turns by \S+, in 1 − cosine", asked_heads, "encoder", ("0.2", "0.3")),
-    Template(rf"{LOSS}, not told apart from nothing", asked_heads, "0.3", ("0.2", "not asked")),
-    Template(r"Stored at 4 bits, with 1\.3, which share its keys, the loss", asked_heads, "random", ("0.0", "not asked")),
-    Template(r"Stored at 4 bits, the loss changes by: W_Q and W_K", asked_heads, "0.0", ("random", "not asked")),
-    Template(r"Its key head 1\.1 keeps 0\.3 MB of keys and values at 4,096", asked_heads, "random", ("0.0", "not asked")),
-    Template(r"Its key head 0\.\d keeps 3\.5 MB of keys and values", asked_heads, "0.0", ("random", "not asked")),
-    Template(r"It shares keys and values with 1\.3", asked_heads, "random", ("0.0", "not asked")),
-    Template(r"Of what earlier heads write it reads 0\.0 .* most", asked_heads, "1.0", ("0.0", "random")),
-    Template(r"Of later heads 1\.0 .* reads it most", asked_heads, "0.0", ("0.2", "1.0")),
-    Template(r"It looks most like 0\.1 \(0 nats apart\)", asked_heads, "0.0", ("0.3", "1.0")),
+    Template(r"changes the output vector of a text by \S+ in 1 − cosine", asked_heads, "encoder", ("0.2", "0.3")),
+    Template(rf"{LOSS}, not significantly different from 0", asked_heads, "0.3", ("0.2", "not asked")),
+    Template(r"quantized to 4 bits, together with head 1\.3 \(same KV head\):", asked_heads, "random", ("0.0", "not asked")),
+    Template(r"Loss increase if one part is quantized to 4 bits: W_Q and W_K", asked_heads, "0.0", ("random", "not asked")),
+    Template(r"KV cache: 0\.3 MB at 4,096 .*1\.1, shared with head 1\.3\)", asked_heads, "random", ("0.0", "not asked")),
+    Template(r"KV cache: 3\.5 MB at 4,096 tokens \(KV head 0\.\d\)", asked_heads, "0.0", ("random", "not asked")),
+    Template(r"It shares its KV head with head 1\.3", asked_heads, "random", ("0.0", "not asked")),
+    Template(r"Strongest V-composition with an earlier head: 0\.0 \(", asked_heads, "1.0", ("0.0", "random")),
+    Template(r"Strongest V-composition with a later head: 1\.0 \(", asked_heads, "0.0", ("0.2", "1.0")),
+    Template(r"Most similar attention: 0\.1 \(Jensen–Shannon divergence 0 nats\)", asked_heads, "0.0", ("0.3", "1.0")),
 )  # fmt: skip
 
 
@@ -221,7 +224,7 @@ def test_sentence_is_printed_for_the_head_it_is_true_of_alone(template: Template
 @pytest.mark.parametrize("name", [name for name in ARCS if name.rsplit(" ", 1)[0] not in CONTROL_RELATIONS])
 def test_shuffled_gold_gives_no_sentence_about_a_role(name: str) -> None:
     built = followers_of_shuffled_gold()[name]
-    assert "nothing found" in built[0]
+    assert "no role found" in built[0]
     assert not any(" attends " in sentence for sentence in built)
 
 
@@ -249,7 +252,7 @@ def test_every_piece_of_text_in_the_source_is_printed_by_a_built_head(module: ob
 
 
 def pieces_of_text(source: str) -> list[str]:
-    """Literals of three words or more, docstrings left out."""
+    """Yield string literals of at least three words, without docstrings."""
     tree = ast.parse(source)
     documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
     docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
@@ -264,13 +267,13 @@ def test_share_of_cases_is_the_share_of_held_out_arcs_the_head_follows() -> None
     documents = sorted(probe_set("possessive"), key=lambda document: bucket_of_text(document.text))
     buckets = sorted({bucket_of_text(document.text) for document in documents})[
         1::2
-    ]  # every other one is for reporting
+    ]  # every other case is in the reporting half
     held_out = [document for document in documents if bucket_of_text(document.text) in buckets]
     rule = follow("possessive >", rate=0.7)
     right = [rule(document)[arc.source] == arc.target for document in held_out for arc in document.relations]
     built = followers()["possessive > at times"]
-    assert f"in {100 * np.mean(right):.0f} % of the cases" in built[0]
-    assert f"Measured on {len(right)} held-out cases" in built[1]
+    assert f"in {100 * np.mean(right):.0f}% of the cases" in built[0]
+    assert f"Evaluated on {len(right)} held-out cases" in built[1]
 
 
 def test_direction_named_is_the_one_in_which_the_head_attends_more_often() -> None:
@@ -288,7 +291,7 @@ def test_direction_named_is_the_one_in_which_the_head_attends_more_often() -> No
 
 
 def test_confidence_intervals_printed_contain_the_true_rate_of_most_heads() -> None:
-    """Each head follows an arc with probability 0.7, drawn text by text; the printed intervals are to hold 70 % in 95 %."""
+    """Each head follows an arc with probability 0.7, drawn text by text; the printed intervals must contain 70% in 95%."""
     corpus = Corpus.synthetic("held-out", documents=150, seed=1)
     documents = [
         Document(document.text, document.words, tuple(arc for arc in document.relations if arc.name == "copy"))
@@ -301,7 +304,7 @@ def test_confidence_intervals_printed_contain_the_true_rate_of_most_heads() -> N
         return lambda document: gold(document) if _uniform(number, document) < 0.7 else [0] * len(document.words)
 
     profile = profile_of(documents, [sometimes(number) for number in range(40)])
-    ends = [re.search(r"95 % CI (\d+) % to (\d+) %", summary(profile, f"0.{number}")[1]) for number in range(40)]
+    ends = [re.search(r"95% CI (\d+)–(\d+)%", summary(profile, f"0.{number}")[1]) for number in range(40)]
     inside = [int(match[1]) <= 70 <= int(match[2]) for match in ends if match is not None]
     assert len(inside) == 40
     assert np.mean(inside) >= 0.85

@@ -1,4 +1,4 @@
-"""Tables at any width: every word and number is there, none broken, and no line is longer than the terminal."""
+"""Tables at any width have all words and numbers unbroken and no line longer than the terminal."""
 
 from collections import Counter
 from io import StringIO
@@ -19,7 +19,7 @@ def print_table(table: TextTable, width: int) -> str:
 
 
 def expected_words(table: TextTable, width: int) -> Counter[str]:
-    """Every word that has to stand there: the first column in each part, the others once."""
+    """Count the expected words: the first column once per part, the other columns once."""
     counts = Counter(table.title.split())
     for part in table.column_groups(width):
         for column in part:
@@ -53,7 +53,7 @@ def test_table_any_width_is_not_truncated(width: int) -> None:
 def test_table_parts_use_available_width() -> None:
     assert len(WIDE_TABLE.column_groups(160)) == 1
     (part,) = WIDE_TABLE.column_groups(160)
-    assert part[9] == len("Touvron et al. 2023, arXiv 2307.09288"), "nothing has to be wrapped"
+    assert part[9] == len("Touvron et al. 2023, arXiv 2307.09288"), "no cell wraps"
     assert len(WIDE_TABLE.column_groups(80)) == 2
     lengths = [max(map(len, print_table(WIDE_TABLE, width).splitlines())) for width in (80, 100, 120)]
     assert lengths == sorted(lengths)
@@ -61,7 +61,9 @@ def test_table_parts_use_available_width() -> None:
 
 
 def test_make_table_empty_column_is_omitted() -> None:
-    assert make_table("", ["a", "b", "c"], [["", "", 1], ["", "", 2]]).columns == ("a", "c"), "the first names the rows"
+    assert make_table("", ["a", "b", "c"], [["", "", 1], ["", "", 2]]).columns == ("a", "c"), (
+        "the first column names the rows"
+    )
     assert make_table("", ["a", "b"], []).columns == ("a", "b")
 
 

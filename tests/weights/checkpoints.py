@@ -1,4 +1,4 @@
-"""Writing checkpoints in other layouts than Hugging Face's: Meta's own, and GGUF as llama.cpp converts it."""
+"""Writers of checkpoints in other layouts than Hugging Face's: Meta's, and GGUF as converted by llama.cpp."""
 
 import json
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from tests.parity.cases import VOCAB, randomize
 
 Kind = gguf.GGMLQuantizationType
 
-WIDTH, HEADS, KV_HEADS, LAYERS, MLP_WIDTH, CONTEXT = 96, 6, 3, 2, 64, 48  # in blocks of 32, for quantised weights
+WIDTH, HEADS, KV_HEADS, LAYERS, MLP_WIDTH, CONTEXT = 96, 6, 3, 2, 64, 48  # multiples of 32, for quantized weights
 
 
 def make_llama(model: str = "LlamaForCausalLM", **config: Any) -> Any:
-    """A small random model of transformers' own."""
+    """Return a small random transformers model."""
     kind = getattr(transformers, model)
     sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
     sizes |= {"num_hidden_layers": LAYERS, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
@@ -33,13 +33,13 @@ def make_llama(model: str = "LlamaForCausalLM", **config: Any) -> Any:
 
 
 def interleave(rows: Tensor, heads: int) -> Tensor:
-    """Rows of q or k from the half-split rotary order to the interleaved one, as llama.cpp's converter does it."""
+    """Reorder rows of q or k from the half-split to the interleaved rotary layout, as llama.cpp's converter does."""
     d = len(rows) // heads
     return rows.reshape(heads, 2, d // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def deinterleave(rows: Tensor, heads: int) -> Tensor:
-    """The way back."""
+    """Invert `interleave`."""
     d = len(rows) // heads
     return rows.reshape(heads, d // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
@@ -62,7 +62,7 @@ TENSOR_NAMES = {
 
 
 def rename_tensor(name: str, layout: int) -> str:
-    """A tensor's name in Meta's layout (0) or in GGUF (1)."""
+    """Return a tensor's name in Meta's layout (0) or in GGUF (1)."""
     for hf_name, other_names in TENSOR_NAMES.items():
         name = name.replace(hf_name, other_names[layout])
     return name
@@ -77,7 +77,7 @@ def is_rotary(name: str) -> bool:
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """What a checkpoint holds: tied outputs once."""
+    """Return the weights of a checkpoint, with tied outputs only once."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
@@ -85,7 +85,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 def write_meta(model: Any, folder: Path, suffix: str = ".pth", **params: Any) -> Path:
-    """Meta's layout: params.json and one consolidated file."""
+    """Write Meta's layout: params.json and one consolidated file."""
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config
     tensors = {}
@@ -109,7 +109,7 @@ def write_meta(model: Any, folder: Path, suffix: str = ".pth", **params: Any) ->
 
 
 def random_blocks(kind: Kind) -> Callable[[tuple[int, ...]], np.ndarray]:
-    """Raw bytes of K-quantised weights: any bits will do, but the half-precision scales must be small numbers."""
+    """Return raw bytes of K-quantized weights. Any bits are valid, but the half-precision scales must be small."""
     scales = {Kind.Q2_K: (80, 82), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.Q3_K: (108,)}[kind]
     rng = np.random.default_rng(0)
 
@@ -125,9 +125,9 @@ def random_blocks(kind: Kind) -> Callable[[tuple[int, ...]], np.ndarray]:
 
 
 def write_gguf(model: Any, file: Path, kind: Kind = Kind.F32, arch: str = "llama", **fields: Any) -> dict[str, Tensor]:
-    """Write a model as llama.cpp's converter would, and put into it what the file's numbers are after dequantising.
+    """Write a model as llama.cpp's converter does, and set its weights to the dequantized values.
 
-    Returns the extra tensors' names and what was stored under every name, dequantised.
+    Returns the names of the extra tensors, and the dequantized tensors by name.
     """
     config = model.config
     writer = gguf.GGUFWriter(str(file), arch)
@@ -161,7 +161,7 @@ def write_gguf(model: Any, file: Path, kind: Kind = Kind.F32, arch: str = "llama
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: Kind) -> Tensor:
-    """One tensor in the kind asked for, vectors in float32; what it is worth once read."""
+    """Add a tensor in the given type, vectors in float32. Returns its dequantized values."""
     if values.ndim == 1 or kind == Kind.F32:
         writer.add_tensor(name, values)
         return torch.from_numpy(values)
@@ -174,7 +174,7 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: Ki
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
-    """As llama.cpp's converter computes them: by how much each frequency is divided."""
+    """Return the divisor of each frequency, as llama.cpp's converter computes it."""
     old = rope["original_max_position_embeddings"]
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     factors = []
@@ -197,7 +197,7 @@ def assert_same_logits(model: ModelProtocol, hf_model: Any, atol: float = 1e-4, 
 
 
 def copy_to_own_memory(model: Any) -> Any:
-    """The same weights in memory of torch's own: where a weight begins, and which way round, decides the last bits."""
+    """Copy the weights to memory of torch: alignment and memory layout affect the last bits of outputs."""
     copy = deepcopy(model)
     for parameter in copy.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
@@ -205,7 +205,7 @@ def copy_to_own_memory(model: Any) -> Any:
 
 
 def assert_same_model(actual: ModelProtocol, expected: ModelProtocol) -> None:
-    """Bit by bit: the spec, every tensor, its type."""
+    """Compare spec, tensors and dtypes bit by bit."""
     assert actual.spec == expected.spec
     actual_state, expected_state = actual.state_dict(), expected.state_dict()
     assert actual_state.keys() == expected_state.keys()

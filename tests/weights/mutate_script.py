@@ -1,9 +1,9 @@
-"""Damage whole files byte by byte and load them, many times, in a process of its own: each is refused in words, or loads.
+"""Damage files byte by byte and load them, in a separate process. Each load must succeed or raise a HeadwiseError.
 
 python -m tests.weights.mutate_script FOLDER COUNT SEED
 
-Prints a line of JSON: how many loaded, how many were refused, and what went wrong besides. A crash ends this process, a hang
-is ended by an alarm, and code that a file brings along is stopped by an audit hook; all three are seen by who started it.
+Prints a line of JSON: the number of successful loads, the number of errors, and unexpected errors. The calling process
+detects a crash of this process, a hang (ended by an alarm), and code in a file (stopped by an audit hook).
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 import headwise as hw
 from tests.weights.checkpoints import make_llama, write_gguf
 
-SECONDS = 60  # for one load, on a busy machine
+SECONDS = 60  # limit for one load on a busy machine
 FORBIDDEN = (
     "os.system",
     "os.exec",
@@ -33,7 +33,7 @@ FORBIDDEN = (
 
 
 def make_files(folder: Path) -> dict[Path, Path]:
-    """Whole models, small: what is loaded, by the file that is damaged."""
+    """Write small valid models. Returns the source to load, by the file to damage."""
     torch.manual_seed(0)
     spec = hw.ModelSpec(17, 8, 2, hw.AttentionSpec(8, 2))
     hw.Transformer(spec).save(folder / "own")
@@ -48,7 +48,7 @@ def make_files(folder: Path) -> dict[Path, Path]:
 
 
 def mutate(original: bytes, rng: random.Random) -> bytes:
-    """Another file, near this one: bytes changed, cut out, put in; mostly near the beginning, where headers are."""
+    """Return a copy with bytes changed, removed or inserted, mostly near the beginning, where headers are."""
     data = bytearray(original)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         end = len(data) if rng.random() < 0.3 else min(len(data), 600)
@@ -70,11 +70,11 @@ def mutate(original: bytes, rng: random.Random) -> bytes:
 
 
 def main() -> None:
-    """Damage, load, count."""
+    """Damage files, load them and count the results."""
     folder, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     damaged = make_files(folder)
     for source in set(damaged.values()):
-        hw.load(source)  # what is imported on the way is imported now
+        hw.load(source)  # complete all lazy imports before the audit hook is active
     problems: list[str] = []
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -92,7 +92,7 @@ def main() -> None:
         original = file.read_bytes()
         other = mutate(original, rng)
         file.write_bytes(other)
-        (folder / "now.bin").write_bytes(other)  # what is left behind by a crash
+        (folder / "now.bin").write_bytes(other)  # stays on disk if the load crashes
         signal.alarm(SECONDS)
         try:
             hw.load(damaged[file])

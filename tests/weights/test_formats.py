@@ -1,4 +1,4 @@
-"""The layouts weights come in: shards, torch's own files, single files, types, Meta's layout, GGUF of every kind."""
+"""Weight formats: shards, torch files, single files, dtypes, Meta's layout, and GGUF of every type."""
 
 import json
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_load_prefers_safetensors_over_torch_files(tmp_path: Path) -> None:
 
 
 def test_load_base_model_without_prefix(tmp_path: Path) -> None:
-    """Base models are saved without the prefix of the full ones."""
+    """Base models are saved without the prefix."""
     config = transformers.GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3)
     torch.manual_seed(0)
     hf_model = transformers.GPT2LMHeadModel(config).eval()
@@ -94,7 +94,7 @@ def test_load_base_model_without_prefix(tmp_path: Path) -> None:
     assert_same_logits(hw.load(tmp_path), hf_model, length=16)
 
 
-# Types.
+# Dtypes.
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -143,7 +143,7 @@ def test_load_meta_scaled_rotary_equals_transformers(tmp_path: Path) -> None:
     assert_same_logits(hw.load(tmp_path), hf_model)
 
 
-# params.json as Meta wrote it, and the factor in config.json of the same model on the hub.
+# params.json as published by Meta, and the factor in config.json of the same model on the hub.
 META_PARAMS = {
     "Llama 2 7B": ({"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": -1}, 32000, None, 10000.0),
     "Llama 3 8B": ({"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "rope_theta": 5e5}, 128256, None, 5e5),
@@ -184,10 +184,13 @@ def test_spec_from_meta_reads_published_params(name: str) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"use_scaled_rope": True}, r"use_scaled_rope but not by how much, and 96 × 2 layers.*add rope_scaling_factor"),
+        (
+            {"use_scaled_rope": True},
+            r"use_scaled_rope without a factor.*width 96 and 2 layers.*Add rope_scaling_factor",
+        ),
         ({"vision_chunk_size": 448}, "params.json sets vision_chunk_size"),
         ({"quantization_args": {"scheme": "int4"}}, "params.json sets quantization_args"),
-        ({"hidden_dim": 64, "rope_theta": None}, "gives no rope_theta"),
+        ({"hidden_dim": 64, "rope_theta": None}, "does not contain rope_theta"),
         ({"use_scaled_rope": 1}, "use_scaled_rope must be true or false"),
     ],
 )
@@ -208,7 +211,7 @@ def test_export_of_meta_layout_restores_rows(tmp_path: Path) -> None:
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert_same_logits(model, back)
     got, want = back.state_dict(), hf_model.state_dict()
-    assert all(torch.equal(got[name], want[name]) for name in want)  # the order of rows is theirs again
+    assert all(torch.equal(got[name], want[name]) for name in want)  # export restores the original order of rows
 
 
 # GGUF.
@@ -233,7 +236,7 @@ def test_load_gguf_equals_stored_tensors(kind: str, tied: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_load_gguf_k_quants_equal_stored_tensors(kind: str, tmp_path: Path) -> None:
-    """The gguf package reads these but does not write them: random blocks, against what it dequantises."""
+    """Compare with the gguf package's dequantization. It cannot write these types, so the blocks are random bytes."""
     hf_model = make_llama(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256)
     stored = write_gguf(hf_model, tmp_path / "m.gguf", Kind[kind])
     model = hw.load(tmp_path / "m.gguf")
@@ -284,7 +287,7 @@ def test_load_gguf_llama3_rotary(factor: float, tmp_path: Path) -> None:
 )
 def test_load_gguf_unsupported_setting_raises(field: str, value: float, tmp_path: Path) -> None:
     write_gguf(make_llama(), tmp_path / "m.gguf", Kind.F32, "llama", **{field: value})
-    with pytest.raises(hw.HeadwiseError, match=rf"sets llama\.\S+ to {value}, which Headwise does not compute"):
+    with pytest.raises(hw.HeadwiseError, match=rf"llama\.\S+ is {value}, which Headwise does not support"):
         hw.load(tmp_path / "m.gguf")
 
 
@@ -295,7 +298,7 @@ def test_load_gguf_linear_rotary(tmp_path: Path) -> None:
 
 
 class _EnumValue:
-    """The writer asks for an enumeration and takes its value."""
+    """Stands for an enum member: the writer reads its `.value`."""
 
     def __init__(self, value: str) -> None:
         self.value = value

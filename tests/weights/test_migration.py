@@ -122,7 +122,7 @@ def test_load_unknown_format_raises(version: Any, tmp_path: Path) -> None:
 def test_load_field_under_both_names_raises(tmp_path: Path) -> None:
     shutil.copytree(DATA / "decoder", tmp_path / "m")
     edit_json(tmp_path / "m" / "spec.json", mlp_width=64)
-    with pytest.raises(hw.HeadwiseError, match="given twice"):
+    with pytest.raises(hw.HeadwiseError, match="present twice"):
         hw.load(tmp_path / "m")
 
 

@@ -1,4 +1,4 @@
-"""Files damaged byte by byte: refused in words or loaded, never a crash, a hang, another error, or code that runs."""
+"""Files damaged byte by byte: an error or a successful load, never a crash, a hang, another error, or executed code."""
 
 import json
 import os
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def load_damaged_files(folder: Path, count: int, seed: int) -> dict[str, int]:
-    """So many damaged files, in a process of its own."""
+    """Load `count` damaged files in a separate process."""
     command = [sys.executable, "-m", "tests.weights.mutate_script", str(folder), str(count), str(seed)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=3000

@@ -1,4 +1,4 @@
-"""Folders of LlamaModel, MistralModel and Qwen2Model, as embedding models have them: hidden states come out."""
+"""Folders of LlamaModel, MistralModel and Qwen2Model, as used by embedding models, return hidden states."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_pruned_body_is_the_body_with_silenced_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_causal_lm_folder_without_the_prefix_needs_its_output_head(tied: bool, tmp_path: Path) -> None:
-    """transformers ties the head to the embedding if config.json says so; else it would draw random numbers."""
+    """transformers ties the head to the embedding if config.json says so; otherwise it would initialize it randomly."""
     causal_lm = make_llama("LlamaForCausalLM", tie_word_embeddings=tied)
     causal_lm.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Out and in again: our own format is bitwise, an export gives transformers the same logits, pruned or not."""
+"""Save and load again: our own format is bitwise equal; an export gives transformers the same logits, pruned or not."""
 
 import json
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_save_and_load_of_hf_models_is_bitwise(case: Case, tmp_path: Path) -> No
     assert_same_model(back, model)
     with torch.no_grad():
         assert torch.equal(copy_to_own_memory(back)(ids_for()), copy_to_own_memory(model)(ids_for()))
-        torch.testing.assert_close(back(ids_for()), model(ids_for()))  # whose weights lie as in their file
+        torch.testing.assert_close(back(ids_for()), model(ids_for()))  # the weights are aligned as in the exported file
     back.save(tmp_path / "again")
     assert_same_model(hw.load(tmp_path / "again"), model)
     assert (tmp_path / "again" / "spec.json").read_bytes() == (tmp_path / "ours" / "spec.json").read_bytes()
@@ -107,21 +107,21 @@ def test_save_over_source_folder_keeps_weights(tmp_path: Path) -> None:
     make_model(MODELS["decoder"]).save(tmp_path / "m")
     model = hw.load(tmp_path / "m")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.save(tmp_path / "m")  # its weights are views of the file that is being replaced
+    model.save(tmp_path / "m")  # its weights are views of the file that is replaced
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert_same_model(hw.load(tmp_path / "m"), model)
 
 
-# For transformers.
+# Export to transformers.
 
 NOT_EXPORTABLE = {
     "qwen2, windows from layer 1": "windows given layer by layer",
-    "qwen2, windows on all": "a window beside biases",
+    "qwen2, windows on all": "a window together with biases",
 }
 
 
 def hf_output(case: Case, folder: Path, ids: Tensor) -> Tensor:
-    """By the class the exported config.json names, which is what a user's from_pretrained takes."""
+    """Run the class that the exported config.json names, as `from_pretrained` does."""
     config = json.loads((folder / "config.json").read_text())
     kind = getattr(transformers, config["architectures"][0])
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_export_equals_transformers_output(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NOT_EXPORTABLE)
 def test_export_unsupported_by_family_raises(name: str, tmp_path: Path) -> None:
-    with pytest.raises(hw.HeadwiseError, match=rf"Llama format cannot hold .*{NOT_EXPORTABLE[name]}.*model\.save"):
+    with pytest.raises(hw.HeadwiseError, match=rf"Llama format cannot represent .*{NOT_EXPORTABLE[name]}.*model\.save"):
         hw.export(load_case(name, tmp_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -153,7 +153,7 @@ PRUNED = {
     "gpt2, untied": "0.1-3, 2.*",
     "gpt-neo, global and local": "1.0, 2.5",
     "bert, masked tokens": "0.*, 1.2",
-    "llama, 9 heads on 3": "0.0-2, 1.4, 2.0-7",  # a whole group, one of a group, all but one
+    "llama, 9 heads on 3": "0.0-2, 1.4, 2.0-7",  # a full group, one head of a group, all heads but one
     "llama, biases": "0.1, 1.*",
     "mistral, window": "0.0-1, 2.3",
     "qwen2": "0.0-4, 1.5",
@@ -223,7 +223,7 @@ def test_save_includes_tokenizer(bundle: str, tmp_path: Path) -> None:
         assert back.decode(back.encode(text)) == tokenizer.decode(tokenizer.encode(text))
 
 
-# Which family.
+# Choice of the family.
 
 
 @pytest.mark.parametrize(
@@ -258,15 +258,15 @@ UNSUPPORTED_SPECS = {
     "an encoder-decoder": (MODELS["encoder-decoder"], "llama", "an encoder-decoder"),
     "a sink": (replace(ROTARY, attention=replace(ROTARY.attention, softmax="sink")), "llama", "a learned sink"),
     "gates": (replace(ROTARY, attention=replace(ROTARY.attention, gated=True)), "llama", "gates"),
-    "a cap": (replace(ROTARY, attention=replace(ROTARY.attention, softcap=3.0)), "llama", "capped scores"),
-    "alibi": (replace(ROTARY, attention=replace(ROTARY.attention, alibi=True)), "llama", "a bias by distance"),
+    "a cap": (replace(ROTARY, attention=replace(ROTARY.attention, softcap=3.0)), "llama", "soft-capped scores"),
+    "alibi": (replace(ROTARY, attention=replace(ROTARY.attention, alibi=True)), "llama", "a position bias"),
     "wide values": (replace(ROTARY, attention=replace(ROTARY.attention, value_dim=8)), "llama", "value_dim"),
     "parallel": (replace(ROTARY, norm_placement="parallel"), "llama", "parallel blocks"),
     "an embedding scale": (replace(ROTARY, embed_scale=3.0), "llama", "an embedding scale"),
     "positions": (MODELS["decoder"], "llama", "positions other than rotary"),
     "groups": (ROTARY, "gpt2", "rotary positions"),
-    "a decoder": (ROTARY, "bert", "anything but an encoder"),
-    "an encoder": (MODELS["encoder"], "gpt2", "anything but a decoder"),
+    "a decoder": (ROTARY, "bert", "a model that is not an encoder"),
+    "an encoder": (MODELS["encoder"], "gpt2", "a model that is not a decoder"),
     "scaled scores": (
         replace(MODELS["decoder"], attention=hw.AttentionSpec(12, 4, out_bias=True)), "gpt-neo", "scaled scores",
     ),
@@ -276,18 +276,18 @@ UNSUPPORTED_SPECS = {
 @pytest.mark.parametrize("name", UNSUPPORTED_SPECS)
 def test_export_unsupported_spec_names_reason(name: str, tmp_path: Path) -> None:
     spec, family, reason = UNSUPPORTED_SPECS[name]
-    with pytest.raises(hw.HeadwiseError, match=rf"format cannot hold {reason}.*use model\.save\(folder\)"):
+    with pytest.raises(hw.HeadwiseError, match=rf"format cannot represent {reason}.*Use model\.save\(folder\)"):
         hw.export(hw.Transformer(spec), tmp_path / "out", family)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_export_without_matching_family_lists_reasons(tmp_path: Path) -> None:
-    with pytest.raises(hw.HeadwiseError, match=r"no family can hold this model: .*GPT-2.*GPT-Neo.*BERT.*Llama.*save"):
+    with pytest.raises(hw.HeadwiseError, match=r"no model family .*GPT-2.*GPT-Neo.*BERT.*Llama.*save"):
         hw.export(make_model(MODELS["encoder-decoder"]), tmp_path / "out")
 
 
 def test_export_unknown_family_raises(tmp_path: Path) -> None:
-    with pytest.raises(hw.HeadwiseError, match=r"no family 'gpt3'; did you mean gpt2"):
+    with pytest.raises(hw.HeadwiseError, match=r"unknown model family; did you mean gpt2"):
         hw.export(hw.Transformer(MODELS["decoder"]), tmp_path / "out", "gpt3")
 
 
@@ -299,7 +299,7 @@ def test_export_over_export_replaces_it(tmp_path: Path) -> None:
         assert_same_logits(hw.load(tmp_path / "out"), hf_model)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
-        "headwise-export.json",  # by which we know our own again
+        "headwise-export.json",  # marks the folder as an export of Headwise
         "model.safetensors",
     ]
 

@@ -1,1 +1,1 @@
-"""What a head is worth: heads taken away, and what the model loses."""
+"""Ablation: replace the output of heads and measure the effect on the loss."""

@@ -1,11 +1,12 @@
-"""Ablation and patching: while a context is open, some heads' z is taken away before W_O and something stands in its place.
+"""Ablation and patching: context managers that replace z (head output before W_O) of selected heads.
 
-zero:      nothing: what a cut head leaves behind
-mean:      what the head gives on average over a corpus, so that only what it says about *this* text is gone
-resample:  what the head gives on another text (causal scrubbing; activation patching: https://arxiv.org/abs/2309.16042)
+zero:      z is replaced with zeros, which equals pruning the head.
+mean:      z is replaced with its mean over a corpus. Only the information about the current text is removed.
+resample:  z is replaced with its value on another text (causal scrubbing; activation patching:
+           https://arxiv.org/abs/2309.16042).
 
-A constant head is worth something by zero and nothing by mean or resample. Inside W_O, not behind it: slicing the output
-of a layer would take away dimensions of the stream, not a head.
+A head with constant output can matter under zero ablation and has no effect under mean or resample ablation. The
+replacement happens before W_O: slicing the output of the layer would remove channels of the residual stream, not a head.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from headwise.analysis.ablation.head_outputs import (
     token_positions,
 )
 from headwise.analysis.recording.recording import HasHookPoints
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.head import HeadPattern
 from headwise.heads.hook_point import Edit, HookPoint
 from headwise.model.protocols import is_model
@@ -37,7 +38,7 @@ __all__ = ["HeadOutputs", "MeanActivations", "ablated", "mean_activations", "mea
 
 AblationMethod = Literal["mean", "zero", "resample"]
 ABLATION_METHODS = ("mean", "zero", "resample")
-# z (B, H, T, e) → what stands in for some heads, broadcastable to (B, n, T, e)
+# z (B, H, T, e) → replacement for the selected heads, broadcastable to (B, n, T, e)
 ReplacementFunction = Callable[[Tensor], Tensor]
 
 
@@ -53,17 +54,29 @@ def ablated(
     attention_mask: Tensor | None = None,
     source_attention_mask: Tensor | None = None,
 ) -> Iterator[None]:
-    """While open, these heads no longer say anything about their input.
+    """Replace the output of heads while the context is open.
 
-    mean:      their mean over a `corpus` stands in: a text, a list of texts, a path, a Corpus; None: the embedded ones. It is
-               taken when the context opens, which reads all of it; `means=mean_activations(model, corpus)` are taken once.
-    zero:      nothing stands in
-    resample:  what they give on `other`: a text, a pair (source, text), a run (`record_z`), or for each example of the batch
-               the one it borrows from, (B,); None: the one before it. A shorter text is borrowed from its start again.
+    Args:
+        model: A headwise model or an attached model.
+        heads: Head pattern, for example `"5.1"`, `"5.*"` or a list of addresses.
+        ablation: Replacement for z of each head.
+            "mean" uses the mean over a corpus, "zero" uses zeros, "resample" uses z of another text.
+        corpus: Texts for the mean: a text, a list of texts, a path or a `Corpus`. None uses the embedded texts. The full
+            corpus is run each time a context opens; pass `means` to compute the means only once. Only for "mean".
+        means: Precomputed means, from `mean_activations(model, corpus)`. Only for "mean".
+        other: Source of z for "resample": a text, a pair (source, text), a recorded run (`record_z`), or an integer
+            tensor (B,) with the index of the donor example of each example in the batch. None uses the previous
+            example of the batch. If the donor text is shorter, its rows are repeated from the start.
+        attention_mask: (B, T), True at real tokens, as passed to the model. Required if texts are padded and the
+            replacement depends on the position (means by position, resample).
+        source_attention_mask: (B, S), attention mask of the source texts of an encoder-decoder.
 
-    `attention_mask` (B, T), as the model takes it, is needed where texts are padded and rows are told apart: means by
-    position, and borrowing.
+    Yields:
+        None. The model is unchanged after the context closes.
 
+    Raises:
+        ArgumentError: If `corpus` is combined with `means` or with another ablation than "mean", or if "mean" is used
+            without `means` on a model that has no tokenizer.
     >>> from dataclasses import replace
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -79,8 +92,9 @@ def ablated(
     """
     mask_of_stack = {"enc": source_attention_mask}
     if corpus is not None and (ablation != "mean" or means is not None):
-        raise HeadwiseError(
-            "corpus= says which texts means are taken over; leave it out with means=…, and where ablation is not 'mean'."
+        reason = "means= is given" if ablation == "mean" else f"ablation={ablation!r}"
+        raise ArgumentError(
+            f"corpus: used only to compute the means of mean ablation. Got corpus= and {reason}. Remove corpus=."
         )
     if ablation == "mean" and means is None:
         means = _corpus_means(model, corpus, heads)
@@ -108,9 +122,21 @@ def patched(
     other: HeadOutputs | str | tuple[str, str] | Sequence[int] | Tensor,
     positions: Sequence[int] | None = None,
 ) -> Iterator[None]:
-    """While open, these heads give what they give on another text of as many tokens: at all positions, or at those named.
+    """Replace the output of heads with their output on another text of the same length.
 
-    `other` is a text, token ids (T,) or (B, T), a pair (source, text), or a run that was kept (`record_z`).
+    Activation patching (https://arxiv.org/abs/2309.16042).
+
+    Args:
+        model: A headwise model or an attached model.
+        heads: Head pattern, for example `"5.1"`.
+        other: The other input: a text, token ids (T,) or (B, T), a pair (source, text), or a recorded run (`record_z`).
+        positions: Token positions to patch. Negative values count from the end. None patches all positions.
+
+    Yields:
+        None. The model is unchanged after the context closes.
+
+    Raises:
+        ArgumentError: If the two inputs have different numbers of tokens, or a position is out of range.
 
     >>> from dataclasses import replace
     >>> from headwise.model import Transformer
@@ -131,12 +157,12 @@ def patched(
 
 
 def _corpus_means(model: object, corpus: Any, heads: HeadPattern) -> MeanActivations:
-    """The means of some heads over texts; a model without texts is told what to do."""
+    """Compute the mean outputs of heads over a corpus."""
     if not is_model(model) or model.tokenizer is None:
-        raise HeadwiseError(
-            "mean ablation needs the means of heads over texts, and this model has no tokenizer to read them by; set "
-            "model.tokenizer, or give means=mean_of_outputs(record_z(model, ids) for ids in …), "
-            "from headwise.analysis.ablation.head_outputs."
+        raise ArgumentError(
+            "ablation='mean': the model has no tokenizer, so the means over texts cannot be computed. Set model.tokenizer, "
+            "or pass means=mean_of_outputs(record_z(model, ids) for ids in batches). "
+            "Both functions are in headwise.analysis.ablation.head_outputs."
         )
     return mean_activations(model, corpus, heads=heads)
 
@@ -149,15 +175,17 @@ def make_replacement_fn(
     other: Tensor | HeadOutputs | None = None,
     attention_mask: Tensor | None = None,
 ) -> ReplacementFunction:
-    """What stands in for some heads of one layer, as a function of the layer's z: (B, H, T, e) → like (B, n, T, e)."""
+    """Return a function from z of a layer (B, H, T, e) to the replacement for the selected heads (B, n, T, e)."""
     if ablation == "zero":
         return lambda z: z.new_zeros(1, 1, 1, 1)
     if ablation == "mean":
         if means is None:
-            raise HeadwiseError("mean ablation needs the means: means=mean_activations(model, corpus).")
+            raise ArgumentError("means: required for mean ablation. Pass means=mean_activations(model, corpus).")
         return lambda z: means.at_positions(selected, token_positions(z, attention_mask))
     if ablation != "resample":
-        raise HeadwiseError(f"there is no ablation {ablation!r}; {suggest_names(ablation, ABLATION_METHODS)}")
+        raise ArgumentError(
+            f"ablation={ablation!r}: unknown ablation method; {suggest_names(ablation, ABLATION_METHODS)}"
+        )
     if isinstance(other, HeadOutputs):
         return lambda z: gather_z_at_positions(
             other.z_of_heads(selected),
@@ -170,15 +198,21 @@ def make_replacement_fn(
 
 
 def _donor_rows(other: Tensor | None, z: Tensor) -> Tensor:
-    """Which example each one borrows from, (B,)."""
+    """Return the index of the donor example of each example, (B,)."""
     B = len(z)
     if other is None:
         if B == 1:
-            raise HeadwiseError("a batch of one has no other example; give other=record_z(model, other_ids).")
+            raise ArgumentError(
+                "other: the batch has only one example, so resample ablation has nothing to resample from. "
+                "Pass other=record_z(model, other_ids)."
+            )
         return torch.arange(B, device=z.device).roll(1)
     fits = isinstance(other, Tensor) and other.shape == (B,) and not other.is_floating_point()
     if not fits or (B and not 0 <= int(other.min()) <= int(other.max()) < B):
-        raise HeadwiseError(f"other says for each of {B} examples which one it borrows from, 0-{B - 1}; got {other!r}.")
+        raise ArgumentError(
+            f"other: must be an integer tensor of shape ({B},). For each example of the batch, it has the index "
+            f"(0 to {B - 1}) of the example whose head outputs replace its own. Got {other!r}."
+        )
     return other.to(z.device)
 
 
@@ -194,7 +228,7 @@ def _borrow_from_batch(z: Tensor, donors: Tensor, attention_mask: Tensor | None)
 def make_replacement_edit(
     hook_point: HookPoint, selected: tuple[Address, ...], replacement_fn: ReplacementFunction
 ) -> Edit:
-    """The edit that puts what stands in for some heads of a layer in their place."""
+    """Return the edit that replaces z of the selected heads of a layer."""
     index = [hook_point.head_index(address) for address in selected]
 
     def edit(z: Tensor) -> Tensor:
@@ -213,14 +247,17 @@ def _patch_edit(
     def edit(z: Tensor) -> Tensor:
         B, _, T, e = z.shape
         if len(recorded) not in (1, B) or recorded.shape[2:] != (T, e):
-            raise HeadwiseError(
-                f"the run recorded {tuple(recorded.shape)} at {hook_point.address} but this call is {(B, len(index), T, e)}; "
-                f"patch between texts of one length."
+            raise ArgumentError(
+                f"other: the recorded z of layer {hook_point.address} does not fit this call. "
+                f"Got shape {tuple(recorded.shape)}, expected {(B, len(index), T, e)}. Use two texts with the same number of "
+                f"tokens."
             )
         rows = range(T) if positions is None else positions
         invalid = [row for row in rows if not -T <= row < T]
         if invalid:
-            raise HeadwiseError(f"there is no position {invalid[0]} among {T} tokens; use 0-{T - 1}, or count from -1.")
+            raise ArgumentError(
+                f"positions: out of range for {T} tokens. Got {invalid[0]}. Use 0 to {T - 1}, or -1 to {-T} from the end."
+            )
         columns = torch.tensor([row % T for row in rows], dtype=torch.long, device=z.device)
         heads = torch.tensor(index, device=z.device)[:, None]  # (n, 1)
         changed = z.clone()

@@ -1,9 +1,9 @@
-"""Take heads away one by one, at a fraction of what running the model anew for each would cost.
+"""Ablate every head in turn, at a fraction of the cost of one full forward pass per head.
 
-The stream up to a layer is the same for all of its heads, and so is their z. So one clean walk through the model stops at
-each layer, runs all its heads as one batch, each copy with another head replaced, through what is left of the network, and
-goes on (`model/resumable_forward`). In a single stack of ours, where few tokens are asked for, the last block finishes
-their rows alone.
+The residual stream before a layer, and z of the layer, do not depend on the ablated head. One forward pass over the
+unmodified model stops at each layer, runs the remaining layers on a batch of copies (one copy per ablated head), and
+continues (`model/resumable_forward`). In a single-stack headwise model with few targets, the last block computes only the
+rows of the targets.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +16,16 @@ from torch import Tensor
 from headwise.analysis.ablation.ablate import ReplacementFunction
 from headwise.analysis.ablation.eval_targets import TargetBatch
 from headwise.analysis.ablation.head_outputs import selected_hook_points
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import Edit, HookPoint
 from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol
 from headwise.spec import Address, ModelSpec
 
-# what stands in for some heads of a layer
+# hook point and selected heads → replacement function
 ReplacementFactory = Callable[[HookPoint, tuple[Address, ...]], ReplacementFunction]
-BATCH_TOKENS = 2048  # run at once, copies included
+BATCH_TOKENS = 2048  # tokens per forward pass, copies included
 
 
 @torch.no_grad()
@@ -35,7 +36,15 @@ def ablation_sweep(
     make_replacement: ReplacementFactory,
     batch_tokens: int = BATCH_TOKENS,
 ) -> tuple[Tensor, Tensor]:
-    """What each text loses by each head, summed over its answers, (heads, B); and the untouched model's answers."""
+    """Return the loss increase of each head and text, (heads, B), and the scores of the unmodified model.
+
+    Args:
+        model: The model to ablate.
+        batch: Texts and targets.
+        heads: Addresses of the heads, ablated one at a time.
+        make_replacement: Returns the replacement function of selected heads at a hook point.
+        batch_tokens: Maximum number of tokens per forward pass, copies included.
+    """
     selected_by_layer = {hook_point.address: selected for hook_point, selected in selected_hook_points(model, heads)}
     forward = model.resumable_forward(
         batch.ids,
@@ -46,7 +55,7 @@ def ablation_sweep(
         source_attention_mask=batch.source_real_tokens,
     )
     tokens_per_copy = batch.ids.numel() + (0 if batch.source is None else batch.source.numel())
-    # what must be run whole is run as it always was
+    # A model that is not resumable reruns the full forward pass for each head.
     max_copies = 1 if model.why_not_resumable() else batch_tokens // max(1, tokens_per_copy)
     scores: dict[Address, Tensor] = {}
     for checkpoint in forward:
@@ -68,14 +77,15 @@ def ablation_sweep(
 def ablation_gradients(
     model: ModelProtocol, batch: TargetBatch, heads: Sequence[Address], make_replacement: ReplacementFactory
 ) -> Tensor:
-    """How steeply each text's summed surprise rises as each head begins to be replaced: (heads, B), from one backward pass.
+    """Return the derivative of each text's summed loss with respect to the ablation of each head, (heads, B).
 
-    z becomes z + ε (stand-in − z), with an ε of its own for every head and text. Texts do not touch each other, so the
-    slope in ε is that text's own; and as it comes from `autograd.grad`, nothing is ever added up in a `.grad`.
+    z becomes z + ε (replacement − z), with a separate ε for every head and text. Texts do not interact, so the derivative
+    in ε belongs to one text. One backward pass; `autograd.grad` leaves the `.grad` of the parameters unchanged.
     """
     if batch.targets is None:
-        raise HeadwiseError(
-            "without an output a model is compared with itself, and there the slope is 0; use ranking='ablation'."
+        raise UnsupportedModelError(
+            "ranking: gradients are not supported for a model without an output layer, because its cosine distance "
+            "has gradient 0 at the unmodified model. Use ranking='ablation'."
         )
     leaves: dict[Address, Tensor] = {}
     with gradients_enabled(model), ExitStack() as stack:
@@ -93,7 +103,9 @@ def ablation_gradients(
         assert model.output is not None
         total = model.output.cross_entropy(hidden, targets.flatten(), total=1)
         gradients = torch.autograd.grad(total, [leaves[head] for head in heads]) if heads else ()
-    return torch.stack([gradient.double() for gradient in gradients]) if gradients else torch.zeros(0, len(batch.ids))
+    return (
+        torch.stack([to_float64(gradient) for gradient in gradients]) if gradients else torch.zeros(0, len(batch.ids))
+    )
 
 
 def _interpolation_edit(
@@ -112,41 +124,52 @@ def _interpolation_edit(
 
 
 def _even_splits(count: int, max_size: int) -> Iterator[range]:
-    """`count` heads in as few even shares as `max_size` at a time allow."""
+    """Split `count` heads into the smallest number of even ranges of at most `max_size`."""
     num_splits = -(-count // max(1, max_size))
     for split in range(num_splits):
         yield range(split * count // num_splits, (split + 1) * count // num_splits)
 
 
 @dataclass(frozen=True)
-class AblationSweepCost:
-    """Floating-point operations of one text: by the sweep, and by a forward pass of the whole model for every head."""
+class AblationSweepFlops:
+    """Floating-point operations to ablate every head on one text.
+
+    Attributes:
+        sweep_flops: Operations of the sweep.
+        naive_flops: Operations of one full forward pass per head.
+    """
 
     sweep_flops: int
     naive_flops: int
 
     @property
     def ratio(self) -> float:
-        """The sweep's share of the naive loop."""
+        """`sweep_flops` divided by `naive_flops`."""
         return self.sweep_flops / self.naive_flops
 
 
-def sweep_cost(spec: ModelSpec, length: int, target_rows: int | None = None) -> AblationSweepCost:
-    """What ablating every head costs on a text of so many tokens, `rows` of them asked about (None: all).
+def sweep_cost(spec: ModelSpec, length: int, target_rows: int | None = None) -> AblationSweepFlops:
+    """Count the floating-point operations to ablate every head on one text.
 
-    Matrix products alone, 2 operations a multiplication, every pair of tokens counted; both sides project only the rows
-    asked about onto the vocabulary.
+    Counts matrix products only, 2 operations per multiplication, for every pair of tokens. Both counts project only the
+    target rows onto the vocabulary.
+
+    Args:
+        spec: The model.
+        length: Number of tokens.
+        target_rows: Number of tokens with a target. None means all.
 
     >>> from headwise.spec import preset
-    >>> round(sweep_cost(preset("gpt2"), 256).ratio, 2), round(sweep_cost(preset("gpt2"), 256, target_rows=1).ratio, 2)
+    >>> gpt2 = preset("gpt2")
+    >>> round(sweep_cost(gpt2, 256).ratio, 2), round(sweep_cost(gpt2, 256, target_rows=1).ratio, 2)
     (0.67, 0.47)
     """
     target_rows = length if target_rows is None else target_rows
     cost = pass_cost(spec, length)
     full_pass = cost.total_flops(target_rows)
-    sweep_total = full_pass  # the walk itself
+    sweep_total = full_pass  # the pass over the unmodified model
     for layer, layer_address in enumerate(spec.layer_addresses):
-        # MLPs over all rows: this one and those behind it, but for the last
+        # MLPs over all rows: this layer and later ones, except the last
         full_mlps = len(spec.layer_addresses) - 1 - layer
         remaining = (
             cost.output_flops[layer] + sum(cost.attention_flops[layer + 1 :]) + full_mlps * length * cost.mlp_flops
@@ -154,29 +177,44 @@ def sweep_cost(spec: ModelSpec, length: int, target_rows: int | None = None) -> 
         sweep_total += len(spec.attention_at(layer_address).head_ids) * (
             remaining + target_rows * (cost.mlp_flops + cost.logits_flops)
         )
-    return AblationSweepCost(sweep_total, full_pass * len(spec.head_addresses))
+    return AblationSweepFlops(sweep_total, full_pass * len(spec.head_addresses))
 
 
 @dataclass(frozen=True)
-class ForwardPassCost:
-    """Floating-point operations of one text's forward pass: matrix products alone, 2 operations a multiplication."""
+class ForwardPassFlops:
+    """Floating-point operations of a forward pass over one text: matrix products only, 2 operations per multiplication.
 
-    attention_flops: tuple[int, ...]  # for each attention layer: projections, scores and what is gathered by them, W_O
-    output_flops: tuple[int, ...]  # W_O alone
-    mlp_flops: int  # for one row
-    logits_flops: int  # for one row
-    mlp_rows: int  # that pass through MLPs, of all blocks together
+    Attributes:
+        attention_flops: Per attention layer: projections, scores, weighted sum of values and W_O.
+        output_flops: Per attention layer: W_O only.
+        mlp_flops: One MLP, one row.
+        logits_flops: Projection of one row onto the vocabulary.
+        mlp_rows: Rows that pass through an MLP, summed over blocks.
+    """
+
+    attention_flops: tuple[int, ...]
+    output_flops: tuple[int, ...]
+    mlp_flops: int
+    logits_flops: int
+    mlp_rows: int
 
     def total_flops(self, target_rows: int) -> int:
-        """The pass, with so many rows projected onto the vocabulary."""
+        """Operations of the pass if `target_rows` rows are projected onto the vocabulary."""
         return sum(self.attention_flops) + self.mlp_rows * self.mlp_flops + target_rows * self.logits_flops
 
 
-def pass_cost(spec: ModelSpec, length: int, causal: bool = False) -> ForwardPassCost:
-    """What a forward pass over so many tokens costs; `causal` leaves out pairs of tokens that a decoder's mask hides.
+def pass_cost(spec: ModelSpec, length: int, causal: bool = False) -> ForwardPassFlops:
+    """Count the floating-point operations of a forward pass over `length` tokens.
+
+    Args:
+        spec: The model.
+        length: Number of tokens.
+        causal: Skip the token pairs hidden by a decoder's causal mask.
+
+    The cost per weight is one multiplication; attention adds one pair of tokens here:
 
     >>> from headwise.spec import preset
-    >>> pass_cost(preset("gpt2"), 1).total_flops(target_rows=1) // 2 - 2 * 12 * 768  # one pair of tokens aside
+    >>> pass_cost(preset("gpt2"), 1).total_flops(target_rows=1) // 2 - 2 * 12 * 768
     123532032
     """
     D, output_flops, attention_flops = spec.width, [], []
@@ -191,7 +229,7 @@ def pass_cost(spec: ModelSpec, length: int, causal: bool = False) -> ForwardPass
         attention_flops.append(qkv_flops + 2 * pairs * heads * channels + output_flops[-1])
     mlp_flops = 2 * D * spec.mlp_width * (3 if spec.activation == "swiglu" else 2)
     logits_flops = 2 * D * spec.vocab * (spec.output != "none") + 2 * D * D * (spec.output == "mlm")
-    return ForwardPassCost(
+    return ForwardPassFlops(
         tuple(attention_flops),
         tuple(output_flops),
         mlp_flops,

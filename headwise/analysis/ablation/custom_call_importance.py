@@ -1,6 +1,6 @@
-"""What each head is worth for calls of your own: any inputs, any loss, of the whole model.
+"""Head importance on custom calls: any inputs and any loss of the full model.
 
-For models that read more than texts: pictures and words together, sounds, two towers. Each call is a unit of the statistics.
+For models with inputs other than text (images with text, audio, two towers). Each call is one unit of the bootstrap.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.analysis.ablation.head_outputs import selected_hook_points
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads.head import HeadPattern
 from headwise.heads.hook_point import HookPoint
 from headwise.kernels.enable_grad import copy_inference_tensors, gradients_enabled
@@ -20,22 +20,22 @@ from headwise.model import ModelProtocol, eval_mode
 from headwise.progress import Progress
 from headwise.spec import Address
 
-LossFunction = Callable[[Any], Tensor]  # what the model gives → one number
+LossFunction = Callable[[Any], Tensor]  # output of the model → scalar loss
 
 
 def is_call_list(corpus: Any) -> bool:
-    """Whether what heads shall be asked on are calls: keyword arguments, in a list or by themselves."""
+    """Return whether `corpus` is a dict of keyword arguments or a list of them."""
     items = list(corpus) if isinstance(corpus, list | tuple) else [corpus]
     return bool(items) and all(isinstance(item, Mapping) for item in items)
 
 
 def loss_from_output(output: Any) -> Tensor:
-    """The loss that a model itself gives, where it was given labels."""
+    """Return the loss that the model computed from its labels."""
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
-        raise HeadwiseError(
-            "the model gives no loss for these calls; give labels in each of them, or loss=…, a function of what the model "
-            "gives."
+        raise ArgumentError(
+            "corpus: the model output has no loss for these calls. Add labels to each call, or pass loss=, a function from "
+            "the model output to a scalar tensor."
         )
     return loss
 
@@ -48,7 +48,7 @@ def importance_on_calls(
     loss: LossFunction | None,
     progress: Progress | None,
 ) -> tuple[tuple[Address, ...], Accumulator, int]:
-    """What each head is worth by the loss of the whole model: zero in its place, or the absolute slope of a gate on it."""
+    """Measure importance on calls: the loss increase under zero ablation, or the absolute gradient of a head gate."""
     call_list: Sequence[Mapping[str, Any]] = list(calls) if isinstance(calls, list | tuple) else [calls]
     loss_fn: LossFunction = loss_from_output if loss is None else loss
     hook_points = list(selected_hook_points(model, heads))
@@ -62,7 +62,7 @@ def importance_on_calls(
             values = torch.stack((torch.tensor(lost), torch.full((len(lost),), clean)), -1)[None]  # (1, heads, 2)
             accumulator.add(("importance", "clean"), slice(0, len(selected)), [index], values, torch.ones(1, 1, 1))
             if progress is not None:
-                progress("what heads are worth", index + 1, len(call_list))
+                progress("head importance", index + 1, len(call_list))
     return selected, accumulator, len(call_list)
 
 
@@ -106,5 +106,5 @@ def _gate_gradients(
 def _to_scalar(loss: Any) -> float:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise HeadwiseError(f"a loss is one number, as a tensor; got {got}.")
+        raise ArgumentError(f"loss: must return a tensor with one element. Got {got}.")
     return float(loss.detach())

@@ -1,4 +1,4 @@
-"""What heads gave: z of one run of the model, and its mean over many. The material that ablation puts in a head's place."""
+"""Recorded z (head output before W_O) of a run, and its mean over a corpus. Ablation uses both as replacements."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -11,66 +11,85 @@ from torch import Tensor
 from headwise.analysis.recording.batching import make_batch, make_batches, reachable_hook_points, tokenizer_of
 from headwise.analysis.recording.recording import HasHookPoints, select_heads
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads.head import HeadPattern
 from headwise.heads.hook_point import AttentionCall, HookPoint
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 from headwise.spec import Address, LayerAddress, select
 
-DEFAULT_MAX_LENGTH = 256  # tokens of a unit of plain text: enough for a mean, and the sweep is dear
+DEFAULT_MAX_LENGTH = 256  # tokens per chunk of plain text: enough for a mean, and keeps the sweep affordable
 MeanGranularity = Literal["global", "position"]
-HeadIdsByLayer = dict[LayerAddress, tuple[int, ...]]  # which heads of a layer, by number
+HeadIdsByLayer = dict[LayerAddress, tuple[int, ...]]  # layer → indices of its selected heads
 
 
 @dataclass(frozen=True, eq=False)
 class HeadOutputs:
-    """z of some heads in one run of the model, and which tokens were real (None: all)."""
+    """z of selected heads in one run of the model.
+
+    Attributes:
+        head_ids: Selected heads of each layer.
+        z: Head outputs of each layer, (B, n, T, e).
+        attention_masks: (B, T) for each layer, True at real tokens. None if all tokens are real.
+    """
 
     head_ids: HeadIdsByLayer
-    z: dict[LayerAddress, Tensor]  # (B, n, T, e) each
-    attention_masks: dict[LayerAddress, Tensor | None]  # (B, T) each
+    z: dict[LayerAddress, Tensor]
+    attention_masks: dict[LayerAddress, Tensor | None]
 
     def z_of_heads(self, selected: tuple[Address, ...]) -> Tensor:
-        """z of some heads of one layer, (B, n, T, e)."""
+        """Return z of selected heads of one layer, (B, n, T, e)."""
         index = _find_heads(self.head_ids, selected, "in the recorded run")
         return self.z[selected[0].layer_address][:, index]
 
 
 @dataclass(frozen=True, eq=False)
 class MeanActivations:
-    """The mean z of every head over a corpus, in float64: one for all positions (n, e), or one for each (n, P, e)."""
+    """Mean z of heads over a corpus, in float64.
+
+    Attributes:
+        granularity: "global" for one mean over all positions, "position" for one mean per position.
+        head_ids: Heads of each layer.
+        sums: Sum of z for each layer, (n, P, e). P is 1 for "global".
+        counts: Number of summed rows for each layer, (P,).
+    """
 
     granularity: MeanGranularity
     head_ids: HeadIdsByLayer
-    sums: dict[LayerAddress, Tensor]  # (n, P, e) each; P is 1 for one mean
-    counts: dict[LayerAddress, Tensor]  # (P,) each: how many rows
+    sums: dict[LayerAddress, Tensor]
+    counts: dict[LayerAddress, Tensor]
 
     def means_of_heads(self, selected: tuple[Address, ...]) -> Tensor:
-        """The means of some heads of one layer: (n, e), or (n, P, e) by position."""
+        """Return the means of selected heads of one layer: (n, e), or (n, P, e) by position."""
         layer_address, index = selected[0].layer_address, _find_heads(self.head_ids, selected, "among the means")
         means = self.sums[layer_address][index] / self.counts[layer_address][:, None]  # (n, P, e)
         return means[:, 0] if self.granularity == "global" else means
 
     def __getitem__(self, head: Address | str) -> Tensor:
-        """One head's mean: (e,), or (P, e) by position."""
+        """Return the mean of one head: (e,), or (P, e) by position."""
         return self.means_of_heads((Address.parse(head) if isinstance(head, str) else head,))[0]
 
     def at_positions(self, selected: tuple[Address, ...], positions: Tensor) -> Tensor:
-        """The means where tokens stand at these places, (1 or B, T): broadcastable to (B, n, T, e)."""
+        """Return the means at token positions (1 or B, T), broadcastable to (B, n, T, e)."""
         means = self.means_of_heads(selected)
         if self.granularity == "global":
             return means[None, :, None]  # (1, n, 1, e)
         if int(positions.max()) >= means.shape[1]:
-            raise HeadwiseError(
-                f"the text has {int(positions.max()) + 1} tokens but means were taken for {means.shape[1]} positions; "
-                f"take them over longer texts, or granularity='global'."
+            raise ArgumentError(
+                f"means: computed for {means.shape[1]} positions, but the text is longer. "
+                f"Got {int(positions.max()) + 1} tokens. Compute the means over longer texts, or with granularity='global'."
             )
         return means[:, positions.to(means.device)].transpose(0, 1)  # (1 or B, n, T, e)
 
     def merge(self, other: "MeanActivations") -> "MeanActivations":
-        """Both together, as if one pass had seen everything."""
+        """Combine two means as if one pass had run over both corpora."""
         if (self.granularity, self.head_ids) != (other.granularity, other.head_ids):
-            raise HeadwiseError("means of different heads, or taken differently, cannot be merged; take them alike.")
+            raise ArgumentError(
+                "other: means with different heads or granularity cannot be merged. "
+                f"Got granularity={self.granularity!r} with {sum(map(len, self.head_ids.values()))} heads, and "
+                f"granularity={other.granularity!r} with {sum(map(len, other.head_ids.values()))} heads. "
+                "Compute both with the same heads= and granularity=."
+            )
         sums = {
             layer_address: _add_padded(self.sums[layer_address], other.sums[layer_address], dim=1)
             for layer_address in self.sums
@@ -92,7 +111,18 @@ def record_z(
     source: Tensor | None = None,
     source_attention_mask: Tensor | None = None,
 ) -> HeadOutputs:
-    """Run the model once and keep z of some heads, as it enters W_O.
+    """Run the model once and record z (head output before W_O) of selected heads.
+
+    Args:
+        model: The model to run.
+        ids: Token ids, (B, T).
+        heads: Head pattern. "*" selects all heads.
+        attention_mask: (B, T), True at real tokens.
+        source: Source token ids of an encoder-decoder, (B, S).
+        source_attention_mask: (B, S), True at real tokens of the source.
+
+    Returns:
+        z of the selected heads, by layer.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -125,11 +155,19 @@ def mean_activations(
     max_length: int | None = None,
     batch_tokens: int = 2048,
 ) -> MeanActivations:
-    """The mean z of every head over texts, one for all positions or one for each; padding never counts.
+    """Compute the mean z of every head over a corpus. Padding is excluded.
 
-    `corpus` is a text, a list of texts, a path or a Corpus; None: the embedded probe set, or the synthetic language for its
-    models. `max_length` cuts plain text into units of so many tokens (None: 256, or the model's context), `batch_tokens` is
-    how many are read at once.
+    Args:
+        model: The model to run.
+        corpus: A text, a list of texts, a path or a `Corpus`. None uses the embedded probe set, or the synthetic language
+            for models trained on it.
+        granularity: "global" for one mean over all positions, "position" for one mean per position.
+        heads: Head pattern. "*" selects all heads.
+        max_length: Plain text is split into chunks of this many tokens. None is 256, or the model's context if shorter.
+        batch_tokens: Maximum number of tokens per batch.
+
+    Returns:
+        Means by layer and head.
     """
     batches = make_batches(eval_corpus(model, corpus, max_length), batch_tokens, device=model.device)
     heads = select_heads(
@@ -152,12 +190,12 @@ def mean_activations(
 
 
 def eval_corpus(model: ModelProtocol, corpus: Any, max_length: int | None = None) -> TokenizedCorpus:
-    """Texts, or pairs, that change and ablation are measured on: units of plain text have at most 256 tokens, unless said."""
+    """Return the corpus on which ablation is evaluated. Plain text is split into chunks of 256 tokens by default."""
     return TokenizedCorpus.of(model, corpus, max_length, needs_targets=True, default_length=DEFAULT_MAX_LENGTH)
 
 
 def as_head_outputs(model: ModelProtocol, inputs: Any, heads: HeadPattern = "*") -> HeadOutputs:
-    """z of some heads where the model reads a text, token ids (T,) or (B, T), or a pair (source, text); a run stays.
+    """Run the model on a text, token ids (T,) or (B, T), or a pair (source, text), and record z. Recorded runs pass through.
 
     >>> from dataclasses import replace
     >>> from headwise.model import Transformer
@@ -178,27 +216,36 @@ def as_head_outputs(model: ModelProtocol, inputs: Any, heads: HeadPattern = "*")
     )
     ids = ids[None] if ids.ndim == 1 else ids  # (B, T)
     if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
-        raise HeadwiseError(
-            f"another run is a text, token ids (T,) or (B, T), or a pair (source, text); got {inputs!r:.80}."
+        raise ArgumentError(
+            f"other: must be a text, token ids of shape (T,) or (B, T), a pair (source, text), or a recorded run. "
+            f"Got {inputs!r:.80}."
         )
     return record_z(model, ids, heads)
 
 
 def mean_of_outputs(outputs: Iterable[HeadOutputs], granularity: MeanGranularity = "global") -> MeanActivations:
-    """The mean over runs, one after the other; for models that need more than a text, and for any set of inputs."""
+    """Compute the mean z over recorded runs, for example of models with inputs other than text.
+
+    Args:
+        outputs: Recorded runs, from `record_z`. They are consumed one at a time.
+        granularity: "global" for one mean over all positions, "position" for one mean per position.
+
+    Returns:
+        Means by layer and head.
+    """
     if granularity not in ("global", "position"):
-        raise HeadwiseError(f"the granularity of means is 'global' or 'position'; got {granularity!r}.")
+        raise ArgumentError(f"granularity: must be 'global' or 'position'. Got {granularity!r}.")
     total: MeanActivations | None = None
     for output in outputs:
         batch_means = _sum_outputs(output, granularity)
         total = batch_means if total is None else total.merge(batch_means)
     if total is None:
-        raise HeadwiseError("there is nothing to take a mean over; give at least one run.")
+        raise ArgumentError("outputs: no runs to average. Pass at least one run of record_z.")
     return total
 
 
 def selected_hook_points(model: HasHookPoints, heads: HeadPattern) -> Iterator[tuple[HookPoint, tuple[Address, ...]]]:
-    """The layers in which a pattern names heads, and those heads; "*" is all, in every stack."""
+    """Yield each layer with selected heads, and those heads. "*" selects all heads of every stack."""
     hook_points = model.gathered_hook_points()
     available = tuple(address for hook_point in hook_points for address in hook_point.head_addresses)
     requested = set(available if isinstance(heads, str) and heads.strip() == "*" else select(heads, available))
@@ -209,21 +256,23 @@ def selected_hook_points(model: HasHookPoints, heads: HeadPattern) -> Iterator[t
 
 
 def token_positions(z: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Where the tokens of a call stand, padding not counted: (1 or B, T)."""
+    """Return the position of each token, not counting padding: (1 or B, T)."""
     if attention_mask is None:
         return torch.arange(z.shape[2], device=z.device)[None]
     if attention_mask.shape != (len(z), z.shape[2]):
-        raise HeadwiseError(
-            f"attention_mask is {tuple(attention_mask.shape)} but the call is {(len(z), z.shape[2])}; True at real tokens."
+        raise ArgumentError(
+            f"attention_mask: shape does not match the call. Got {tuple(attention_mask.shape)}, expected "
+            f"{(len(z), z.shape[2])}. Pass the mask that the model receives, True at real tokens."
         )
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 def gather_z_at_positions(z: Tensor, attention_mask: Tensor | None, positions: Tensor, batch_size: int) -> Tensor:
-    """Rows of another run for tokens at these places, (1 or B, T); a shorter text begins again: (B, n, T, e)."""
+    """Gather rows of another run at token positions (1 or B, T), repeating shorter texts from the start: (B, n, T, e)."""
     if len(z) not in (1, batch_size):
-        raise HeadwiseError(
-            f"the other run has {len(z)} texts and this one {batch_size}; give as many, or a single one."
+        raise ArgumentError(
+            f"other: the recorded run must have 1 text or {batch_size} texts, like this batch. Got {len(z)}. "
+            f"Record a run with the same batch size, or with a single text."
         )
     first = torch.zeros(len(z), 1, dtype=torch.long, device=z.device)
     length = first + z.shape[2] if attention_mask is None else attention_mask.long().sum(1, keepdim=True)  # (B, 1)
@@ -243,7 +292,8 @@ def _store_z(outputs: HeadOutputs, index: list[int]) -> Callable[[AttentionCall]
 def _sum_outputs(outputs: HeadOutputs, granularity: MeanGranularity) -> MeanActivations:
     sums, counts = {}, {}
     for layer_address, z in outputs.z.items():
-        attention_mask, z = outputs.attention_masks[layer_address], z.double()  # (B, n, T, e)
+        attention_mask, z = outputs.attention_masks[layer_address], to_float64(z)  # (B, n, T, e)
+        attention_mask = None if attention_mask is None else attention_mask.to(z.device)
         rows = torch.ones(len(z), z.shape[2], device=z.device) if attention_mask is None else attention_mask
         positions = token_positions(z, attention_mask).expand(len(z), -1)[rows.bool()]  # (rows,)
         positions = positions if granularity == "position" else torch.zeros_like(positions)
@@ -251,7 +301,7 @@ def _sum_outputs(outputs: HeadOutputs, granularity: MeanGranularity) -> MeanActi
         P = int(positions.max()) + 1
         # (n, P, e)
         sums[layer_address] = flat.new_zeros(P, *flat.shape[1:]).index_add_(0, positions, flat).transpose(0, 1)
-        counts[layer_address] = torch.bincount(positions, minlength=P).double()
+        counts[layer_address] = to_float64(torch.bincount(positions, minlength=P))
     return MeanActivations(granularity, dict(outputs.head_ids), sums, counts)
 
 
@@ -259,12 +309,14 @@ def _find_heads(head_ids: HeadIdsByLayer, selected: tuple[Address, ...], where: 
     recorded = head_ids.get(selected[0].layer_address, ())
     for address in selected:
         if address.head not in recorded:
-            raise HeadwiseError(f"head {address} is not {where}; take it in with heads='*' or its address.")
+            raise ArgumentError(
+                f"heads: head {address} is not {where}. Record again with heads='*' or heads='{address}'."
+            )
     return [recorded.index(address.head) for address in selected]
 
 
 def _add_padded(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    """A sum of two, the shorter one filled up with zeros."""
+    """Add two tensors, the shorter one padded with zeros along `dim`."""
     long, short = (a, b) if a.shape[dim] >= b.shape[dim] else (b, a)
     total = long.clone()
     total.narrow(dim, 0, short.shape[dim]).add_(short)

@@ -1,11 +1,11 @@
-"""What each head is worth: what the model loses without it, measured, or estimated from a slope.
+"""Head importance: the loss increase without a head, measured by ablation or estimated from gradients.
 
-ablation:     every head is really taken away, one at a time, by the quick sweep
-gradient:     E |∂L/∂ξ|, ξ a gate on the head, the absolute value text by text (https://arxiv.org/abs/1905.10650)
-attribution:  the first-order estimate of ablation, all heads from one backward pass, checked against the real thing on a
-              sample of heads (https://arxiv.org/abs/2310.10348); behind a saturated softmax it can miss everything
+ablation:     every head is ablated, one at a time, by the fast sweep.
+gradient:     E |∂L/∂ξ| for a gate ξ on the head; absolute value per text (https://arxiv.org/abs/1905.10650).
+attribution:  first-order estimate of ablation, all heads in one backward pass, compared with exact ablation on a sample
+              of heads (https://arxiv.org/abs/2310.10348). It can miss the full effect if a softmax is saturated.
 
-Later heads take over from one that is gone, so one ablation is a lower bound of what a head does.
+Later heads can compensate for an ablated head, so the importance is a lower bound of its contribution.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,21 +42,32 @@ from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval, bootstrap_interval
 from headwise.analysis.recording.batching import TextSample, make_batch, make_batches, reachable_hook_points
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.head import HeadPattern
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 from headwise.progress import Progress
 from headwise.spec import Address
 
 ImportanceRanking = Literal["ablation", "gradient", "attribution"]
 IMPORTANCE_RANKINGS = ("ablation", "gradient", "attribution")
-PROGRESS_LABEL = "what heads are worth"  # as progress is told
-BATCH_DIVISOR = 8  # the batch of texts is this much smaller than what is run at once, to leave room for copies
+PROGRESS_LABEL = "head importance"
+BATCH_DIVISOR = 8  # text batches are this factor smaller than batch_tokens, to leave room for copies
 
 
 @dataclass(frozen=True)
 class HeadImportance:
-    """One head: what is lost without it, and how much more than without another head of its layer; both with intervals."""
+    """Importance of one head, with 95% confidence intervals from a bootstrap over texts.
+
+    Attributes:
+        head: Address of the head.
+        importance: Loss increase without the head.
+        low: Lower bound of `importance`.
+        high: Upper bound of `importance`.
+        above_layer: Importance minus the mean importance of the other heads of the layer. NaN for a single head.
+        above_low: Lower bound of `above_layer`.
+        above_high: Upper bound of `above_layer`.
+    """
 
     head: str
     importance: float
@@ -69,7 +80,13 @@ class HeadImportance:
 
 @dataclass(frozen=True)
 class AttributionCheck:
-    """Estimates beside real ablation on a sample of heads."""
+    """Comparison of attribution estimates with exact ablation on a sample of heads.
+
+    Attributes:
+        heads: Addresses of the sampled heads.
+        estimate: Estimated importance of each head.
+        exact: Importance of each head, measured by ablation.
+    """
 
     heads: tuple[str, ...]
     estimate: tuple[float, ...]
@@ -77,14 +94,14 @@ class AttributionCheck:
 
     @property
     def correlation(self) -> float:
-        """Pearson's; NaN where there is nothing to correlate."""
+        """Pearson correlation. NaN for fewer than two heads or constant values."""
         if len(self.heads) < 2 or np.ptp(self.estimate) == 0 or np.ptp(self.exact) == 0:
             return float("nan")
         return float(np.corrcoef(self.estimate, self.exact)[0, 1])
 
     @property
     def worst_estimate(self) -> tuple[str, float]:
-        """The head whose estimate is farthest off, and by how much: estimate − exact."""
+        """The head with the largest error, and its error (estimate − exact)."""
         gaps = np.subtract(self.estimate, self.exact)
         index = int(np.abs(gaps).argmax())
         return self.heads[index], float(gaps[index])
@@ -92,7 +109,19 @@ class AttributionCheck:
 
 @dataclass(frozen=True, eq=False)
 class Importance:
-    """What every head is worth, with sums by bucket of texts kept, so that intervals can be drawn and runs merged."""
+    """Importance of every head, with sums per bucket of texts for confidence intervals and merging.
+
+    Iterating yields one `HeadImportance` per head; `result["5.1"]` returns the row of one head.
+
+    Attributes:
+        addresses: Measured heads.
+        ranking: Ranking method: "ablation", "gradient" or "attribution".
+        ablation: Replacement for the ablated heads: "mean", "zero" or "resample".
+        metric: "loss" (all tokens) or "last" (last token of each text).
+        texts: Number of texts, or of custom calls.
+        accumulator: Sums and counts per bucket of texts.
+        check: Comparison of estimates with exact ablation. Only for ranking "attribution".
+    """
 
     addresses: tuple[Address, ...]
     ranking: ImportanceRanking
@@ -104,12 +133,15 @@ class Importance:
 
     @property
     def mean(self) -> np.ndarray:
-        """What is lost without each head, (heads,): nats a token, 1 − cosine for a model without output; or mean |∂L/∂ξ|."""
+        """Importance of each head, (heads,).
+
+        Loss increase in nats per token; 1 − cosine for a model without an output layer; mean |∂L/∂ξ| for "gradient".
+        """
         return self.accumulator.mean("importance")
 
     @property
     def clean_loss(self) -> float:
-        """The untouched model's own loss; only with ranking='ablation'."""
+        """Loss of the unmodified model in nats per token. NaN unless the ranking is "ablation"."""
         return (
             float(self.accumulator.mean("clean")[0])
             if "clean" in self.accumulator.fields and self.addresses
@@ -118,12 +150,12 @@ class Importance:
 
     @cached_property
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
-        """95 % of the bootstrap over texts: low and high, (heads,)."""
+        """95% confidence interval from a bootstrap over texts: low and high, (heads,) each."""
         return bootstrap_interval(*self.accumulator.bucket_sums_and_counts("importance"))
 
     @cached_property
     def above_layer(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """How much more is lost than without a random other head of its layer: mean, low, high; NaN where it is alone."""
+        """Importance minus the mean of the other heads of the layer: mean, low, high. NaN for a single head."""
         sums, counts = self.accumulator.bucket_sums_and_counts("importance")
         others = np.zeros_like(sums)
         is_only_head = np.zeros(len(self.addresses), dtype=bool)
@@ -140,6 +172,16 @@ class Importance:
         low, high = bootstrap_difference_interval(sums, counts, others, counts)
         return tuple(np.where(is_only_head, np.nan, values) for values in (means, low, high))  # pyright: ignore[reportReturnType]
 
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import importance_table
+
+        return importance_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import importance_table
+
+        return importance_table(self).as_html()
+
     def __len__(self) -> int:
         return len(self.addresses)
 
@@ -152,19 +194,19 @@ class Importance:
         for entry in self:
             if entry.head == str(head).strip():
                 return entry
-        raise HeadwiseError(f"head {head} was not measured; {suggest_names(str(head), map(str, self.addresses))}")
+        raise ArgumentError(f"head: {head} was not measured; {suggest_names(str(head), map(str, self.addresses))}")
 
     @property
     def ranked(self) -> tuple[Address, ...]:
-        """The heads, those worth most first."""
+        """Addresses of the heads, most important first."""
         return tuple(self.addresses[i] for i in np.argsort(-self.mean, kind="stable"))
 
     def table_rows(self) -> list[list[str | float]]:
-        """A table, those worth most first; its columns are the fields of `HeadImportance`."""
+        """Return table rows, most important head first. Columns are the fields of `HeadImportance`."""
         return [list(asdict(entry).values()) for entry in sorted(self, key=lambda entry: -entry.importance)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data; what is not known is None."""
+        """Return all values as plain data for JSON. NaN becomes None."""
         data = {name: getattr(self, name) for name in ("ranking", "ablation", "metric", "texts", "clean_loss")}
         if self.check is not None:
             head, gap = self.check.worst_estimate
@@ -172,14 +214,22 @@ class Importance:
         return _to_json({**data, "heads": [asdict(entry) for entry in self]})
 
     def merge(self, other: "Importance") -> "Importance":
-        """Both together, as if one corpus had been read; a check is left behind."""
+        """Combine two results as if one corpus had been used. The check of attribution is dropped."""
         if (self.addresses, self.ranking, self.ablation, self.metric) != (
             other.addresses,
             other.ranking,
             other.ablation,
             other.metric,
         ):
-            raise HeadwiseError("only what was measured alike, of the same heads, can be merged.")
+            differing = [
+                name
+                for name in ("addresses", "ranking", "ablation", "metric")
+                if getattr(self, name) != getattr(other, name)
+            ]
+            raise ArgumentError(
+                f"other: importances of different measurements cannot be merged. They differ in {', '.join(differing)}. "
+                f"Measure both with the same heads=, ranking=, ablation= and metric=."
+            )
         texts, accumulator = self.texts + other.texts, self.accumulator.merge(other.accumulator)
         return Importance(self.addresses, self.ranking, self.ablation, self.metric, texts, accumulator)
 
@@ -200,25 +250,60 @@ def importance(
     loss: LossFunction | None = None,
     progress: Progress | None = None,
 ) -> Importance:
-    """What every head is worth on a `corpus`: by taking it away, or by slopes; the model stays as it is.
+    """Measure the importance of every head: the loss increase without it.
 
-    `metric` "loss" is the mean loss over all tokens (hidden ones for an encoder; 1 − cosine of the mean state for a model
-    without output), "last" the last token of each text alone (of a pair that is its end). `ablation` says what stands
-    in a head's place; means not given are taken over these texts, and with "resample" each text borrows from the next.
-    `check_heads` is how many heads an attribution is compared on. `max_length` cuts plain text into units of so many tokens
-    (None: 256, or the model's context); `batch_tokens` is how many are run at once. An encoder-decoder is asked about pairs.
+    The model is unchanged afterwards.
 
-    `corpus` may also be calls of your own, a list of keyword arguments (`{"input_ids": …, "pixel_values": …, "labels": …}`):
-    then it is the loss of the whole model, or `loss` of what the model gives, with zero in a head's place; a call is a unit.
+    Args:
+        model: The model to measure.
+        corpus: A text, a list of texts, a path or a `Corpus`; pairs (source, text) for an encoder-decoder. None uses the
+            default corpus of the model. Also custom calls, as a dict of keyword arguments or a list of dicts
+            (`{"input_ids": …, "pixel_values": …, "labels": …}`): the loss is then that of the full model, heads are
+            replaced with zeros, and each call is one unit of the bootstrap.
+        ranking: "ablation" ablates each head; "gradient" is the mean absolute gradient of a head gate; "attribution" is
+            the first-order estimate of ablation.
+        ablation: Replacement for a head: "mean", "zero" or "resample" (its output on the next text).
+        heads: Head pattern. "*" selects all heads.
+        metric: "loss" is the mean loss over all tokens (masked tokens for an encoder; 1 − cosine of the mean hidden
+            state for a model without an output layer). "last" is the loss of the last token of each text.
+        means: Precomputed means for "mean" ablation. None computes them over the corpus.
+        max_length: Plain text is split into chunks of this many tokens. None is 256, or the model's context if shorter.
+        batch_tokens: Maximum number of tokens per forward pass, copies included.
+        check_heads: Number of heads on which "attribution" is compared with exact ablation. 0 skips the comparison.
+        loss: Function from the model output to a scalar loss. Only for custom calls; None uses the loss of the output.
+        progress: Called with a label, the number of texts done and the total, which may be None.
+
+    Returns:
+        Importance of each head, with 95% confidence intervals.
+
+    Raises:
+        ArgumentError: If an argument is unknown, or the arguments cannot be combined.
+        UnsupportedModelError: If the model does not support the metric or the ranking.
+
+    >>> from headwise.model import Transformer
+    >>> from headwise.spec import AttentionSpec, ModelSpec
+    >>> from headwise.text.build_tokenizers import byte_tokenizer
+    >>> model = Transformer(ModelSpec(vocab=257, context=32, layers=2, attention=AttentionSpec(width=16, heads=2)))
+    >>> model.tokenizer = byte_tokenizer()
+    >>> result = importance(model, ["To be or not to be", "that is the question"])
+    >>> [entry.head for entry in result], result.texts
+    (['0.0', '0.1', '1.0', '1.1'], 2)
     """
     _check_arguments(ranking, ablation, batch_tokens)
     if is_call_list(corpus):
         if ranking == "attribution" or means is not None:
-            raise HeadwiseError("calls of your own are asked by ablation or gradient, with zero in a head's place.")
+            unsupported = "ranking='attribution'" if ranking == "attribution" else "means="
+            raise ArgumentError(
+                f"corpus: a corpus of model calls, [{{...}}, ...], supports only ranking='ablation' or 'gradient' with zero "
+                f"ablation. Got {unsupported}. Remove this argument, or pass texts as the corpus."
+            )
         selected, accumulator, num_samples = importance_on_calls(model, corpus, ranking, heads, loss, progress)
         return Importance(selected, ranking, "zero", "loss", num_samples, accumulator)
     if loss is not None:
-        raise HeadwiseError("loss=… is for calls of your own: corpus=[{…}, …]; texts are asked by metric.")
+        raise ArgumentError(
+            "loss: can be used only if the corpus is a list of model calls, corpus=[{...}, ...]. Got texts. "
+            "Remove loss= and choose metric= instead."
+        )
     check_metric(model, metric)
     with eval_mode(model):
         tokenized = eval_corpus(model, corpus, max_length)
@@ -229,7 +314,7 @@ def importance(
             if hook_point.address in reachable
             for head in layer_heads
         )
-        ablation = "zero" if ranking == "gradient" else ablation  # a gate closes towards zero
+        ablation = "zero" if ranking == "gradient" else ablation  # a closed gate equals zero ablation
         num_samples = tokenized.count_if_small()
         target_batches = _TargetBatches(
             model,
@@ -262,7 +347,7 @@ def importance(
 
 
 class _TargetBatches:
-    """The batches of a corpus, as often as wanted, with what stands in for heads on each."""
+    """Batches of a corpus with the replacements for ablated heads. Can be iterated several times."""
 
     def __init__(
         self,
@@ -276,7 +361,7 @@ class _TargetBatches:
         self.model, self.corpus, self.ablation, self.means = model, corpus, ablation, means
         self.metric: EvalMetric = metric
         self.batch_tokens, self.num_done = batch_tokens, 0
-        # for each text under way the one behind it, and for the last the first
+        # each pending text → the next text, whose z replaces that of the text; the last text uses the first
         self.donor_of: dict[int, TextSample] = {}
 
     def samples(self) -> Iterator[TextSample]:
@@ -290,7 +375,10 @@ class _TargetBatches:
             yield previous
             previous = sample
         if previous is first:
-            raise HeadwiseError("resampling borrows from another text, and there is only one; give more text.")
+            raise ArgumentError(
+                "corpus: resample ablation replaces z with that of another text, but the corpus has only one text. "
+                "Add texts, or use ablation='mean'."
+            )
         self.donor_of[previous.index] = first
         yield previous
 
@@ -324,9 +412,9 @@ def _add_ablation(
     make_replacement: ReplacementFactory,
     batch_tokens: int,
 ) -> None:
-    """Add what a batch really loses by each head."""
+    """Add the measured loss increase of each head on a batch."""
     lost, clean = ablation_sweep(model, batch, heads, make_replacement, batch_tokens)  # (heads, B)
-    # a mean state has no loss of its own
+    # a model without an output layer has no loss of its own
     clean_sums = clean if batch.targets is not None else torch.zeros(lost.shape[1])
     sums = torch.stack((lost.mT.cpu(), clean_sums.cpu()[:, None].expand(-1, len(heads))), -1)  # (B, heads, 2)
     accumulator.add(
@@ -342,16 +430,16 @@ def _add_gradients(
     make_replacement: ReplacementFactory,
     signed: bool,
 ) -> None:
-    """Add slopes: with their sign, token by token, like a loss; or the absolute value of each text's mean loss."""
+    """Add gradients: signed sums per token, or the absolute gradient of each text's mean loss."""
     gradients = ablation_gradients(model, batch, heads, make_replacement).mT.cpu()  # (B, heads)
     counts = batch.targets_per_text[:, None]
     if not signed:
-        gradients, counts = (gradients / counts).abs(), (counts > 0).double()
+        gradients, counts = (gradients / counts).abs(), to_float64(counts > 0)
     accumulator.add(("importance",), slice(0, len(heads)), batch.sample_ids, gradients[..., None], counts[..., None])
 
 
 def _sample_heads(heads: tuple[Address, ...], count: int) -> tuple[Address, ...]:
-    """So many heads, drawn the same way every time."""
+    """Draw `count` heads at random with a fixed seed."""
     indices = np.random.default_rng(0).permutation(len(heads))[:count]
     return tuple(heads[i] for i in sorted(indices))
 
@@ -359,13 +447,13 @@ def _sample_heads(heads: tuple[Address, ...], count: int) -> tuple[Address, ...]
 def _check_arguments(ranking: str, ablation: str, batch_tokens: int) -> None:
     for name, value, valid in (("ranking", ranking, IMPORTANCE_RANKINGS), ("ablation", ablation, ABLATION_METHODS)):
         if value not in valid:
-            raise HeadwiseError(f"there is no {name}={value!r}; {suggest_names(str(value), valid)}")
+            raise ArgumentError(f"{name}={value!r}: unknown value; {suggest_names(str(value), valid)}")
     if batch_tokens < 1:
-        raise HeadwiseError(f"at least one token must be run at once; got batch_tokens={batch_tokens}.")
+        raise ArgumentError(f"batch_tokens: must be at least 1. Got {batch_tokens}.")
 
 
 def _to_json(value: Any) -> Any:
-    """As JSON knows it: NaN becomes None, tuples lists."""
+    """Convert to JSON types: NaN becomes None, tuples become lists."""
     if isinstance(value, dict):
         return {key: _to_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

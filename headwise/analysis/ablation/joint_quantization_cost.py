@@ -1,7 +1,8 @@
-"""What heads cost at few bits together, beside what each of them costs alone.
+"""Quantization cost of several heads together, compared with the cost of each head alone.
 
-A pair is coupled as far as loss(a, b) − loss(a) − loss(b) + loss is not 0. As in `sensitivity`, weights are rounded in place,
-in their balanced basis, and put back bitwise; heads that share keys are one.
+The interaction of two heads is loss(a, b) − loss(a) − loss(b) + loss; it is 0 for independent heads. As in `sensitivity`,
+weights are quantized in place, in their balanced basis, and restored bitwise. Heads that share a KV head are quantized
+together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ import torch
 
 from headwise.analysis.ablation.eval_targets import check_metric, evaluable_samples, make_target_batch
 from headwise.analysis.ablation.head_outputs import eval_corpus
-from headwise.analysis.ablation.sensitivity import BATCH_TOKENS, default_weight_basis, make_rerunner
+from headwise.analysis.ablation.quantization_sensitivity import BATCH_TOKENS, default_weight_basis, make_rerunner
 from headwise.analysis.ablation.temporary_quantization import (
     WEIGHT_PARTS,
     QuantizationTarget,
@@ -25,30 +26,38 @@ from headwise.analysis.ablation.temporary_quantization import (
     quantized_part,
 )
 from headwise.analysis.recording.batching import make_batches
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.balanced_basis import LayerHeadMatrices, change_basis
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 from headwise.progress import Progress
 from headwise.spec.weight_bits import GROUP_SIZE
 
-HeadSet = tuple[str, ...]  # key heads whose weights are at few bits at once
+HeadSet = tuple[str, ...]  # KV heads whose weights are quantized together
 
 
 @dataclass(frozen=True, eq=False)
 class JointQuantizationCosts:
-    """What sets of heads cost, text by text."""
+    """Quantization cost of sets of heads, per text.
+
+    Attributes:
+        sets: Sets of KV heads.
+        loss_sums: Summed loss increase, (sets, texts).
+        kl_sums: Summed KL divergence from the unmodified model, (sets, texts).
+        counts: Number of target tokens of each text, (texts,).
+    """
 
     sets: tuple[HeadSet, ...]
-    loss_sums: np.ndarray  # (sets, texts): what each text loses
-    kl_sums: np.ndarray  # (sets, texts): how far the model has drifted on it
-    counts: np.ndarray  # (texts,): tokens it was asked for
+    loss_sums: np.ndarray
+    kl_sums: np.ndarray
+    counts: np.ndarray
 
     def loss_increase_per_text(self, *kv_heads: str) -> np.ndarray:
-        """What a set of key heads costs each text, (texts,)."""
+        """Return the summed loss increase of each text for a set of KV heads, (texts,)."""
         return self.loss_sums[self.sets.index(kv_heads)]
 
     def pair_interaction(self, first: str, second: str) -> np.ndarray:
-        """loss(one, other) − loss(one) − loss(other) + loss, summed over each text: (texts,)."""
+        """Return loss(first, second) − loss(first) − loss(second) + loss, summed over each text: (texts,)."""
         return (
             self.loss_increase_per_text(first, second)
             - self.loss_increase_per_text(first)
@@ -67,7 +76,19 @@ def joint_quantization_costs(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> JointQuantizationCosts:
-    """What the loss gains when all weights of some key heads, named by addresses, are stored at few bits at once.
+    """Measure the loss increase when all weights of several KV heads are quantized together.
+
+    Args:
+        model: The model to measure. Its weights are restored bitwise.
+        corpus: A text, a list of texts, a path or a `Corpus`. None uses the default corpus of the model.
+        sets: Sets of KV heads, by address. Pair interactions need both single heads and the pair.
+        bits: Bits per weight.
+        max_length: Plain text is split into chunks of this many tokens.
+        batch_tokens: Maximum number of tokens per batch.
+        progress: Called with a label, the number of sets done and the total.
+
+    Returns:
+        Loss increase and KL divergence of each set and text.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import AttentionSpec, ModelSpec
@@ -81,8 +102,8 @@ def joint_quantization_costs(
     check_metric(model, "loss")
     check_parts(WEIGHT_PARTS, (bits,))
     layers = [layer for layer in model.attention_layers() if layer.spec.head_ids]
-    targets_of: dict[str, list[QuantizationTarget]] = {}  # of each key head
-    layer_of: dict[str, int] = {}  # and its layer
+    targets_of: dict[str, list[QuantizationTarget]] = {}  # KV head → its weight pairs
+    layer_of: dict[str, int] = {}  # KV head → index of its layer
     for index, layer in enumerate(layers):
         for entry in quantization_targets(layer, model.spec.head_addresses, WEIGHT_PARTS, (bits,)):
             targets_of.setdefault(entry.kv_head, []).append(entry)
@@ -90,10 +111,12 @@ def joint_quantization_costs(
     requested = tuple(tuple(head_set) for head_set in sets)
     for key in dict.fromkeys(key for head_set in requested for key in head_set):
         if key not in targets_of:
-            raise HeadwiseError(f"there is no key head {key}; {suggest_names(key, targets_of)}")
+            raise ArgumentError(f"sets: unknown KV head {key!r}; {suggest_names(key, targets_of)}")
         check_writable(layers[layer_of[key]])
     if not all(requested):
-        raise HeadwiseError("a set of heads is empty; name at least one key head in each.")
+        raise ArgumentError(
+            f"sets: contains an empty set at index {requested.index(())}. Name at least one KV head in each set."
+        )
     used = {layer_of[key] for head_set in requested for key in head_set}
     base = {
         index: change_basis(
@@ -119,13 +142,13 @@ def joint_quantization_costs(
         ]
         rerunner = make_rerunner(model, batches)
 
-        # as the walk goes
+        # in the order of layers, because the rerunner only moves forward
         ordered_sets = sorted(set(requested), key=lambda head_set: min(layer_of[key] for key in head_set))
         for done, head_set in enumerate(ordered_sets, 1):
             rerunner.advance_to(layers[min(layer_of[key] for key in head_set)])
             results[head_set] = rerunner.measure_change(partial(quantized_set, head_set))
             if progress is not None:
-                progress("heads at few bits together", done, len(ordered_sets))
-    counts = torch.cat([entry.targets_per_text for entry in batches]).double().numpy()
+                progress("joint quantization cost", done, len(ordered_sets))
+    counts = to_float64(torch.cat([entry.targets_per_text for entry in batches])).numpy()
     losses = np.array([results[head_set] for head_set in requested]).reshape(len(requested), 2, len(counts))
     return JointQuantizationCosts(requested, losses[:, 0], losses[:, 1], counts)

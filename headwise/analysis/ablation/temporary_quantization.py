@@ -1,6 +1,6 @@
-"""One head, or the heads that share keys, with its weights or its cache at few bits, while a context is open.
+"""Quantize the weights or the cached keys and values of one KV head while a context is open.
 
-Weights are written in place and put back bitwise, also after an error or Ctrl-C.
+Weights are changed in place and restored bitwise, also after an error or Ctrl-C.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.balanced_basis import LayerHeadMatrices
 from headwise.heads.head import AttentionLayerProtocol
 from headwise.heads.hook_point import AttentionCall, apply_gate
@@ -25,10 +25,17 @@ PARTS = (*WEIGHT_PARTS, "keys", "values")
 
 @dataclass(frozen=True)
 class QuantizationTarget:
-    """What is stored at few bits: a pair of matrices, or the cached keys or values, of one key head and all who read it."""
+    """One part of a KV head to quantize, together with the query heads that use it.
 
-    kv_head: str  # the key head; where heads share none, the head itself
-    heads: tuple[str, ...]  # that read it
+    Attributes:
+        kv_head: Address of the KV head. Equal to the query head in multi-head attention.
+        heads: Addresses of the query heads that use it.
+        part: "qk" (W_Q and W_K), "vo" (W_V and W_O), "keys" or "values" (cached).
+        bits: Bits per value.
+    """
+
+    kv_head: str
+    heads: tuple[str, ...]
     part: str
     bits: int
 
@@ -36,7 +43,7 @@ class QuantizationTarget:
 def quantization_targets(
     layer: AttentionLayerProtocol, heads: tuple[Address, ...], parts: tuple[str, ...], bits: tuple[int, ...]
 ) -> list[QuantizationTarget]:
-    """What can be asked of a layer; a key head is asked about if any of its heads is."""
+    """List the targets of a layer. A KV head is included if any of its query heads is selected."""
     spec, layer_address, targets = layer.spec, layer.hook_point.address, []
     for kv_id, readers in zip(spec.kv_head_ids, spec.heads_of_kv, strict=True):
         if any(layer_address.head_address(head) in heads for head in readers):
@@ -50,14 +57,17 @@ def quantization_targets(
 
 
 def check_parts(parts: tuple[str, ...], bits: tuple[int, ...]) -> None:
-    """Refuse parts and bits nobody has."""
+    """Raise if a part or a number of bits is invalid, or if none is given."""
     for part in parts:
         if part not in PARTS:
-            raise HeadwiseError(f"a head has the parts {', '.join(PARTS)}; got {part!r}.")
+            raise ArgumentError(f"parts: unknown part. Got {part!r}. Use one or more of {', '.join(PARTS)}.")
     for num_bits in bits:
         check_bits(num_bits)
     if not parts or not bits:
-        raise HeadwiseError("say which parts and how many bits: parts=('qk', 'vo'), bits=(4,).")
+        raise ArgumentError(
+            f"parts, bits: both must be non-empty. Got parts={parts}, bits={bits}. "
+            f"For example parts=('qk', 'vo'), bits=(4,)."
+        )
 
 
 @contextmanager
@@ -68,9 +78,14 @@ def quantized_part(
     group_size: int,
     clean_call: AttentionCall | None,
 ) -> Iterator[None]:
-    """While open, this part of these heads is as it comes back from so many bits.
+    """Quantize one part of a KV head while the context is open.
 
-    `base` are the layer's weights in the basis they are rounded in; of cached keys and values, `clean_call` is the call.
+    Args:
+        layer: The attention layer of the head.
+        target: KV head, part and bits.
+        base: Weights of the layer in the basis in which they are quantized.
+        group_size: Number of weights that share a quantization scale.
+        clean_call: The layer's call in the unmodified model. Required for cached keys and values.
     """
     spec = layer.spec
     heads = [spec.head_ids.index(Address.parse(head).head) for head in target.heads]
@@ -99,7 +114,7 @@ def _weight_changes(
     kv_index: int,
     group_size: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each matrix that is written, and what is written."""
+    """Yield each tensor to change, and its new values."""
     if target.part == "qk":
         yield live.k[kv_index], fake_quantize(base.k[kv_index], target.bits, group_size)
         if live.b_k is not None and base.b_k is not None:
@@ -113,14 +128,14 @@ def _weight_changes(
     if live.b_v is not None and base.b_v is not None:
         yield live.b_v[kv_index], base.b_v[kv_index]
     for head in heads:
-        # along its own channels
+        # groups along the head's channels
         yield live.o[head], fake_quantize(base.o[head].mT.contiguous(), target.bits, group_size).mT
 
 
 def _quantized_cache_output(
     layer: AttentionLayerProtocol, clean_call: AttentionCall, target: QuantizationTarget, kv_index: int
 ) -> Tensor:
-    """What heads find when the keys, or the values, of one key head come back from a cache: (B, H, T, e)."""
+    """Compute z with quantized keys or values of one KV head: (B, H, T, e)."""
     k, v = clean_call.k.clone(), clean_call.v.clone()
     cached = k if target.part == "keys" else v
     cached[:, kv_index] = fake_quantize(cached[:, kv_index], target.bits)
@@ -129,19 +144,19 @@ def _quantized_cache_output(
 
 
 def check_writable(layer: AttentionLayerProtocol) -> None:
-    """Refuse weights that are not there to be written: packed, or shown as a copy."""
+    """Raise if the weights of a layer are packed or copies and cannot be changed in place."""
     live = LayerHeadMatrices.from_layer(layer)
     own_storage = {tensor.untyped_storage().data_ptr() for tensor in layer_parameters(layer)}
     for tensor in (live.q, live.k, live.v, live.o):
         if tensor.numel() and tensor.untyped_storage().data_ptr() not in own_storage:
-            raise HeadwiseError(
-                f"weights of layer {layer.hook_point.address} are packed or shown as a copy and cannot be rounded "
-                f"and put back; a model of hw.quantize is unpacked by hw.dequantize."
+            raise UnsupportedModelError(
+                f"layer {layer.hook_point.address}: its weights are packed or accessible only as a copy, so they cannot be "
+                f"quantized temporarily. If the model comes from hw.quantize, call hw.dequantize first."
             )
 
 
 def layer_parameters(layer: AttentionLayerProtocol) -> Iterator[Tensor]:
-    """The parameters of a layer, ours or not."""
+    """Yield the parameters of a headwise or attached layer."""
     module = layer if isinstance(layer, torch.nn.Module) else layer.module  # pyright: ignore[reportAttributeAccessIssue]
     yield from module.parameters()
     output_module = getattr(getattr(layer, "info", None), "output_module", None)
@@ -150,5 +165,5 @@ def layer_parameters(layer: AttentionLayerProtocol) -> Iterator[Tensor]:
 
 
 def resolve_heads(pattern: object, available: tuple[Address, ...]) -> tuple[Address, ...]:
-    """The heads a pattern names; a star alone is all, in whatever stack."""
+    """Resolve a head pattern. "*" selects all heads of every stack."""
     return available if pattern == "*" else select(pattern, available)  # pyright: ignore[reportArgumentType]

@@ -1,1 +1,1 @@
-"""Why a token looked where it looked."""
+"""Attribution of attention scores and logits to heads, MLPs and embeddings."""

@@ -2,10 +2,11 @@
 
 For each query position, take the token with the largest attention weight and follow the head's output through the final norm,
 with its scale frozen, and the unembedding: how much does it raise that token's logit, relative to the mean change over the
-vocabulary (direct logit attribution: https://transformer-circuits.pub/2021/framework)? A positive effect means that the head
-writes for the token it attends to, a negative one that it writes against it. Effects through later layers are not included.
+vocabulary (direct logit attribution: https://transformer-circuits.pub/2021/framework)? A positive effect means that the
+head raises the logit of the token it attends to, a negative effect that it lowers it. Effects through later layers are
+not included.
 
-Query positions whose largest weight is on the first token or on a special token do not count: there the head is idle. The
+Query positions whose largest weight is on the first token or on a special token are excluded: there the head is idle. The
 interval is a bootstrap that resamples texts and, independently, token types (https://arxiv.org/abs/0712.1111). A corpus
 repeats the same frequent tokens in all its texts, so resampling texts alone would report a head of random weights as certain.
 """
@@ -27,6 +28,7 @@ from headwise.analysis.recording.recording import select_heads
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.heads.head import HeadPattern
 from headwise.heads.hook_point import AttentionCall
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, ResidualStream, eval_mode
 from headwise.model.residual_stream import LinearizedNorm
 from headwise.spec import Address
@@ -45,9 +47,9 @@ class AttendedLogitEffect:
         mean: Logit of the attended token minus the mean logit over the vocabulary, as written by the head.
         low: Lower end of the interval.
         high: Upper end of the interval.
-        queries: Number of query positions that count.
-        share: Their fraction of all query positions.
-        texts: Number of texts they come from.
+        queries: Number of query positions included.
+        share: Fraction of all query positions that are included.
+        texts: Number of texts with an included query position.
     """
 
     mean: float
@@ -75,10 +77,10 @@ def direct_effects(
 
     Args:
         model: A decoder with a language-model output whose residual stream is a sum.
-        corpus: Texts to measure on. Default: the texts of a profile.
-        heads: Addresses of the heads to measure.
+        corpus: Texts to measure on. None uses the default corpus of a profile.
+        heads: Head pattern. "*" selects all heads.
         texts: Maximum number of texts.
-        max_length: Maximum number of tokens per text of plain text.
+        max_length: Maximum number of tokens per text, if the corpus is plain text.
 
     Returns:
         The effect of each head that attends to a token other than the first one in at least five texts.
@@ -111,9 +113,9 @@ def direct_effects(
 
 
 class _Recorder:
-    """Records, in one forward pass, every head's effect on the logit of the token it attends to most.
+    """Records every head's effect on the logit of the token it attends to most, in one forward pass.
 
-    The scales of the norms on the way depend on the finished pass, so the effects are kept without them first.
+    The scales of the norms after the head are known only after the pass, so effects are stored unscaled first.
     """
 
     def __init__(self, model: ModelProtocol, residual: ResidualStream) -> None:
@@ -145,7 +147,7 @@ class _Recorder:
             yield
 
     def effects(self, address: Address) -> tuple[Tensor, Tensor, Tensor]:
-        """Effects, attended tokens, and which query positions count: (B, T) each."""
+        """Return the effects, the attended tokens and the mask of included query positions: (B, T) each."""
         batch, key = self.batch, self.keys[address]
         scale, after = self.scales[self.residual.norm.module], self.residual.layers[address.layer].post_norm
         scale = scale if after is None else scale * self.scales[after.module]
@@ -161,9 +163,9 @@ class _Recorder:
                 token = self.batch.ids.gather(1, keys[:, head])  # (B, T)
                 output = (call.z[:, head] @ call.hook_point.W_O[head]).to(self.unembedding.dtype)  # (B, T, D)
                 output = output if after is None else after.center_and_apply_gain(output)
-                self.unscaled[address] = (
-                    (self.residual.norm.center_and_apply_gain(output) * self.unembedding[token]).sum(-1).double()
-                )
+                self.unscaled[address] = to_float64(
+                    self.residual.norm.center_and_apply_gain(output) * self.unembedding[token]
+                ).sum(-1)
                 self.keys[address] = keys[:, head]
 
     def _keep_scale(self, module: nn.Module, args: tuple[Tensor], norm: LinearizedNorm) -> None:
@@ -171,7 +173,7 @@ class _Recorder:
 
 
 class _Samples:
-    """Effects of one head at single query positions, with their text and token."""
+    """Effects of one head at single query positions, with text and token type."""
 
     def __init__(self) -> None:
         self.query_count = 0
@@ -190,7 +192,7 @@ class _Samples:
             column.append(values[counts].cpu().numpy())
 
     def estimate(self) -> AttendedLogitEffect | None:
-        """Mean and interval; None if too few texts have a query position that counts."""
+        """Return mean and interval. None if too few texts have an included query position."""
         effects = np.concatenate(self.effects)
         texts, text = np.unique(np.concatenate(self.texts), return_inverse=True)
         types, type_ = np.unique(np.concatenate(self.types), return_inverse=True)
@@ -206,7 +208,7 @@ class _Samples:
 
 
 def _interval(sums: np.ndarray, counts: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of the mean if texts and token types are both resampled: (texts, types) each."""
+    """Percentile bootstrap interval of the mean, resampling texts and token types: (texts, types) each."""
     rng = np.random.default_rng(0)
     texts, types = (rng.multinomial(n, np.full(n, 1 / n), DRAWS).astype(float) for n in sums.shape)
     total, weight = (((texts @ values) * types).sum(1) for values in (sums, counts))  # (draws,)

@@ -1,7 +1,7 @@
-"""What can be read out of a head: position, word and part of speech, linearly, from its q, k and z.
+"""Linear probes: predict position, word and part of speech from q, k and z of each head.
 
-A head's subspace is a small window on the stream. What a linear reader finds in it is compared with what the same reader
-finds in a random window of the same size on the same stream: only what is above that was put there on purpose.
+The baseline is the same probe on a random projection of the layer input with the same size. Only accuracy above the
+baseline shows that the head selects the information.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from headwise.analysis.recording.batching import TextSample, TokenBatch, forward
 from headwise.analysis.recording.recording import select_heads
 from headwise.analysis.recording.text_hash_split import REPORTING, SELECTION
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.attention import MultiHeadAttention
 from headwise.heads.head import HeadPattern
 from headwise.heads.hook_point import AttentionCall
-from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.kernels.score_params import repeat_kv
 from headwise.model import ModelProtocol, eval_mode
 from headwise.spec import Address
@@ -33,29 +33,45 @@ from headwise.text.token_alignment import Alignment
 
 TARGETS = ("position", "word", "class")
 PROBED_TENSORS = ("q", "k", "z")
-POSITION_BINS = 8  # of positions, equally full
-NUM_WORDS = 50  # the commonest
+POSITION_BINS = 8  # quantile bins of token positions
+NUM_WORDS = 50  # most frequent words
 NUM_PROJECTIONS = 4  # random projections per layer
-RIDGE = 1e-3  # of the features' mean variance
-ProbeKey = tuple[Any, str]  # a head's address and q, k or z; or a layer's, and the number of a random projection
+RIDGE = 1e-3  # relative to the mean variance of the features
+ProbeKey = tuple[Any, str]  # (head address, "q", "k" or "z") or (layer address, index of a random projection)
 
 
 class ProbeAccuracy(NamedTuple):
-    """How often a linear reader is right on texts it was not fitted on."""
+    """Accuracy of a linear probe on held-out texts.
+
+    Attributes:
+        head: Address of the head.
+        tensor: "q", "k" or "z".
+        target: "position", "word" or "class".
+        accuracy: Fraction of correct predictions.
+        baseline: Mean accuracy on random projections of the layer input with the same size.
+        baseline_sd: Standard deviation over the random projections.
+        majority: Accuracy of always predicting the most frequent class.
+        rows: Number of test rows.
+    """
 
     head: str
-    tensor: str  # q, k or z
-    target: str  # position, word or class
+    tensor: str
+    target: str
     accuracy: float
-    baseline: float  # from random projections of what the layer reads, of the same size: the mean
-    baseline_sd: float  # and the spread, over projections
-    majority: float  # always saying the commonest
+    baseline: float
+    baseline_sd: float
+    majority: float
     rows: int
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeLabels:
-    """What stands at the last token of each word of a unit: places (n,), and for each target a number, −1: none."""
+    """Labels of one text, at the last token of each word.
+
+    Attributes:
+        positions: Token positions, (n,).
+        targets: Class index for each target name, (n,). −1 means no label.
+    """
 
     positions: np.ndarray
     targets: dict[str, np.ndarray]
@@ -63,7 +79,7 @@ class ProbeLabels:
 
 @dataclass(eq=False)
 class RidgeAccumulator:
-    """Sums from which a ridge regression on one-hot targets follows in closed form; they add up over batches."""
+    """Sums over batches for a closed-form ridge regression on one-hot targets."""
 
     n: float = 0.0
     x: np.ndarray | float = 0.0  # (d,)
@@ -75,19 +91,19 @@ class RidgeAccumulator:
     _solution: tuple[np.ndarray, np.ndarray] | None = field(default=None)
 
     def add(self, features: np.ndarray, labels: np.ndarray, classes: int) -> None:
-        """Rows to fit on: (n, d), (n,)."""
+        """Add training rows: features (n, d), labels (n,)."""
         onehot = np.eye(classes)[labels]
         self.n, self.x, self.y = self.n + len(features), self.x + features.sum(0), self.y + onehot.sum(0)
         self.xx, self.xy = self.xx + features.T @ features, self.xy + features.T @ onehot
 
     def add_test_rows(self, features: np.ndarray, labels: np.ndarray) -> None:
-        """Rows to be right about."""
+        """Add test rows and count correct predictions."""
         weight, bias = self.solution()
         self.hits += int(((features @ weight + bias).argmax(1) == labels).sum())
         self.tested += len(labels)
 
     def solution(self, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
-        """Weights (d, c) and biases (c,) of the regression; the bias is not shrunk."""
+        """Return weights (d, c) and biases (c,). The bias is not regularized."""
         if self._solution is None:
             mean, rate = np.asarray(self.x) / self.n, np.asarray(self.y) / self.n
             covariance = np.asarray(self.xx) / self.n - np.outer(mean, mean)
@@ -102,14 +118,26 @@ def linear_probe(
     model: ModelProtocol, corpus: Any = None, heads: HeadPattern = "*", targets: str | Sequence[str] = ("position", "class"),
     tensors: str | Sequence[str] = PROBED_TENSORS, *, batch_tokens: int = 4096, seed: int = 0,
 ) -> list[ProbeAccuracy]:  # fmt: skip
-    """Position, word and part of speech, read linearly from each head's q, k and z; half the texts fit, half are tested.
+    """Fit linear probes for position, word and part of speech on q, k and z of each head.
 
-    `position` is one of eight equally full ranges, `word` one of the fifty commonest, `class` a document's part of speech;
-    all at the last token of each word. Without a corpus: 64 documents of the synthetic language, which have classes.
+    Half of the texts train the probes, the other half tests them. Labels are at the last token of each word.
+
+    Args:
+        model: The model to probe.
+        corpus: Texts to probe. None uses 64 documents of the synthetic language, which have word classes.
+        heads: Head pattern. "*" selects all heads.
+        targets: One or more of "position" (8 quantile bins), "word" (50 most frequent words) and "class" (part of speech
+            from a treebank or the synthetic language).
+        tensors: One or more of "q", "k" and "z".
+        batch_tokens: Maximum number of tokens per batch.
+        seed: Seed of the random projections.
+
+    Returns:
+        One accuracy per head, tensor and target, with its baseline.
     """
     target_names, tensors = (
-        _check_names(targets, TARGETS, "decoded"),
-        _check_names(tensors, PROBED_TENSORS, "decoded from"),
+        _check_names(targets, TARGETS, "targets"),
+        _check_names(tensors, PROBED_TENSORS, "tensors"),
     )
     selected = set(select_heads(heads, model.spec.head_addresses))
     samples = list(TokenizedCorpus.of(model, Corpus.synthetic(documents=64) if corpus is None else corpus))
@@ -148,7 +176,7 @@ def _collect_features(
     projections: dict[Any, Tensor],
     use: Callable[[ProbeKey, str, np.ndarray, np.ndarray], None],
 ) -> None:
-    """Run a batch and hand every head's rows, and those of the random projections, to whoever fits or tests."""
+    """Run a batch and pass the features of each head and random projection to `use`."""
     rows = torch.tensor([row for row, sample in enumerate(batch.samples) for _ in labels[sample.index].positions])
     sample_starts = zip(batch.samples, batch.first_token_positions.tolist(), strict=True)
     positions = torch.tensor(
@@ -160,8 +188,8 @@ def _collect_features(
     }
 
     def emit(keys: Sequence[ProbeKey | None], x: Tensor) -> None:
-        """Features of many at once, (B, h, T, d), one key each; None: nobody asked."""
-        features = x[rows, :, positions].double().cpu().numpy()  # (n, h, d)
+        """Pass on features (B, h, T, d), one key per head or projection. None skips a head."""
+        features = to_float64(x[rows, :, positions]).cpu().numpy()  # (n, h, d)
         for i, key in enumerate(keys):
             for name, label_ids in labels_by_target.items() if key is not None else ():
                 has_label = label_ids >= 0
@@ -189,7 +217,7 @@ def _collect_features(
 
 
 def _projections(model: ModelProtocol, selected: set[Address], seed: int) -> dict[Any, Tensor]:
-    """For each layer some random matrices from the stream to the size of a head, (draws, D, d)."""
+    """Draw random matrices from the residual stream to the size of a head for each layer: (draws, D, d)."""
     generator = torch.Generator().manual_seed(seed)
     d, D = model.spec.attention.head_dim, model.spec.width
     layer_addresses = [
@@ -198,17 +226,18 @@ def _projections(model: ModelProtocol, selected: set[Address], seed: int) -> dic
         if any(address.layer_address == layer_address for address in selected)
     ]
     return {
-        layer_address: torch.randn(NUM_PROJECTIONS, D, d, generator=generator) / D**0.5
+        layer_address: torch.randn(NUM_PROJECTIONS, D, d, generator=generator, device="cpu") / D**0.5
         for layer_address in layer_addresses
     }
 
 
 def _assign_halves(samples: Sequence[TextSample]) -> dict[int, int]:
-    """The half of each unit, by its number: texts in the order of a hash of them take turns, the same text in one half."""
+    """Assign texts to the two halves, alternating in the order of their hash. Equal texts share a half."""
     order = sorted({sample.ids for sample in samples}, key=lambda ids: hashlib.sha256(repr(ids).encode()).digest())
     if len(order) < 2:
-        raise HeadwiseError(
-            f"decoding fits on half of the texts and tests on the other; got {len(order)}, need 2 or more that differ."
+        raise ArgumentError(
+            f"corpus: linear probes train on half of the texts and test on the other half, so at least 2 different texts are "
+            f"needed. Got {len(order)}. Add texts."
         )
     halves = {ids: (SELECTION, REPORTING)[rank % 2] for rank, ids in enumerate(order)}
     return {sample.index: halves[sample.ids] for sample in samples}
@@ -217,10 +246,11 @@ def _assign_halves(samples: Sequence[TextSample]) -> dict[int, int]:
 def _labels(
     samples: Sequence[TextSample], targets: Sequence[str], half_of: dict[int, int]
 ) -> tuple[dict[int, ProbeLabels], dict[str, int]]:
-    """The labels of every unit, and how many classes each target has. Only the fitting half decides what the classes are."""
+    """Return the labels of every text and the number of classes of each target. Classes come from the training half."""
     if "class" in targets and not any(sample.document is not None and sample.document.classes for sample in samples):
-        raise HeadwiseError(
-            "these texts have no word classes; use the synthetic language or a treebank, or leave 'class' out of targets=."
+        raise ArgumentError(
+            "targets: 'class' needs texts with parts of speech, but this corpus does not have them. Use the synthetic "
+            "language or a treebank, or remove 'class' from targets=."
         )
     last_tokens = {sample.index: _last_tokens(sample.alignment) for sample in samples}
     fitting = [sample for sample in samples if half_of[sample.index] == SELECTION]
@@ -251,13 +281,13 @@ def _labels(
 
 
 def _last_tokens(alignment: Alignment) -> list[tuple[int, int]]:
-    """Words with their last tokens; one whose last token is another's too has none of its own, and is left out."""
+    """Return each word with its last token, except words that share this token with another word."""
     pairs = [(word, tokens[-1]) for word, tokens in enumerate(alignment.tokens_of_word) if tokens]
     return [(word, token) for word, token in pairs if alignment.words_of_token[token] == (word,)]
 
 
 def _majority(half_of: dict[int, int], labels: dict[int, ProbeLabels], name: str) -> float:
-    """How often the commonest answer of the fitting half is right on the other."""
+    """Accuracy on the test half of the most frequent class of the training half."""
     halves: list[list[int]] = [[], []]
     for index, half in half_of.items():
         label_ids = labels[index].targets[name]
@@ -278,9 +308,9 @@ def _probe_accuracy(
     )  # fmt: skip
 
 
-def _check_names(value: str | Sequence[str], valid: Sequence[str], verb: str) -> tuple[str, ...]:
+def _check_names(value: str | Sequence[str], valid: Sequence[str], argument: str) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else tuple(value)
     for name in names:
         if name not in valid:
-            raise HeadwiseError(f"{name!r} cannot be {verb}; {suggest_names(str(name), valid)}")
+            raise ArgumentError(f"{argument}: unknown value {name!r}; {suggest_names(str(name), valid)}")
     return names

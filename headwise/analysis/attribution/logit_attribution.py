@@ -1,8 +1,8 @@
-"""Direct logit attribution: how much each head, MLP and the embedding adds to a logit, straight through the last norm.
+"""Direct logit attribution: the contribution of each head, each MLP and the embedding to a logit.
 
-The stream is a sum, and the logit is linear in it once the final norm's scale is frozen at what it was; so the parts' shares
-add up to the logit exactly (https://transformer-circuits.pub/2021/framework). What a part does through later layers is not
-in its share.
+The residual stream is a sum of outputs, and the logit is linear in it if the scale of the final norm is frozen. So the
+contributions add up to the logit exactly (https://transformer-circuits.pub/2021/framework). Effects through later layers
+are not included.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,49 +15,57 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall
-from headwise.kernels.rounding_tolerance import rounding_bound
+from headwise.kernels.rounding_tolerance import rounding_bound, to_float64
 from headwise.model import ModelProtocol, ResidualStream, eval_mode
 
-TOLERANCE = 1e-5  # relative; of a logit that the model computed in float32 or float64
+TOLERANCE = 1e-5  # relative, for logits computed in float32 or float64
 
 
 @dataclass(frozen=True)
 class LogitAttribution:
-    """What each part adds to a logit, or to the difference of two. `error` is |Σ parts − logit| beside the largest of
-    |logit| and the parts: parts can be large and cancel."""
+    """Contribution of each part of the model to a logit or to the difference of two logits.
+
+    Attributes:
+        logit: The logit, or logit difference, computed by the model.
+        heads: Contribution of each head, by address.
+        mlps: Contribution of each MLP, by layer.
+        embedding: Contribution of the embedding.
+        biases: Contribution of the biases of attention outputs, norms and the output layer.
+        tolerance: Largest `relative_error` explained by rounding. Larger in half precision.
+    """
 
     logit: float
     heads: dict[str, float]
-    mlps: dict[str, float]  # by layer
+    mlps: dict[str, float]
     embedding: float
-    biases: float  # of the attention layers' outputs, of norms on their way and at the end, and of the output layer
-    tolerance: float = TOLERANCE  # of `error`; larger in half precision
+    biases: float
+    tolerance: float = TOLERANCE
 
     @property
     def parts(self) -> dict[str, float]:
-        """All of them by name, in the order data walks through them but for the biases."""
+        """All contributions by name: embedding, heads, MLPs, biases."""
         mlps = {f"mlp.{layer}": contribution for layer, contribution in self.mlps.items()}
         return {"embedding": self.embedding, **self.heads, **mlps, "biases": self.biases}
 
     @property
     def total(self) -> float:
-        """Their sum: the logit, up to rounding."""
+        """Sum of all contributions. Equals the logit up to rounding."""
         return sum(self.parts.values())
 
     @property
     def relative_error(self) -> float:
-        """How far the sum is off, relatively."""
+        """|total − logit| relative to the largest of |logit| and the contributions, which can be large and cancel."""
         return abs(self.total - self.logit) / max(abs(self.logit), *map(abs, self.parts.values()), 1e-30)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the parts add up."""
+        """Whether the contributions add up to the logit within the tolerance."""
         return self.relative_error <= self.tolerance
 
     def top_parts(self, k: int = 10) -> list[tuple[str, float]]:
-        """The parts that matter most, for or against."""
+        """Return the k largest contributions by absolute value."""
         return sorted(self.parts.items(), key=lambda part: -abs(part[1]))[:k]
 
 
@@ -65,7 +73,21 @@ def logit_attribution(
     model: ModelProtocol, text: str | Sequence[int] | Tensor, answer: str | int, wrong: str | int | None = None,
     *, position: int = -1,
 ) -> LogitAttribution:  # fmt: skip
-    """Share out the logit of `answer` at a position, or its lead over `wrong`, among heads, MLPs, embedding and biases.
+    """Attribute a logit to heads, MLPs, embedding and biases.
+
+    Args:
+        model: A pre-norm decoder with an output layer.
+        text: A text, or token ids of one text.
+        answer: Token whose logit is attributed, as text of exactly one token or as id.
+        wrong: Token whose logit is subtracted. None attributes the logit of `answer` alone.
+        position: Token position at which the logit is computed. Negative values count from the end.
+
+    Returns:
+        Contribution of each part.
+
+    Raises:
+        ArgumentError: If `position`, `answer` or `wrong` is invalid.
+        UnsupportedModelError: If the residual stream of the model is not a sum.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -77,13 +99,13 @@ def logit_attribution(
     ids = as_ids(model, text)
     T = ids.shape[1]
     if not -T <= position < T:
-        raise HeadwiseError(f"there is no position {position}; the text has {T} tokens.")
+        raise ArgumentError(f"position: out of range for a text of {T} tokens. Got {position}. Use {-T} to {T - 1}.")
     answer_id = token_id(model, answer, "answer")
     wrong_id = None if wrong is None else token_id(model, wrong, "wrong")
     with eval_mode(model), torch.no_grad():
         residual = model.residual_stream()
         with capture_residual(model, residual, position) as capture:
-            logits = model(ids)[0, position].double()  # (V,)
+            logits = to_float64(model(ids)[0, position])  # (V,)
         direction, biases = _logit_direction(residual, capture.final_state, answer_id, wrong_id)  # (D,)
         heads: dict[str, float] = {}
         for layer in model.attention_layers():
@@ -91,12 +113,12 @@ def logit_attribution(
             layer_direction, bias_part = _direction_before_post_norm(
                 residual, capture, layer.hook_point.address.layer, direction
             )
-            biases += bias_part + (0.0 if layer.b_O is None else float(layer.b_O.double() @ layer_direction))
+            biases += bias_part + (0.0 if layer.b_O is None else float(to_float64(layer.b_O) @ layer_direction))
             for i, address in enumerate(layer.hook_point.head_addresses):
                 z, W_O = capture.z[layer.hook_point][i], layer.hook_point.W_O[i]  # (e,), (e, D)
-                heads[str(address)] = float(z.double() @ (W_O.double() @ layer_direction))
-        mlps = {str(layer): float(output.double() @ direction) for layer, output in capture.mlps.items()}
-        embedding = float(capture.embedding.double() @ direction)
+                heads[str(address)] = float(to_float64(z) @ (to_float64(W_O) @ layer_direction))
+        mlps = {str(layer): float(to_float64(output) @ direction) for layer, output in capture.mlps.items()}
+        embedding = float(to_float64(capture.embedding) @ direction)
     logit = float(logits[answer_id]) - (0.0 if wrong_id is None else float(logits[wrong_id]))
     return LogitAttribution(
         logit, heads, mlps, embedding, biases, _tolerance(capture.final_state.dtype, len(residual.layers))
@@ -104,20 +126,20 @@ def logit_attribution(
 
 
 def _tolerance(dtype: torch.dtype, layers: int) -> float:
-    """The tolerance of a logit: in every layer attention, its addition and that of the MLP are rounded; then the last norm
-    (3) and the logit."""
+    """Tolerance of a logit: 3 roundings per layer (attention, its addition, that of the MLP), 3 in the last norm, 1 in the
+    logit."""
     return max(TOLERANCE, rounding_bound(dtype, 3 * layers + 4))
 
 
 class CapturedComponents:
-    """What passed at one position of the only text, or at all of them: then every tensor has an axis of tokens more."""
+    """Tensors of one forward pass over one text, at one position or, with an additional token axis, at all positions."""
 
     def __init__(self) -> None:
-        self.z: dict[Any, Tensor] = {}  # by site: (H, e), or (H, T, e)
+        self.z: dict[Any, Tensor] = {}  # by hook point: (H, e), or (H, T, e)
         self.mlps: dict[int, Tensor] = {}  # (D,), or (T, D)
-        # what attention wrote, where a norm stands between it and the stream: (D,)
+        # attention output before its post-norm, if the layer has one: (D,)
         self.attention_outputs: dict[int, Tensor] = {}
-        # (D,): as the stream begins, and as it enters the final norm
+        # (D,): first and last state of the residual stream, before the final norm
         self.embedding = self.final_state = torch.empty(0)
 
 
@@ -125,7 +147,7 @@ class CapturedComponents:
 def capture_residual(
     model: ModelProtocol, residual: ResidualStream, position: int | slice
 ) -> Iterator[CapturedComponents]:
-    """Watch one position from outside, or all; nothing that passes is changed."""
+    """Record the parts of the residual stream at one position or at all positions. The forward pass is not changed."""
     capture = CapturedComponents()
 
     def on_call(call: AttentionCall) -> None:
@@ -163,7 +185,7 @@ def capture_residual(
 
 @contextmanager
 def capture_layer_inputs(layer: Any) -> Iterator[list[Tensor]]:
-    """Collect what an attention layer reads, while open."""
+    """Collect the inputs of an attention layer while the context is open."""
     inputs: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     try:
@@ -175,16 +197,16 @@ def capture_layer_inputs(layer: Any) -> Iterator[list[Tensor]]:
 def _logit_direction(
     residual: ResidualStream, final_state: Tensor, answer_id: int, wrong_id: int | None
 ) -> tuple[Tensor, float]:
-    """The direction in the stream that the logit reads at this frozen scale, (D,), and what biases behind it add."""
+    """Return the direction in the residual stream that the logit reads, with frozen norm, (D,), and the bias part."""
     unembedding, bias = residual.vocabulary.weight, getattr(residual.vocabulary, "bias", None)
 
     def answer_minus_wrong(tensor: Tensor) -> Tensor:
         return (
-            tensor[answer_id].double() - (0.0 if wrong_id is None else tensor[wrong_id].double())
+            to_float64(tensor[answer_id]) - (0.0 if wrong_id is None else to_float64(tensor[wrong_id]))
         ) * residual.logit_scale
 
     direction = answer_minus_wrong(unembedding)  # (D,)
-    bias_part = 0.0 if residual.norm.bias is None else float(residual.norm.bias.double() @ direction)
+    bias_part = 0.0 if residual.norm.bias is None else float(to_float64(residual.norm.bias) @ direction)
     bias_part += 0.0 if bias is None else float(answer_minus_wrong(bias))
     return residual.norm.pull_back(direction, final_state), bias_part
 
@@ -192,49 +214,52 @@ def _logit_direction(
 def _direction_before_post_norm(
     residual: ResidualStream, capture: CapturedComponents, layer: int, direction: Tensor
 ) -> tuple[Tensor, float]:
-    """The same direction as attention in a layer meets it, (D,), and what a norm in between adds of its own."""
+    """Map a direction in the residual stream to a layer's attention output, (D,), and return the post-norm's bias part."""
     post_norm = residual.layers[layer].post_norm
     if post_norm is None:
         return direction, 0.0
-    bias_part = 0.0 if post_norm.bias is None else float(post_norm.bias.double() @ direction)
+    bias_part = 0.0 if post_norm.bias is None else float(to_float64(post_norm.bias) @ direction)
     return post_norm.pull_back(direction, capture.attention_outputs[layer]), bias_part
 
 
 def _check_supported(model: ModelProtocol) -> None:
     if model.spec.norm_placement == "post":
-        raise HeadwiseError(
-            "in a post-norm model every layer ends in a norm, so the stream is not a sum of what parts wrote and logits "
-            "cannot be shared out; silence heads instead: model.heads[…].silenced()."
+        raise UnsupportedModelError(
+            "model: logit attribution is not supported for post-norm models, because each layer ends in a norm and the "
+            "residual stream is not a sum. Ablate heads instead, for example with model.heads['5.1'].silenced()."
         )
     if model.spec.kind != "decoder" or model.output is None:
-        raise HeadwiseError(
-            f"logits are shared out in decoders with an output; this is kind {model.spec.kind}, output {model.spec.output}."
+        raise UnsupportedModelError(
+            f"model: logit attribution needs a decoder with an output layer. Got kind {model.spec.kind!r} with output "
+            f"{model.spec.output!r}."
         )
 
 
 def as_ids(model: ModelProtocol, text: str | Sequence[int] | Tensor) -> Tensor:
-    """A text, a list of ids or a tensor of one row as (1, T)."""
+    """Return the token ids of one text as a tensor (1, T)."""
     if isinstance(text, str):
         text = tokenizer_of(model).encode(text)
     ids = torch.as_tensor(text, device=model.device)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
-        raise HeadwiseError(f"one text with at least one token is needed; got ids of shape {tuple(ids.shape)}.")
+        raise ArgumentError(
+            f"text: must be one text with at least one token. Got token ids of shape {tuple(ids.shape)}."
+        )
     return ids
 
 
 def token_id(model: ModelProtocol, token: str | int, name: str) -> int:
-    """One entry of the vocabulary, by its id or by a text that is just one token."""
+    """Return a token id, from an id or from a text of exactly one token."""
     if isinstance(token, str):
         tokenizer = tokenizer_of(model)
         ids = tokenizer.encode(token, add_special_tokens=False)
         if len(ids) != 1:
-            token_texts = " ".join(repr(tokenizer.token(i)) for i in ids) or "nothing"
-            raise HeadwiseError(
-                f"{name} must be one token, but {token!r} is {token_texts}; give one of them or its id (a word that follows "
-                f"another often begins with a space)."
+            token_texts = " ".join(repr(tokenizer.token(i)) for i in ids) or "an empty list"
+            raise ArgumentError(
+                f"{name}: must be exactly one token. Got {token!r}, which is tokenized as {token_texts}. Pass one of these "
+                f"tokens or a token id. A word inside a sentence often starts with a space."
             )
         return ids[0]
     if not 0 <= token < model.spec.vocab:
-        raise HeadwiseError(f"{name} must be a token id in 0-{model.spec.vocab - 1}, got {token}.")
+        raise ArgumentError(f"{name}: must be a token id from 0 to {model.spec.vocab - 1}. Got {token}.")
     return token

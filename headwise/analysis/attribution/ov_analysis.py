@@ -1,4 +1,4 @@
-"""What heads write: OV eigenvalue score, promoted words, the share of each head in its layer's output."""
+"""Analysis of head outputs: OV eigenvalue score, promoted tokens, and the fraction of each head in its layer's output."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,11 +15,11 @@ from headwise.analysis.recording.batching import forward_batch, make_batches, re
 from headwise.analysis.recording.recording import record, select_heads
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.head_profile import HeadProfile
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.head import Circuit, Head, HeadPattern
 from headwise.heads.hook_point import AttentionCall
 from headwise.heads.per_head_output import PerHeadOutput
-from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import ModelProtocol, ResidualLayer, ResidualStream, eval_mode
 from headwise.spec import Address
 
@@ -38,12 +38,19 @@ __all__ = [
 
 
 def copying_scores(model: ModelProtocol, heads: HeadPattern = "*") -> dict[str, float]:
-    """OV eigenvalue score of each head: ReΣλ / Σ|λ| over the eigenvalues of W_V W_O, from −1 to 1.
+    """Compute the OV eigenvalue score of each head: ReΣλ / Σ|λ| over the eigenvalues of W_V W_O, from −1 to 1.
 
     The score is 1 if W_V W_O maps every eigenvector to a positive multiple of itself, −1 if to a negative one
     (https://transformer-circuits.pub/2021/framework). Random weights give 0 with a standard deviation of about
-    1.5 / head_dim. The eigenvectors are directions of the residual stream, not tokens: the score does not say what the head
-    writes for the token it attends to. `direct_effects` measures that. Norms are left out. NaN if all eigenvalues are 0.
+    1.5 / head_dim. The eigenvectors are directions of the residual stream, not tokens, so the score does not measure the
+    effect on the attended token; use `direct_effects` for that. Norms are ignored.
+
+    Args:
+        model: The model.
+        heads: Head pattern. "*" selects all heads.
+
+    Returns:
+        Score of each head, by address. NaN if all eigenvalues are 0.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -52,14 +59,20 @@ def copying_scores(model: ModelProtocol, heads: HeadPattern = "*") -> dict[str, 
     """
     scores = {}
     for head in model.heads.select(select_heads(heads, model.spec.head_addresses)):
-        values = Circuit(head.W_V.detach().double(), head.W_O.detach().double()).eigenvalues()  # (e,), complex
+        values = Circuit(to_float64(head.W_V.detach()), to_float64(head.W_O.detach())).eigenvalues()  # (e,), complex
         size = values.abs().sum()
         scores[str(head.address)] = float(values.real.sum() / size) if size > 0 else float("nan")
     return scores
 
 
 class TokenEffects(NamedTuple):
-    """What a head does with one token it looks at: the words it makes likelier and less likely, with their scores."""
+    """Tokens that a head promotes and suppresses if it attends to one token.
+
+    Attributes:
+        token: The attended token.
+        promotes: Tokens with the largest scores, with their scores.
+        suppresses: Tokens with the smallest scores, with their scores.
+    """
 
     token: str
     promotes: list[tuple[str, float]]
@@ -70,13 +83,25 @@ def token_effects(
     model: ModelProtocol, head: str | Address, tokens: str | Sequence[int], k: int = 10, *, typical: bool = False,
     corpus: Any = None,
 ) -> list[TokenEffects]:  # fmt: skip
-    """The words a head promotes and suppresses when it looks at nothing but a token, for each token given.
+    """List the tokens that a head promotes and suppresses if it attends only to a given token.
 
-    The token's vector goes through the norm before the layer, W_V, W_O, the final norm's weight and the output layer (and
-    where a norm stands behind attention, as in Gemma 3, through its weight). Two things are approximate. The vector: by
-    default the bare embedding, which is what the first layer reads (positions left out) and less and less what later ones
-    do; with `typical` the mean of what this layer reads where the token stands in a corpus. And the scale of norms behind
-    the head, which depends on everything else: scores are right up to a positive factor.
+    The vector of the token passes through the norm before the layer, W_V, W_O, the gain of a norm after attention (as in
+    Gemma 3), the gain of the final norm and the output layer.
+
+    Limitations: the bare embedding approximates the input of later layers less well than that of the first layer. The
+    scale of norms after the head depends on the rest of the residual stream, so scores are correct up to a positive factor.
+
+    Args:
+        model: A pre-norm decoder with a language-model output.
+        head: Address of the head.
+        tokens: Attended tokens, as text or token ids.
+        k: Number of tokens to list in each direction.
+        typical: Use the mean input of the layer at the token's occurrences in `corpus`, instead of the bare embedding
+            without position.
+        corpus: Texts for `typical`. None uses the default corpus of the model.
+
+    Returns:
+        Promoted and suppressed tokens for each token in `tokens`.
     """
     head_view = _decoder_head(model, head)
     ids = (
@@ -85,13 +110,13 @@ def token_effects(
         else [int(i) for i in tokens]
     )
     if not ids:
-        raise HeadwiseError("there is no token to look at; give a text or token ids.")
+        raise ArgumentError(f"tokens: no tokens. Got {tokens!r}. Pass a non-empty text or token ids.")
     with eval_mode(model), torch.no_grad():
         residual = model.residual_stream()
         residual_layer = residual.layers[head_view.address.layer]
         if residual_layer.unsupported_reason:
-            raise HeadwiseError(
-                f"what {head_view.address} promotes cannot be read off: {residual_layer.unsupported_reason}"
+            raise UnsupportedModelError(
+                f"head {head_view.address}: promoted tokens cannot be computed: {residual_layer.unsupported_reason}"
             )
         # (n, D)
         inputs = (
@@ -118,7 +143,17 @@ def token_effects(
 def top_context_token_effects(
     model: ModelProtocol, head_profile: HeadProfile, k: int = 6, *, max_tokens: int = 3
 ) -> list[TokenEffects]:
-    """The same for the first tokens of the words it was seen looking at hardest, so many of them; none if none was seen."""
+    """List token effects for the first tokens of the words that the head attended to most in its profile.
+
+    Args:
+        model: A pre-norm decoder with a language-model output.
+        head_profile: Profile of the head, with top contexts.
+        k: Number of tokens to list in each direction.
+        max_tokens: Maximum number of attended tokens.
+
+    Returns:
+        Token effects. Empty if the profile has no top contexts.
+    """
     words = dict.fromkeys(context.attended for context in head_profile.top_contexts)
     first = (tokenizer_of(model).encode(f" {word}", add_special_tokens=False)[:1] for word in words)
     ids = list(dict.fromkeys(i for token_ids in first for i in token_ids))[:max_tokens]
@@ -127,10 +162,17 @@ def top_context_token_effects(
 
 @dataclass(frozen=True, eq=False)
 class ValueWeightedMap:
-    """A head's map before and after weighing what is looked at by how much it brings: (words, words)."""
+    """Attention map of a head, and the map weighted by the norm of the values: (words, words).
 
-    query_words: tuple[str, ...]  # that look
-    key_words: tuple[str, ...]  # that are looked at: others where a head looks across to a source
+    Attributes:
+        query_words: Words of the queries.
+        key_words: Words of the keys. They differ from `query_words` in cross-attention.
+        attention: Attention weights.
+        weighted: Attention weights times ‖v_j W_O‖, rows normalized to 1.
+    """
+
+    query_words: tuple[str, ...]
+    key_words: tuple[str, ...]
     attention: Tensor
     weighted: Tensor
 
@@ -138,10 +180,20 @@ class ValueWeightedMap:
 def value_weighted_map(
     model: ModelProtocol, text: str, head: str | Address, *, words: bool = True, source: str | None = None
 ) -> ValueWeightedMap:
-    """Attention times the length of what is brought, p_ij ‖v_j W_O‖, each row scaled to sum to 1.
+    """Compute attention weighted by value norms: p_ij ‖v_j W_O‖, each row normalized to 1.
 
-    A look at a token whose value is next to nothing moves nothing (https://arxiv.org/abs/2004.10102). v_j holds its bias.
-    `source` is what an encoder-decoder reads.
+    Attention to a token with a near-zero value has no effect on the output (https://arxiv.org/abs/2004.10102). v_j
+    includes its bias.
+
+    Args:
+        model: The model to run.
+        text: Input text.
+        head: Address of the head.
+        words: Sum tokens into words. False uses single tokens.
+        source: Source text of an encoder-decoder.
+
+    Returns:
+        The attention map and the weighted map.
     """
     address = Address.parse(head) if isinstance(head, str) else head
     with record(model, address, tensors=("v", "map")) as recording:
@@ -158,19 +210,34 @@ def value_weighted_map(
 
 
 class LayerOutputFraction(NamedTuple):
-    """A head's part in its layer's output: along the output, and by length. Each sums to 1 over the heads of a layer."""
+    """Fraction of a head in its layer's output. Each fraction sums to 1 over the heads of a layer.
 
-    fraction: float  # mean of ⟨o_h, Σo⟩ / ‖Σo‖²; below 0 where a head writes against the others
-    norm_fraction: float  # mean of ‖o_h‖ / Σ‖o‖
+    Attributes:
+        fraction: Mean of ⟨o_h, Σo⟩ / ‖Σo‖². Negative if the head writes against the other heads.
+        norm_fraction: Mean of ‖o_h‖ / Σ‖o‖.
+        rows: Number of tokens.
+    """
+
+    fraction: float
+    norm_fraction: float
     rows: int
 
 
 def output_shares(
     model: ModelProtocol, corpus: Any = None, *, max_length: int | None = None, batch_tokens: int = 4096
 ) -> dict[str, LayerOutputFraction]:
-    """How much of its layer's output each head carries through W_O, mean over the tokens of a corpus.
+    """Compute the fraction of each head in its layer's output, averaged over the tokens of a corpus.
 
-    The bias b_O is nobody's. One streaming pass; nothing of the shape (B, T, H, D) is built.
+    The bias b_O is assigned to no head. One streaming pass; no tensor of shape (B, T, H, D) is allocated.
+
+    Args:
+        model: The model to run.
+        corpus: Texts. None uses the default corpus of the model.
+        max_length: Plain text is split into chunks of this many tokens.
+        batch_tokens: Maximum number of tokens per batch.
+
+    Returns:
+        Fractions of each head, by address.
     """
     hook_points = reachable_hook_points(model)
     starts = dict(zip(hook_points, _offsets([len(hook_point.head_ids) for hook_point in hook_points]), strict=True))
@@ -202,13 +269,13 @@ def output_shares(
 
 
 def _sum_output_shares(call: AttentionCall, real_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over the rows of each text, (B, H, 2), and how many rows counted, (B,)."""
+    """Sum the fractions over the rows of each text, (B, H, 2), and count the rows, (B,)."""
     z, W_O = at_least_float32(call.z), at_least_float32(call.hook_point.W_O)
     per_head = PerHeadOutput(z, W_O, None)
     layer_output = torch.einsum("bhte,hed->btd", z, W_O)  # (B, T, D)
     along = (torch.einsum("btd,hed->bhte", layer_output, W_O) * z).sum(-1)  # ⟨o_h, Σo⟩: (B, H, T)
     size = layer_output.square().sum(-1)  # (B, T)
-    counts = real_tokens & (size > 0)  # a row to which nobody wrote has no shares
+    counts = real_tokens & (size > 0)  # fractions are undefined for rows with zero output
     lengths = per_head.head_norms()  # (B, H, T)
     along = along / size.where(counts, 1.0)[:, None]
     lengths = lengths / lengths.sum(1, keepdim=True).where(counts[:, None], 1.0)
@@ -219,10 +286,10 @@ def _sum_output_shares(call: AttentionCall, real_tokens: Tensor) -> tuple[Tensor
 def _decoder_head(model: ModelProtocol, head: str | Address) -> Head:
     head_view = model.heads[head if isinstance(head, Address) else Address.parse(head)]
     if model.spec.norm_placement == "post" or model.spec.output != "lm" or head_view.address.stack in ("enc", "cross"):
-        raise HeadwiseError(
-            f"what {head_view.address} promotes cannot be read off: that takes a pre-norm decoder with a "
-            f"language-model output, "
-            f"and a head that reads its stream."
+        raise UnsupportedModelError(
+            f"head {head_view.address}: promoted tokens can only be computed for self-attention heads of a pre-norm decoder "
+            f"with a language-model output. Got norm_placement={model.spec.norm_placement!r}, "
+            f"output={model.spec.output!r}."
         )
     return head_view
 
@@ -230,18 +297,18 @@ def _decoder_head(model: ModelProtocol, head: str | Address) -> Head:
 def _bare_inputs(
     model: ModelProtocol, residual: ResidualStream, residual_layer: ResidualLayer, ids: list[int]
 ) -> Tensor:
-    """The embeddings as the first layer reads them, positions left out: (n, D)."""
+    """Return the embeddings as the first layer reads them, without positions: (n, D)."""
     if residual.embed is None:
-        raise HeadwiseError(
-            "between this model's table of tokens and its first layer stands more than positions that are added, so bare "
-            "embeddings are not what is read; give typical=True."
+        raise UnsupportedModelError(
+            "typical=False: this model changes embeddings before the first layer by more than adding positions, so the bare "
+            "embedding is not the input of the layer. Use typical=True."
         )
     x = residual.embed(torch.tensor(ids, device=model.device))  # (n, D)
     return x if residual_layer.norm is None else residual_layer.norm(x)
 
 
 def _typical_inputs(model: ModelProtocol, head_view: Head, ids: list[int], corpus: Any) -> Tensor:
-    """The mean of what the layer reads where each token stands in a corpus: (n, D)."""
+    """Return the mean input of the layer at the occurrences of each token in a corpus: (n, D)."""
     token_ids = torch.tensor(ids, device=model.device)
     sums, counts = torch.zeros(len(ids), model.spec.width, dtype=torch.double), torch.zeros(len(ids))
     layer = next(
@@ -251,18 +318,19 @@ def _typical_inputs(model: ModelProtocol, head_view: Head, ids: list[int], corpu
         with capture_layer_inputs(layer) as captured:
             forward_batch(model, batch)
         is_token = (batch.ids[..., None] == token_ids) & batch.real_tokens[..., None]  # (B, T, n)
-        sums += torch.einsum("btn,btd->nd", is_token.double(), captured[0].double()).cpu()
+        sums += torch.einsum("btn,btd->nd", to_float64(is_token), to_float64(captured[0])).cpu()
         counts += is_token.sum((0, 1)).cpu()
     missing = [_token_text(model, i) for i, count in zip(ids, counts.tolist(), strict=True) if not count]
     if missing:
-        raise HeadwiseError(
-            f"{', '.join(map(repr, missing))} does not stand in the corpus; give corpus=… where it does, or typical=False."
+        raise ArgumentError(
+            f"corpus: does not contain the token {', '.join(map(repr, missing))}. Pass a corpus= that contains it, or use "
+            f"typical=False."
         )
     return at_least_float32((sums / counts[:, None]).to(head_view.W_V))
 
 
 def _to_logits(residual: ResidualStream, residual_layer: ResidualLayer, output: Tensor) -> Tensor:
-    """Scores of all words, up to the scale of norms on the way: (n, D) → (n, V)"""
+    """Return the scores of all tokens, up to the scale of the norms after the head: (n, D) → (n, V)."""
     output = output if residual_layer.post_norm is None else residual_layer.post_norm.center_and_apply_gain(output)
     return residual.unembed(residual.norm.center_and_apply_gain(output))
 
@@ -276,7 +344,7 @@ def _with_token_texts(model: ModelProtocol, ids: list[int], scores: list[float])
 
 
 def _token_text(model: ModelProtocol, id: int) -> str:
-    """A token as it would be written, or its number if the vocabulary is longer than the tokenizer."""
+    """Return a token's text, or #id if the vocabulary is larger than the tokenizer."""
     tokenizer = tokenizer_of(model)
     return tokenizer.backend.decode([id], skip_special_tokens=False) if id < len(tokenizer) else f"#{id}"
 

@@ -1,8 +1,8 @@
-"""What stands between W_Q x and a score: a norm of queries and keys, the turning of rotary positions, a factor.
+"""Infer the transform between W_Q x, W_K x and the attention scores: QK norm, rotary embedding and a scale factor.
 
-Nothing here knows an architecture. One call shows what went in and what came out for every head and token; positions turn
-each pair of channels alike in all queries and keys of a token, so the turning follows from the numbers, and is checked on
-them. What does not fit is refused, so that no share is ever wrong.
+The transform is inferred from one call, without knowledge of the architecture. Rotary embeddings rotate each pair of
+channels by the same angle in all queries and keys of a token, so the angles follow from the inputs and outputs, and are
+verified on them. A call that fits no known form raises an error, so attributions are never silently wrong.
 """
 
 from collections.abc import Iterator
@@ -12,41 +12,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
-from headwise.kernels.rounding_tolerance import rounding_bound
+from headwise.errors import UnsupportedModelError
+from headwise.kernels.rounding_tolerance import rounding_bound, to_float64
 from headwise.model import LinearizedNorm
 
-TOLERANCE = 1e-4  # relative; of numbers that the model computed in float32 or float64
-# Roundings between what a layer reads and its scores: projection, norm (3), cos or sin, two products, their sum.
+TOLERANCE = 1e-4  # relative, for values computed in float32 or float64
+# Roundings between the input of a layer and its scores: projection, norm (3), cos or sin, two products, their sum.
 ROUNDINGS = 8
-WORSE = 4.0  # times the residual of the best form: a simpler form that fits so well is taken
+WORSE = 4.0  # a simpler form is chosen if its residual is at most this factor above the best residual
 QK_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenQKNorm:
-    """A norm of queries, or of keys, at the scales it had: its gain by head, its scale by head and token."""
+    """QK norm with frozen scales.
 
-    gain: Tensor  # (H, 1, d)
-    scale: Tensor  # (H or 1, T, 1)
+    Attributes:
+        gain: Gain of each head, (H, 1, d).
+        scale: Scale of each head and token, (H or 1, T, 1).
+    """
+
+    gain: Tensor
+    scale: Tensor
 
     def multiplier(self, head: int) -> Tensor:
-        """What one head's channels are multiplied by: (T, d)."""
+        """Return the factor on the channels of one head, (T, d)."""
         return self.gain[head] * self.scale[head if len(self.scale) > 1 else 0]
 
 
 @dataclass(frozen=True, eq=False)
 class QKNormRotaryTransform:
-    """Linear, at the scales of one call: from projected queries and keys to those that meet in scores."""
+    """Linear map from projected queries and keys to those in the scores, with the norm scales of one call.
+
+    Attributes:
+        factor: Scale factor of queries and keys, by "q" and "k".
+        norms: Frozen norms, by "q" and "k".
+        layout: Channel pairs of the rotary embedding: "none", "half" or "interleaved".
+        cos: Cosines of the rotary angles, (T, dims/2).
+        sin: Sines of the rotary angles, (T, dims/2).
+    """
 
     factor: dict[str, float] = field(default_factory=lambda: {"q": 1.0, "k": 1.0})
     norms: dict[str, FrozenQKNorm] = field(default_factory=dict)
-    layout: str = "none"  # which channels are turned together: none, half, interleaved
-    cos: Tensor | None = None  # (T, dims/2)
+    layout: str = "none"
+    cos: Tensor | None = None
     sin: Tensor | None = None
 
     def apply(self, projection: str, head: int, x: Tensor, positions: list[int]) -> Tensor:
-        """Parts of one head's queries or keys at some positions: (…, n, d) → (…, n, d)"""
+        """Transform parts of one head's queries or keys at some positions: (…, n, d) → (…, n, d)."""
         x = x * self.factor[projection]
         if projection in self.norms:
             x = x * self.norms[projection].multiplier(head)[positions]
@@ -58,10 +71,16 @@ class QKNormRotaryTransform:
 def infer_qk_transform(
     layer: Any, projected: dict[str, Tensor], score_inputs: dict[str, Tensor], dtype: torch.dtype
 ) -> QKNormRotaryTransform:
-    """Find how one call got from projections to the vectors that met in scores: (H, T, d) by projection, q and k.
+    """Infer the transform from projections to the queries and keys of the scores.
 
-    `dtype` is the model's, in which `score_inputs` were computed. In half precision a rotation can be smaller than the
-    tolerance, so all forms are compared: the simplest one that fits about as well as the best is taken.
+    In half precision a rotation can be smaller than the tolerance, so all forms are compared, and the simplest form that
+    fits about as well as the best one is returned.
+
+    Args:
+        layer: The attention layer.
+        projected: Projected queries and keys, (H, T, d), by "q" and "k".
+        score_inputs: Queries and keys of the scores, (H, T, d), by "q" and "k".
+        dtype: Dtype in which the model computed `score_inputs`.
     """
     fits: list[tuple[float, QKNormRotaryTransform]] = []
     bound = rounding_bound(dtype, ROUNDINGS)
@@ -74,17 +93,16 @@ def infer_qk_transform(
     if fits:
         best = min(residual for residual, _ in fits)
         return next(transform for residual, transform in fits if residual <= WORSE * best)
-    raise HeadwiseError(
-        f"between W_Q, W_K and the scores of layer {layer.hook_point.address} stands something other than a norm, "
-        f"rotary positions "
-        f"and a factor, so its scores cannot be shared out."
+    raise UnsupportedModelError(
+        f"layer {layer.hook_point.address}: scores cannot be attributed, because the transform between W_Q, W_K and the "
+        f"scores is not a combination of QK norm, rotary embedding and scale factor. Choose a head of another layer."
     )
 
 
 def _forms(
     layer: Any, projected: dict[str, Tensor], score_inputs: dict[str, Tensor]
 ) -> Iterator[tuple[QKNormRotaryTransform, dict[str, Tensor]]]:
-    """Every form that is known, the simplest first, and the queries and keys it leads to."""
+    """Yield every known form, simplest first, with its queries and keys."""
     factor = {projection: _fit_factor(projected[projection], score_inputs[projection]) for projection in "qk"}
     yield (
         QKNormRotaryTransform(factor=factor),
@@ -102,7 +120,7 @@ def _forms(
 
 
 def _frozen_qk_norms(layer: Any, projected: dict[str, Tensor]) -> list[dict[str, FrozenQKNorm]]:
-    """Norms of queries and keys that the layer has, over each head's channels or over all of them."""
+    """Return the QK norms of the layer, over each head's channels or over all channels."""
     module = getattr(layer, "module", layer)
     for names in QK_NORM_NAMES:
         modules = {projection: getattr(module, name, None) for projection, name in zip("qk", names, strict=True)}
@@ -116,18 +134,18 @@ def _frozen_qk_norms(layer: Any, projected: dict[str, Tensor]) -> list[dict[str,
 
 
 def _freeze_norm(norm_module: Any, x: Tensor) -> FrozenQKNorm | None:
-    """A norm at the scales that (H, T, d) sets; None where it is none, or adds a bias or takes a mean out."""
+    """Freeze a norm at the scales of x (H, T, d). None if it is not a norm, has a bias or subtracts the mean."""
     H, _, d = x.shape
     for width, rows in ((d, x), (H * d, x.transpose(0, 1).flatten(1)[None])):
         norm = LinearizedNorm.infer(norm_module, width)
         if norm is not None and not norm.centered and norm.bias is None:
             gain = norm.gain.expand(width).reshape(-1, 1, d).expand(H, 1, d)
-            return FrozenQKNorm(gain.double(), norm.scale(rows))
+            return FrozenQKNorm(to_float64(gain), norm.scale(rows))
     return None
 
 
 def _infer_rotary(normed: dict[str, Tensor], score_inputs: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Each layout with the angles that fit it best: one complex number for each pair of channels and token, of all heads."""
+    """Yield each layout with its best-fitting angles: one complex factor per channel pair and token, for all heads."""
     before = torch.cat((normed["q"], normed["k"]))  # (H + K, T, d)
     after = torch.cat((score_inputs["q"], score_inputs["k"]))
     for dims in range(before.shape[-1] // 2 * 2, 0, -2):
@@ -138,7 +156,7 @@ def _infer_rotary(normed: dict[str, Tensor], score_inputs: dict[str, Tensor]) ->
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """(…, T, d); channels behind the turned ones pass through."""
+    """Rotate channel pairs, (…, T, d). Channels after the rotated ones are unchanged."""
     dims = 2 * cos.shape[-1]
     first, second = _pairs(x[..., :dims], layout)
     rotated = first * cos - second * sin, second * cos + first * sin
@@ -158,5 +176,5 @@ def _fit_factor(before: Tensor, after: Tensor) -> float:
 
 
 def _residual(x: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the largest value."""
+    """Return the largest difference relative to the largest value."""
     return float((x - expected).abs().max() / expected.abs().max().clamp(min=1e-300))

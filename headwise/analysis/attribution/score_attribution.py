@@ -1,9 +1,9 @@
-"""Why a token looked there: a score shared out among pairs of parts, one in the stream at the query, one at the key.
+"""Attribute an attention score to pairs of parts, one of the residual stream at the query and one at the key.
 
-A score is a bilinear form. With the norm's scale frozen at what it was, the query is a sum over what had been written into
-the stream at its token (the embedding, every earlier head, every MLP, biases), and so is the key; so the score is a sum over
-pairs of parts, exactly (https://transformer-circuits.pub/2021/framework). Softmax sees differences of scores alone: what is
-the same for every key moves nothing, and `relative_to_mean=True` leaves it out.
+A score is a bilinear form. With frozen norm scales, the query is a sum over the parts of the residual stream at its token
+(embedding, earlier heads, MLPs, biases), and so is the key. The score is therefore exactly a sum over pairs of parts
+(https://transformer-circuits.pub/2021/framework). The softmax depends only on differences of scores; `relative_to_mean=True`
+subtracts the part that is equal for all keys.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.analysis.attribution.backward_path_trace import AttentionPathStep, trace_path
 from headwise.analysis.attribution.logit_attribution import as_ids
 from headwise.analysis.attribution.qk_norm_rotary import ROUNDINGS, QKNormRotaryTransform, infer_qk_transform
 from headwise.analysis.attribution.residual_parts import ResidualParts, num_roundings_before_layer
+from headwise.analysis.attribution.score_path_trace import AttentionPathStep, trace_path
 from headwise.analysis.recording.attention_maps import TokenGroups, Word
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import Head
-from headwise.kernels.rounding_tolerance import rounding_bound
+from headwise.kernels.rounding_tolerance import rounding_bound, to_float64
 from headwise.kernels.score_params import masked_scores
 from headwise.model import ModelProtocol
 from headwise.spec import Address
@@ -32,7 +32,14 @@ POSITION_BIAS = "position bias"
 
 
 class ScoreTerm(NamedTuple):
-    """What a part of the stream at the query and one at the key add to the score; `fraction` is of the sum of all sizes."""
+    """Contribution of one pair of parts to a score.
+
+    Attributes:
+        query: Part of the residual stream at the query token.
+        key: Part of the residual stream at the key token.
+        score: Contribution to the score.
+        fraction: `score` divided by the sum of absolute contributions of all pairs.
+    """
 
     query: str
     key: str
@@ -42,34 +49,59 @@ class ScoreTerm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScoreAttribution:
-    """One score of one head, shared out. `total` is the sum of all pairs, `score` what the model itself computed."""
+    """Attribution of one attention score of one head to pairs of parts.
+
+    Attributes:
+        text: The input text.
+        head: Address of the head.
+        query_token: Word or token of the query.
+        key_token: Word or token of the key.
+        weight: Attention weight of the query on the key.
+        score: Score computed by the model.
+        pair_scores: Contribution of each pair, (query parts, key parts), float64.
+        part_names: Names of the parts, equal on both axes of `pair_scores`.
+        position_bias: Contribution of a position bias. 0 for a model without position bias.
+        relative_to_mean: Whether all values are relative to the mean over visible keys.
+        path: The largest pair, traced back to its source tokens.
+        rounding: Bound on the rounding error of `score` in the model's dtype.
+    """
 
     text: str
     head: str
     query_token: str
     key_token: str
-    weight: float  # the attention there
+    weight: float
     score: float
-    pair_scores: Tensor  # (parts at the query, parts at the key), float64
-    part_names: tuple[str, ...]  # of the parts, the same on both sides
-    position_bias: float  # what a bias by distance adds; 0 where there is none
-    relative_to_mean: bool  # whether all of it is above the mean over the visible keys
-    path: tuple[AttentionPathStep, ...]  # the strongest pair, followed back to the tokens it began at
-    rounding: float = 0.0  # bound on the rounding error of `score` in the model's dtype
+    pair_scores: Tensor
+    part_names: tuple[str, ...]
+    position_bias: float
+    relative_to_mean: bool
+    path: tuple[AttentionPathStep, ...]
+    rounding: float = 0.0
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import attribution_table
+
+        return attribution_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import attribution_table
+
+        return attribution_table(self).as_html()
 
     @property
     def total(self) -> float:
-        """The sum of all pairs."""
+        """Sum of all pairs and the position bias. Equals `score` up to rounding."""
         return float(self.pair_scores.sum()) + self.position_bias
 
     @property
     def relative_error(self) -> float:
-        """How far the sum is from the model's own score, beside the largest of the score and the pairs."""
+        """|total − score| relative to the largest of |score| and the contributions."""
         return abs(self.total - self.score) / self._largest
 
     @property
     def is_complete(self) -> bool:
-        """Whether the pairs add up to the model's score, within its rounding."""
+        """Whether the pairs add up to the model's score within its rounding error."""
         return abs(self.total - self.score) <= max(TOLERANCE * self._largest, self.rounding)
 
     @property
@@ -78,7 +110,7 @@ class ScoreAttribution:
 
     @cached_property
     def pairs(self) -> tuple[ScoreTerm, ...]:
-        """All pairs, the largest first, for or against."""
+        """All pairs, largest absolute contribution first."""
         size = max(float(self.pair_scores.abs().sum()) + abs(self.position_bias), 1e-30)
         score_terms = (
             [ScoreTerm(POSITION_BIAS, POSITION_BIAS, self.position_bias, self.position_bias / size)]
@@ -94,21 +126,28 @@ class ScoreAttribution:
         return tuple(sorted(score_terms, key=lambda pair: -abs(pair.score)))
 
     def side_totals(self, side: str) -> list[tuple[str, float]]:
-        """What each part at the query adds, whatever it meets, or each part at the key: the largest first."""
+        """Return the total contribution of each part on one side, largest absolute value first.
+
+        Args:
+            side: "query" or "key".
+        """
         if side not in ("query", "key"):
-            raise HeadwiseError(f"a side is 'query' or 'key', got {side!r}.")
+            raise ArgumentError(f"side: must be 'query' or 'key'. Got {side!r}.")
         sums = self.pair_scores.sum(1 if side == "query" else 0).tolist()
         return sorted(zip(self.part_names, sums, strict=True), key=lambda part: -abs(part[1]))
 
     def pair_rank(self, query: str, key: str) -> int:
-        """At which place a pair stands, from 1."""
+        """Return the rank of a pair by absolute contribution, from 1."""
         for index, pair in enumerate(self.pairs):
             if (pair.query, pair.key) == (query, key):
                 return index + 1
-        raise HeadwiseError(f"there is no pair of {query!r} and {key!r}; parts are {', '.join(self.part_names[:6])}, …")
+        raise ArgumentError(
+            f"query, key: at least one of these parts of the model is unknown. Got query={query!r} and key={key!r}. "
+            f"Known parts: {', '.join(self.part_names[:6])}, … The attribute part_names of this object lists all of them."
+        )
 
     def to_dict(self, max_pairs: int = 20) -> dict[str, Any]:
-        """As plain data, with so many of its pairs."""
+        """Return plain data for JSON, with the `max_pairs` largest pairs."""
         data = {
             name: getattr(self, name)
             for name in ("text", "head", "query_token", "key_token", "weight", "score", "total", "relative_error")
@@ -133,11 +172,24 @@ def explain(
     relative_to_mean: bool = False,
     words: bool = True,
 ) -> ScoreAttribution:
-    """Share out the score with which `query` looks at `key` in a head: a word each, "the#2", or its place in the text.
+    """Explain an attention score: attribute it to pairs of parts of the residual stream.
 
-    Of a word of several tokens the last one looks, and the most attended one is looked at; without `key` it is the most
-    attended word; words=False keeps tokens apart. With `relative_to_mean` it is the lead of that score over the mean of all
-    that the token sees. For decoders whose stream is a sum; others are refused, with the reason.
+    Args:
+        model: A decoder whose residual stream is a sum (pre-norm).
+        text: A text, or token ids of one text.
+        head: Address of the head, for example `"5.1"`.
+        query: The query: a word, a word with its occurrence (`"the#2"`), or its index in the text. The last token of a
+            word is used.
+        key: The key, given like `query`. The most attended token of a word is used. None uses the most attended word.
+        relative_to_mean: Subtract the mean score over all keys visible to the query.
+        words: Treat tokens of one word as a unit. False uses single tokens.
+
+    Returns:
+        Contribution of each pair of parts, and the largest pair traced back to its source tokens.
+
+    Raises:
+        ArgumentError: If the query cannot attend to the key, for example because of the causal mask.
+        UnsupportedModelError: If the scores of the model are not a sum over pairs of parts.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -158,8 +210,10 @@ def explain(
     key_group = groups.find(key) if key is not None else _most_attended(groups, weights)
     key_position = max(groups.tokens[key_group], key=lambda token: float(weights[token]))
     if key_position not in visible:
-        raise HeadwiseError(
-            f"{groups.unique_labels[groups.find(query)]!r} cannot see {groups.unique_labels[key_group]!r} in {address}."
+        query_label, key_label = groups.unique_labels[groups.find(query)], groups.unique_labels[key_group]
+        raise ArgumentError(
+            f"key: hidden from the query by the attention mask of {address}. Got query {query_label!r} and key "
+            f"{key_label!r}. Choose a key that the query can attend to."
         )
     keys = visible if relative_to_mean else [key_position]
     transform = _qk_transform(residual_parts, address)
@@ -167,14 +221,14 @@ def explain(
     _, key_parts = _project_parts(residual_parts, transform, head_view, "k", keys)  # (P, S, d)
     all_scores = scale * torch.einsum("ad,bsd->sab", query_parts[:, 0], key_parts)  # (S, P, P)
     key_index = keys.index(key_position)
-    model_score = scale * float(call.q[0, query_position].double() @ call.k[0, key_position].double()) + float(
+    model_score = scale * float(to_float64(call.q[0, query_position]) @ to_float64(call.k[0, key_position])) + float(
         bias[key_position]
     )
     pair_scores, position_bias = all_scores[key_index], float(bias[key_position])
     if relative_to_mean:
         pair_scores = pair_scores - all_scores.mean(0)
         position_bias -= float(bias[visible].mean())
-        scores = scale * (call.k[0, visible].double() @ call.q[0, query_position].double()) + bias[visible]
+        scores = scale * (to_float64(call.k[0, visible]) @ to_float64(call.q[0, query_position])) + bias[visible]
         model_score -= float(scores.mean())
     best = divmod(int(pair_scores.abs().argmax()), len(names))
     path = _trace_pair(
@@ -199,50 +253,55 @@ def explain(
 
 
 def _score_params(call: Any, row: int) -> tuple[float, Tensor, list[int]]:
-    """The scale of scores, the bias of a row over all keys, (S,), and which keys it sees; capped scores are no sum."""
+    """Return the scale of scores, the bias of a row over all keys, (S,), and the visible keys."""
     (T, S), params = call._call.sizes, call._call.params
     if params.softcap is not None:
-        raise HeadwiseError("scores of this model are capped by a tanh, so they are no sum over pairs of parts.")
+        raise UnsupportedModelError(
+            "model: its attention scores are soft-capped by a tanh. Such a score is not a sum, so it cannot be attributed to "
+            "pairs of parts (embedding, heads, MLPs). Use a model without soft-capping."
+        )
     index = call._index
     head_params = params.for_heads(
         range(index, index + 1), range(params.kv_of_head[index], params.kv_of_head[index] + 1)
     )
     blank = torch.zeros(1, 1, 1, S, dtype=torch.double, device=call.q.device)
-    # (S,): −inf where nothing is seen
+    # (S,): −inf at hidden keys
     bias = masked_scores(blank, head_params, range(row, row + 1), range(S), T, S)[0, 0, 0]
     visible = torch.isfinite(bias).nonzero()[:, 0].tolist()
     return params.scale, bias, visible
 
 
 def _rounding(call: Any, layer: int, query_position: int, keys: list[int]) -> float:
-    """Bound the rounding error of q·k: relative to |q||k|, over the roundings that the query and the key went through."""
-    q, k = call.q[0, query_position].double(), call.k[0, keys].double()  # (d,), (n, d)
+    """Bound the rounding error of q·k, relative to |q||k|, from the number of roundings of query and key."""
+    q, k = to_float64(call.q[0, query_position]), to_float64(call.k[0, keys])  # (d,), (n, d)
     return rounding_bound(call.q.dtype, 2 * (num_roundings_before_layer(layer) + ROUNDINGS)) * float(
         q.norm() * k.norm(dim=1).max()
     )
 
 
 def _qk_transform(residual_parts: ResidualParts, head: Address) -> QKNormRotaryTransform:
-    """What stood between W_Q, W_K and the scores of a head's layer in this pass."""
-    layer, inputs = residual_parts.layer_of(head), residual_parts.read.double()  # (T, D)
+    """Infer the transform between W_Q, W_K and the scores of a head's layer in this pass."""
+    layer, inputs = residual_parts.layer_of(head), to_float64(residual_parts.read)  # (T, D)
     residual_parts.check_parts_sum(head.layer)
     heads = list(residual_parts.model.heads.select(layer.hook_point.head_addresses))
-    reader_of_kv = {head_view.kv_index: head_view for head_view in reversed(heads)}  # one head for each key head
+    reader_of_kv = {head_view.kv_index: head_view for head_view in reversed(heads)}  # one query head per KV head
     kv_readers = [reader_of_kv[i] for i in sorted(reader_of_kv)]
     projected = {
         "q": torch.stack([_project(inputs, head_view.W_Q, head_view.b_Q) for head_view in heads]),  # (H, T, d)
         "k": torch.stack([_project(inputs, head_view.W_K, head_view.b_K) for head_view in kv_readers]),  # (K, T, d)
     }
     score_inputs = {
-        "q": torch.cat([residual_parts.recording[head_view.address].only_call.q for head_view in heads]).double(),
-        "k": torch.cat([residual_parts.recording[head_view.address].only_call.k for head_view in kv_readers]).double(),
+        "q": to_float64(torch.cat([residual_parts.recording[head_view.address].only_call.q for head_view in heads])),
+        "k": to_float64(
+            torch.cat([residual_parts.recording[head_view.address].only_call.k for head_view in kv_readers])
+        ),
     }
     return infer_qk_transform(layer, projected, score_inputs, residual_parts.read.dtype)
 
 
 def _project(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    projected = inputs @ weight.double()  # (T, d)
-    return projected if bias is None else projected + bias.double()
+    projected = inputs @ to_float64(weight)  # (T, d)
+    return projected if bias is None else projected + to_float64(bias)
 
 
 def _project_parts(
@@ -252,12 +311,12 @@ def _project_parts(
     projection: str,
     positions: list[int],
 ) -> tuple[list[str], Tensor]:
-    """What each part brings to one head's query, or key, at some positions: names, (P, n, d)."""
+    """Return the contribution of each part to a head's query or key at some positions: names, (P, n, d)."""
     names, inputs = residual_parts.layer_input_parts(head_view.address.layer, positions)  # (P, n, D)
     weight, bias = (head_view.W_Q, head_view.b_Q) if projection == "q" else (head_view.W_K, head_view.b_K)
-    projected = inputs @ weight.double()  # (P, n, d)
+    projected = inputs @ to_float64(weight)  # (P, n, d)
     if bias is not None:
-        projected[-1] += bias.double()  # the biases come last
+        projected[-1] += to_float64(bias)  # the biases are the last part
     return names, transform.apply(
         projection, head_view.index if projection == "q" else head_view.kv_index, projected, positions
     )
@@ -267,7 +326,7 @@ def _trace_pair(
     residual_parts: ResidualParts, transform: QKNormRotaryTransform, head_view: Head, names: list[str], best: tuple[int, int],
     query_parts: Tensor, key_parts: Tensor, positions: tuple[int, int], scale: float,
 ) -> list[AttentionPathStep]:  # fmt: skip
-    """The strongest pair followed back on both sides: each side's part by the direction that the other side reads."""
+    """Trace the largest pair back on both sides, each along the direction read by the other side."""
     query, key = best
     layer = head_view.address.layer
     steps = []
@@ -275,10 +334,10 @@ def _trace_pair(
         ("query", "q", names[query], positions[0], key_parts[key]),
         ("key", "k", names[key], positions[1], query_parts[query, 0]),
     ):
-        weight = (head_view.W_Q if projection == "q" else head_view.W_K).double()  # (D, d)
+        weight = to_float64(head_view.W_Q if projection == "q" else head_view.W_K)  # (D, d)
         identity = torch.eye(weight.shape[1], dtype=torch.double, device=weight.device)[:, None]  # (d, 1, d)
         index = head_view.index if projection == "q" else head_view.kv_index
-        # (d, d): rows are channels before turning
+        # (d, d): rows are channels before rotation
         rotated = transform.apply(projection, index, identity, [position])[:, 0]
         direction = scale * weight @ (rotated @ other)  # (D,)
         steps += trace_path(residual_parts, side, name, layer, position, direction)
@@ -286,7 +345,7 @@ def _trace_pair(
 
 
 def _token_groups(model: ModelProtocol, text: str | Sequence[int] | Tensor, words: bool) -> TokenGroups:
-    """What is named in a text: its words or tokens; of ids, every token by its place."""
+    """Return the words or tokens of a text. Token ids become one group per token."""
     if isinstance(text, str):
         return TokenGroups.of(tokenizer_of(model).align(text), words)
     ids = as_ids(model, text)[0].tolist()
@@ -300,7 +359,7 @@ def _most_attended(groups: TokenGroups, weights: Tensor) -> int:
 
 
 def _with_token_names(groups: TokenGroups, step: AttentionPathStep) -> AttentionPathStep:
-    """The same with tokens as a person reads them."""
+    """Replace token positions in a step with their labels."""
 
     def name(token: int) -> str:
         return next(groups.unique_labels[i] for i, tokens in enumerate(groups.tokens) if token in tokens)

@@ -1,1 +1,1 @@
-"""What a measure is, and every measure there is: numbers of every head, added up while a model reads."""
+"""Metrics of heads: the base classes, the built-in metrics, and the runner that computes them during forward passes."""

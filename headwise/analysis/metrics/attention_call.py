@@ -1,4 +1,4 @@
-"""One attention call while a batch is read, as metrics and observers see it."""
+"""One attention call during a forward pass, as passed to metrics and observers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,8 +16,15 @@ BlockListener = Callable[[RowBlock], None]
 
 @dataclass(frozen=True, eq=False)
 class AttentionCallContext:
-    """What was seen at a site, for which batch, and which heads of the model they are. What costs something is made when it
-    is asked for, once."""
+    """An attention call, the batch it belongs to, and the index of its first head. Derived tensors are computed once, on
+    first access.
+
+    Attributes:
+        attention_call: q, k, v, z and score parameters of one hook point.
+        batch_context: The batch, with its token features and key targets.
+        first_head: Index of the first head, counted over all hook points.
+        make_gram: Function that returns W_O W_Oᵀ of a call.
+    """
 
     attention_call: AttentionCall
     batch_context: BatchContext
@@ -26,41 +33,47 @@ class AttentionCallContext:
 
     @property
     def head_slice(self) -> slice:
-        """Its heads, counted over all sites."""
+        """Heads of the call, counted over all hook points."""
         return slice(self.first_head, self.first_head + self.attention_call.q.shape[1])
 
     @property
     def is_cross_attention(self) -> bool:
-        """Whether keys come from another text than queries."""
+        """Whether the keys come from another text than the queries."""
         return self.attention_call.hook_point.address.stack == "cross"
 
     @cached_property
     def output_gram(self) -> Tensor:
-        """W_O W_Oᵀ, (H, e, e); NaN where W_O cannot be shown."""
+        """W_O W_Oᵀ, (H, e, e). NaN if W_O cannot be read."""
         return self.make_gram(self.attention_call)
 
     @cached_property
     def is_output_weight_unknown(self) -> bool:
-        """Whether W_O cannot be shown."""
+        """Whether W_O cannot be read."""
         return bool(self.output_gram.isnan().any())
 
     @cached_property
     def value_output_norms(self) -> Tensor:
-        """The length of what each key would write, (B, H, S)."""
+        """Norm of the value output ‖v W_O‖ of each key, (B, H, S)."""
         return value_output_norms(self.attention_call, self.output_gram)
 
     @cached_property
     def key_features(self) -> Tensor:
-        """All columns over the keys, (B, H, S, f)."""
+        """All features of the keys, (B, H, S, f)."""
         return self.batch_context.key_features(self.value_output_norms)
 
 
 class AttentionObserver(ABC):
-    """Object that sees the attention calls of a pass and computes no metric. It keeps examples or rows of attention."""
+    """Base class of objects that observe attention calls without computing a metric, for example to store examples.
 
-    needs_full_detail = False  # it needs a walk over every cell, which detail="light" does not make
+    Attributes:
+        needs_full_detail: Whether the observer needs every attention weight. Such an observer is not called with
+            `detail="light"`.
+        supports_cross_attention: Whether the observer is called for cross-attention.
+    """
+
+    needs_full_detail = False
     supports_cross_attention = True
 
     @abstractmethod
     def on_call(self, call: AttentionCallContext) -> BlockListener | None:
-        """See one attention call. Return a function that is called with each of its blocks of rows, or None."""
+        """Observe one attention call. Return a function to be called with each block of rows, or None."""

@@ -1,4 +1,4 @@
-"""What all layers that read a batch have in common, worked out once: marks over the keys, aims, who may see what."""
+"""Data of a batch that all layers share: token features, key targets and visibility. Computed once per batch."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,50 +11,51 @@ from torch import Tensor
 from headwise.analysis.metrics.metric import KeyTarget, Metric, TokenFeature
 from headwise.analysis.metrics.row_blocks import VisibilityCache, VisibleBlock, column_chunks, visible_blocks
 from headwise.analysis.recording.batching import TokenBatch
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.kernels import Mask
 from headwise.kernels.score_params import ScoreParams
 
-WINDOW = 32  # offsets kept one by one: 0 … 31 back, and as many ahead; what lies beyond is long range
-# Columns that are always there: 1 for every key, its place in the text, whether it is the first; and the length of its write.
+WINDOW = 32  # offsets measured individually: 0 to 31 back, and as many ahead; larger distances are long range
+# Built-in features: 1 for every key, position in the text, whether the key is the first token, norm of the value output.
 ALL, POSITION, FIRST, NORM = "all", "place", "first", "norm"
-MAX_CACHED_PAIRS = 1 << 20  # repeated tokens that are kept from layer to layer; more are found again
-SPECIAL = "special"  # the column of special tokens, which are neither confident nor meant to be looked at
+MAX_CACHED_PAIRS = 1 << 20  # pairs of repeated tokens that are cached for the next layer; others are computed again
+SPECIAL = "special"  # feature of special tokens, which are excluded from the confidence score
 
-RowKey = tuple[Mask | None, range, int]  # rows of any layer that sees as much
+RowKey = tuple[Mask | None, range, int]  # mask, rows and past length: layers with equal keys have equal visibility
 
 
 @dataclass(frozen=True, eq=False)
 class RowVisibility:
-    """What is known of some rows whatever the weights are."""
+    """Statistics of a block of rows that do not depend on the attention weights."""
 
     positions: Tensor  # (R,)
-    visible_keys: Tensor  # (1 or B, 1 or H, R)
-    visible_features: Tensor  # (B, 1 or H, R, c): marks among what is visible
-    sees_first: Tensor  # (B, 1 or H, R)
-    sees: dict[str, Tensor]  # (B, 1 or H, R) for each aim: whether there is something, and it is seen
+    visible_keys: Tensor  # (1 or B, 1 or H, R): number of visible keys
+    visible_features: Tensor  # (B, 1 or H, R, c): feature sums over the visible keys
+    sees_first: Tensor  # (B, 1 or H, R): whether the first token is visible
+    sees: dict[str, Tensor]  # (B, 1 or H, R) per key target: whether the row has a target and sees it
 
 
 @dataclass(frozen=True, eq=False)
 class FarRepeatPairs:
-    """Far keys that repeat the token of a row, or follow one that does."""
+    """Keys outside the window that repeat the token of the query, or follow such a key."""
 
     example: Tensor  # (pairs,)
-    row: Tensor  # (pairs,): of the block
+    row: Tensor  # (pairs,): row of the block
     column: Tensor  # (pairs,)
-    repeat_counts: Tensor  # (B, 1, R): how many a row has
+    repeat_counts: Tensor  # (B, 1, R): number of pairs per row
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureLayout:
-    """Which columns are summed over the keys, by name: the usual ones, marks, what each key writes, and marks times that."""
+    """Order of the features that are summed over the keys: the built-in ones, the token features, the norm of the value
+    output, and each token feature times that norm."""
 
     features: tuple[TokenFeature, ...]
     key_targets: tuple[KeyTarget, ...]
 
     @staticmethod
     def of(metrics: Iterable[Metric]) -> "FeatureLayout":
-        """Whatever some measures need."""
+        """Collect the features and key targets that some metrics need."""
         metrics = list(metrics)
         layout = FeatureLayout(
             tuple(feature for metric in metrics for feature in metric.features),
@@ -65,53 +66,58 @@ class FeatureLayout:
             ("key targets", [key_target.name for key_target in layout.key_targets]),
         ):
             duplicates = {name for name in names if list(names).count(name) > 1}
-            if duplicates or {ALL, POSITION, FIRST, NORM} & {*names}:
-                raise HeadwiseError(f"two {kind} have the name {sorted(duplicates or names)[0]!r}; give each its own.")
+            reserved = {ALL, POSITION, FIRST, NORM} & {*names}
+            if duplicates or reserved:
+                problem = "is used twice" if duplicates else "is reserved"
+                raise ArgumentError(
+                    f"metrics: the name {sorted(duplicates or reserved)[0]!r} {problem} for {kind}. Give each metric its own "
+                    f"name."
+                )
         return layout
 
     @cached_property
     def feature_names(self) -> tuple[str, ...]:
-        """The names of the marks."""
+        """Names of the token features."""
         return tuple(feature.name for feature in self.features)
 
     @cached_property
     def feature_index(self) -> dict[str, int]:
-        """Where each column stands."""
+        """Index of each feature."""
         return {name: index for index, name in enumerate((ALL, POSITION, FIRST, *self.feature_names, NORM))}
 
     @cached_property
     def value_weighted_index(self) -> dict[str, int]:
-        """Where each mark times the length of what its key writes stands."""
+        """Index of each token feature times the norm of the value output."""
         return {name: len(self.feature_index) + index for index, name in enumerate(self.feature_names)}
 
 
 @dataclass(eq=False)
 class BatchContext:
-    """One batch, and what follows from it for measures."""
+    """A batch with its token features, key targets and cached visibility."""
 
     batch: TokenBatch
     layout: FeatureLayout
     visibility: VisibilityCache = field(default_factory=VisibilityCache)
     _row_visibility: dict[RowKey, RowVisibility] = field(default_factory=dict)
     _far_repeats: dict[RowKey, FarRepeatPairs] = field(default_factory=dict)
-    _cached_pairs: int = 0  # how many of them are kept
+    _cached_pairs: int = 0  # number of pairs in _far_repeats
     _targets: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def feature_values(self) -> Tensor:
-        """Marks of the keys, (B, S, c)."""
+        """Token features of the keys, (B, S, c)."""
         values = [feature.batch_values(self.batch) for feature in self.layout.features]
         empty = torch.zeros(*self.batch.ids.shape, 0, device=self.batch.ids.device)
         return torch.stack(values, -1) if values else empty
 
     @cached_property
     def key_targets(self) -> dict[str, Tensor]:
-        """Where each row should look, (B, S) for each aim; -1: nowhere."""
+        """Target column of each row, (B, S) per key target. -1 means that the row has no target."""
         return {key_target.name: key_target.batch_positions(self.batch) for key_target in self.layout.key_targets}
 
     @cached_property
     def non_special_mask(self) -> Tensor:
-        """Tokens that are no special ones, (B, S)."""
+        """Mask of the tokens that are not special, (B, S)."""
         names = self.layout.feature_names
         special = (
             self.feature_values[..., names.index(SPECIAL)]
@@ -122,15 +128,15 @@ class BatchContext:
 
     @cached_property
     def non_special_column_range(self) -> range | None:
-        """The columns between special tokens that stand around every text, or all of them; None where some stand within.
-        Padding may be among them: nobody sees it."""
+        """Columns without special tokens, if special tokens occur only at the start and end of the texts, otherwise None.
+        The columns may include padding, which no row sees."""
         special = ~self.non_special_mask & self.batch.real_tokens  # (B, S)
         columns = (~special.any(0)).nonzero()[:, 0].tolist() or [0, -1]
         between = range(columns[0], columns[-1] + 1)
         return None if bool(special[:, between.start : between.stop].any()) else between
 
     def key_features(self, norms: Tensor) -> Tensor:
-        """All columns, (B, H, S, f), where each key would write so much, (B, H, S)."""
+        """Return all features of the keys, (B, H, S, f). `norms` are the norms of the value outputs, (B, H, S)."""
         position = (
             torch.arange(norms.shape[2], device=norms.device) - self.batch.first_token_positions[:, None]
         )  # (B, S)
@@ -141,13 +147,15 @@ class BatchContext:
         return torch.cat((common, norms[..., None], self.feature_values[:, None] * norms[..., None]), -1)
 
     def visible_blocks(self, params: ScoreParams, T: int, S: int, row_stride: int = 1) -> Iterator[VisibleBlock]:
-        """What the rows of a call may see, block by block."""
+        """Iterate over the visible keys of a call, in blocks of rows."""
         return visible_blocks(params, T, S, self.batch.ids.device, row_stride, self.visibility)
 
     def row_visibility(self, params: ScoreParams, T: int, S: int, row_stride: int = 1) -> dict[str, Any]:
-        """What is known of all rows of a call, whatever the weights are. Ask before a walk, not block by block: each block
-        needs more room than the last one left, and what is kept would lie in between. Such holes grow with the square of
-        a text."""
+        """Compute the statistics of all rows of a call that do not depend on the attention weights.
+
+        Call it before the blocks are computed, not once per block. Blocks grow, so cached tensors allocated between them
+        would fragment the memory, quadratically in the length of the text.
+        """
         visibility = [self._row_visibility_of(visible) for visible in self.visible_blocks(params, T, S, row_stride)]
         positions = torch.cat([block.positions for block in visibility])  # (n,)
 
@@ -170,8 +178,8 @@ class BatchContext:
         return self._row_visibility[key]
 
     def far_repeat_pairs(self, visible: VisibleBlock) -> FarRepeatPairs:
-        """Which far keys repeat tokens. Their number grows with the square of a text, so only so many are kept for the next
-        layer."""
+        """Return the keys outside the window that repeat tokens. At most MAX_CACHED_PAIRS pairs are cached for the next
+        layer, because their number grows quadratically with the length of the text."""
         key = (visible.mask, visible.rows, visible.past)
         if key in self._far_repeats:
             return self._far_repeats[key]
@@ -184,7 +192,7 @@ class BatchContext:
     def valid_offsets(
         self, positions: Tensor, counted: Tensor, offsets: Sequence[int], ahead: bool
     ) -> tuple[Tensor, Tensor]:
-        """Which offsets of each row lead to a token, and which of those not to the first: (B, n, o) of 0 and 1."""
+        """Return masks of the offsets at which a row has a token, and a token other than the first: (B, n, o) each."""
         key = (ahead, len(positions), int(positions[-1]) if len(positions) else 0)
         if key not in self._targets:
             S, real_tokens = self.batch.real_tokens.shape[1], self.batch.real_tokens
@@ -215,7 +223,7 @@ def _far_repeat_pairs(visible: VisibleBlock, batch: TokenBatch) -> FarRepeatPair
     device, start = batch.ids.device, visible.cols.start
     positions = torch.arange(visible.rows.start, visible.rows.stop, device=device) + visible.past  # (R,)
     ids = batch.ids.masked_fill(~batch.real_tokens, -1)
-    previous_ids = torch.nn.functional.pad(ids, (1, 0), value=-2)  # (B, S + 1): what stands before each key
+    previous_ids = torch.nn.functional.pad(ids, (1, 0), value=-2)  # (B, S + 1): id before each key
     query = ids[:, positions, None]  # (B, R, 1)
     matches, repeats = [], torch.zeros(len(ids), len(positions), dtype=torch.long, device=device)
     for chunk in column_chunks(visible.cols):

@@ -1,4 +1,4 @@
-"""The measures that every profile has of its texts."""
+"""Metrics of every text profile."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from headwise.analysis.metrics.token_classes import token_class_metrics
 
 
 def default_metrics(flags: Tensor) -> list[Metric]:
-    """All that is taken from the rows of texts; `flags` (V, c) are the classes of tokens."""
+    """Return the metrics of a text profile. `flags` (V, c) are the token classes."""
     return [
         OutputNormMetric(),
         ConfidenceMetric(),

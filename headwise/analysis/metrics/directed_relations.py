@@ -1,23 +1,23 @@
-"""What is asked about relations: a relation in one direction, the numbers it has, and the controls that stand beside some."""
+"""Relations between words in one direction, their scores, and the control relations of some."""
 
 from functools import cached_property
 
 from headwise.analysis.metrics.metric import MetricSpec, RoleTarget
 
 WORD_SETS = ("same phrase", "same class")
-# Words that come in pairs: whoever follows the words, and not the pair, looks at these as well (docs/look.md).
+# Control pairs: a head that follows the words instead of the pair attends to these too (docs/analysis.md).
 CONTROLS = {
     "bracket": ("another's bracket", "comma to comma"), "quote": ("another's quote", "comma to comma"),
     "if-then": ("unconditional",), "related": ("unrelated",),
 }  # fmt: skip
-# questions that are asked for the sake of others
+# relations that only serve as controls
 CONTROL_RELATIONS = {name for names in CONTROLS.values() for name in names}
 CONTROL_SHAPES = {
     "another's bracket": {")": "(", "]": "[", "}": "{"},
     "another's quote": {'"': '"', "'": "'", "”": "“", "’": "‘", "»": "«"}, "comma to comma": {",": ","},
 }  # fmt: skip
-# Of all rows; and, of those that can be compared, the weight on the targets, on other pairs like them, and the
-# value-weighted weight.
+# COUNTED scores are means over all rows. COMPARED scores are means over the rows that can be compared with other pairs: the
+# weight on the targets, the weight on similar pairs, and the value-weighted weight on the targets.
 HITS, MASS, VALUE_WEIGHTED_HITS, VALUE_WEIGHTED_MASS = COUNTED = (
     "hits",
     "mass",
@@ -28,8 +28,8 @@ MATCHED, OTHERS, VALUE_WEIGHTED_MATCHED = COMPARED = ("matched", "others", "valu
 VALUE_WEIGHTED = (VALUE_WEIGHTED_HITS, VALUE_WEIGHTED_MASS, VALUE_WEIGHTED_MATCHED)
 KINDS = (*COUNTED, *COMPARED)
 _LABELS = {
-    HITS: "words that look hardest at the right one", MASS: "weight on the right words",
-    MATCHED: "weight on the right words, where others are like them", OTHERS: "weight on other pairs like them",
+    HITS: "words with the largest weight on a target", MASS: "weight on the targets",
+    MATCHED: "weight on the targets that have comparable pairs", OTHERS: "weight on comparable pairs",
 }  # fmt: skip
 _VARIANTS = {
     HITS: ("", VALUE_WEIGHTED_HITS),
@@ -39,8 +39,13 @@ _VARIANTS = {
 
 
 class DirectedRelation(str):
-    """A relation in one direction: `det >` is attention from the first word of an arc to the second, `det <` from
-    the second to the first.
+    """A relation in one direction.
+
+    `det >` is attention from the first word of an arc to the second, `det <` from the second to the first.
+
+    Attributes:
+        relation: Name of the relation, such as `det`.
+        direction: `>` or `<`.
 
     >>> relation = DirectedRelation("det", ">")
     >>> relation == "det >", relation.relation, relation.metric_specs["hits"].name
@@ -51,23 +56,23 @@ class DirectedRelation(str):
     direction: str
 
     def __new__(cls, relation: str, direction: str) -> "DirectedRelation":
-        """`det` and `>`."""
+        """Create the relation `det >` from `det` and `>`."""
         instance = super().__new__(cls, f"{relation} {direction}")
         instance.relation, instance.direction = relation, direction
         return instance
 
     def __getnewargs__(self) -> tuple[str, str]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What a copy is made of."""
+        """Return the constructor arguments, for pickle and copy."""
         return self.relation, self.direction
 
     @property
     def role_target(self) -> RoleTarget:
-        """The word an arc leads to."""
+        """Target word of the arc."""
         return RoleTarget("arc", str(self))
 
     @cached_property
     def metric_specs(self) -> dict[str, MetricSpec]:
-        """Its numbers, by kind."""
+        """Scores of the relation, by kind."""
         specs = {}
         for kind in KINDS:
             baseline, value_weighted = (f"{self} {other}" if other else "" for other in _VARIANTS.get(kind, ("", "")))
@@ -79,5 +84,5 @@ class DirectedRelation(str):
 
 
 def both_directions(relations: tuple[str, ...] | list[str]) -> tuple[DirectedRelation, ...]:
-    """Both directions of each."""
+    """Return both directions of each relation."""
     return tuple(DirectedRelation(name, direction) for name in relations for direction in "><")

@@ -1,8 +1,9 @@
-"""Which places are shown as cases: drawn while texts stream by, whatever heads do there.
+"""Sample positions to be shown as examples of roles, while the corpus is streamed.
 
-Places are drawn by a hash of the text and the place: the smallest so many of each relation, and of all tokens. So what is
-drawn depends neither on heads nor on batches, and the smallest of two profiles are those of the whole. A text is looked
-through before it is read; what a later text drives out is forgotten, so that a corpus of any size takes the same room.
+Each position has a key, a hash of the text and the position. The sample is the positions with the smallest keys, for each
+relation and for all tokens. So it depends neither on the heads nor on the batches, and the samples of two profiles can be
+merged. Positions are drawn before the forward pass. A position that a later text displaces is discarded, so memory does not
+depend on the size of the corpus.
 """
 
 import hashlib
@@ -28,15 +29,15 @@ from headwise.analysis.metrics.role_examples import (
 )
 from headwise.analysis.recording.batching import TextSample
 
-MAX_POSITION = 128  # tokens are drawn among the first so many of a text
+MAX_POSITION = 128  # tokens after this position are not drawn
 
-# a question, a text, the word that looks, what it should look at
+# relation, text, source word, target words
 RelationTargets = tuple[str, TextSample, int, tuple[int, ...]]
 
 
 @dataclass(eq=False)
-class SampledExample:
-    """A place, and what every head did there, as far as its text was read."""
+class RecordedExample:
+    """A sampled position and the attention of every head there. `recorded` is set after the forward pass of its text."""
 
     position: ExamplePosition
     arrays: dict[str, np.ndarray]
@@ -45,34 +46,39 @@ class SampledExample:
 
 @dataclass(eq=False)
 class BottomKSample:
-    """The places with the so many smallest keys.
+    """The `k` positions with the smallest keys.
 
     >>> bottom = BottomKSample(2)
     >>> for key in (5, 3, 9, 3, 1):
-    ...     _ = bottom.accepts(key) and bottom.add(SampledExample(ExamplePosition("", key, 0, 0, 0, ()), {}))
+    ...     _ = bottom.accepts(key) and bottom.add(RecordedExample(ExamplePosition("", key, 0, 0, 0, ()), {}))
     >>> sorted(bottom.examples)
     [1, 3]
     """
 
     k: int
-    examples: dict[int, SampledExample] = field(default_factory=dict)  # by key
-    _heap: list[int] = field(default_factory=list)  # the largest first, by its negative
+    examples: dict[int, RecordedExample] = field(default_factory=dict)  # by key
+    _heap: list[int] = field(default_factory=list)  # negative keys, so that the largest key comes first
 
     def accepts(self, key: int) -> bool:
-        """Whether a place with this key would be kept; one that is there already is not taken twice."""
+        """Whether a position with this key would be added. A key that is present already is not."""
         return (len(self._heap) < self.k or key < -self._heap[0]) and key not in self.examples
 
-    def add(self, example: SampledExample) -> SampledExample | None:
-        """Keep a place, and give back the one it drives out."""
+    def add(self, example: RecordedExample) -> RecordedExample | None:
+        """Add a position. Return the position that it displaces, if any."""
         self.examples[example.position.key] = example
         heappush(self._heap, -example.position.key)
         return self.examples.pop(-heappop(self._heap)) if len(self._heap) > self.k else None
 
 
 class ExampleSampler(AttentionObserver):
-    """Looks through texts, draws places, and takes down what heads do there; `finish` gives the cases.
+    """Draw positions of texts and record the attention of heads there. `build_example_store` returns the examples.
 
-    `ahead`: whether any head may look at what comes after a token. Where none does, the rest of a text is not kept."""
+    Args:
+        heads: Number of heads of the model.
+        repeat_examples: Positions in sequences of repeated tokens, which are added to the result.
+        layout: Token features and key targets of the metrics.
+        ahead: Whether a head can attend to later tokens. If not, the tokens after a position are not stored.
+    """
 
     def __init__(
         self, heads: int, repeat_examples: Iterable[ExamplePosition], layout: FeatureLayout, *, ahead: bool = True
@@ -83,17 +89,16 @@ class ExampleSampler(AttentionObserver):
             layout.feature_names,
             ahead,
         )
-        # that say where a row should look
         self.key_target_names = tuple(key_target.name for key_target in layout.key_targets)
         self._relation_examples: dict[str, BottomKSample] = {}
         self._token_examples = BottomKSample(TOKEN_EXAMPLES)
-        self._relation_examples_by_sample: dict[int, list[SampledExample]] = {}  # by the number of their text
-        self._token_examples_by_sample: dict[int, list[SampledExample]] = {}
+        self._relation_examples_by_sample: dict[int, list[RecordedExample]] = {}  # by the number of their text
+        self._token_examples_by_sample: dict[int, list[RecordedExample]] = {}
 
-    # Before a text is read.
+    # Called before the forward pass of a text.
 
     def draw_token_examples(self, sample: TextSample) -> None:
-        """Draw among the tokens of a text."""
+        """Draw positions from the tokens of a text."""
         keys = np.random.default_rng(_hash(repr(sample.ids))).integers(1, 1 << 53, MAX_POSITION).tolist()
         for row in range(1, min(len(sample.ids), MAX_POSITION)):
             if self._token_examples.accepts(keys[row]):
@@ -107,7 +112,7 @@ class ExampleSampler(AttentionObserver):
                 self._store(self._token_examples, self._token_examples_by_sample, position, sizes)
 
     def draw_relation_examples(self, pairs: Iterable[RelationTargets]) -> None:
-        """Draw among what is asked about the relations of a text."""
+        """Draw positions from the words of a text that are sources of relations."""
         last, ids = None, ""
         for relation, sample, source, targets in pairs:
             if sample is not last:
@@ -123,11 +128,11 @@ class ExampleSampler(AttentionObserver):
     def _store(
         self,
         bottom_k: BottomKSample,
-        by_sample: dict[int, list[SampledExample]],
+        by_sample: dict[int, list[RecordedExample]],
         position: ExamplePosition,
         sizes: dict[str, tuple[int, ...]],
     ) -> None:
-        example = SampledExample(position, {name: np.zeros(size, np.float32) for name, size in sizes.items()})
+        example = RecordedExample(position, {name: np.zeros(size, np.float32) for name, size in sizes.items()})
         by_sample.setdefault(position.sample, []).append(example)
         evicted = bottom_k.add(example)
         if evicted is not None:
@@ -136,7 +141,7 @@ class ExampleSampler(AttentionObserver):
             if not remaining:
                 del by_sample[evicted.position.sample]
 
-    # While it is read.
+    # Called during the forward pass.
 
     def record_relation_examples(
         self,
@@ -147,8 +152,15 @@ class ExampleSampler(AttentionObserver):
         maps: Tensor,
         heads: slice,
     ) -> None:
-        """One unit at one site: what every row asked about hits, and the weight on its targets, (H, R) each; and the map of
-        its words, (H, W, W). `find_row` gives the row of a question and a word, if it was asked.
+        """Record the relation examples of one text in one attention layer.
+
+        Args:
+            sample: The text.
+            find_row: Function that returns the row of a relation and a source word, or None if there is none.
+            hit: Whether each row has its largest weight on a target, (H, R).
+            weight: Weight on the targets of each row, (H, R).
+            maps: Attention between words, (H, W, W).
+            heads: Heads of the layer, counted over all hook points.
         """
         for sampled in self._relation_examples_by_sample.get(sample.index, ()):
             position = sampled.position
@@ -168,7 +180,7 @@ class ExampleSampler(AttentionObserver):
             sampled.recorded = True
 
     def on_call(self, call: AttentionCallContext) -> None:
-        """One call at one site, for the tokens drawn that are in this batch."""
+        """Record the sampled tokens of the batch in one attention call."""
         batch_context, batch = call.batch_context, call.batch_context.batch
         for example, sample in enumerate(batch.samples):
             for sampled in self._token_examples_by_sample.get(sample.index, ()):
@@ -185,10 +197,10 @@ class ExampleSampler(AttentionObserver):
                 sampled.arrays["key_targets"][:] = np.maximum(target_positions, 0)
                 sampled.recorded = True
 
-    # Afterwards.
+    # Called after the last text.
 
     def build_example_store(self) -> ExampleStore:
-        """The places that stayed, in the order of their questions and keys, with what every head did there."""
+        """Return the sampled positions, ordered by relation and key, with the attention of every head."""
         arcs, rows = (
             [bottom_k.examples[key] for bottom_k in groups for key in sorted(bottom_k.examples)]
             for groups in (
@@ -215,7 +227,7 @@ class ExampleSampler(AttentionObserver):
 
 
 class ExampleRecorder(AttentionObserver):
-    """Takes down what heads do at the places that are shown of repeated tokens, or of other texts read apart."""
+    """Record the attention of heads at fixed positions: in sequences of repeated tokens, or in the prompts of a task."""
 
     supports_cross_attention = False
 
@@ -226,7 +238,7 @@ class ExampleRecorder(AttentionObserver):
         ]
 
     def on_call(self, call: AttentionCallContext) -> None:
-        """One call at one site."""
+        """Record the positions of the batch in one attention call."""
         batch, examples = call.batch_context.batch, self.examples
         sample_ids = [sample.index for sample in batch.samples]
         for row, position in self.positions:

@@ -1,7 +1,8 @@
-"""The light way to look: what the fused kernel gives when it is asked for other values than v.
+"""Row statistics from the fused attention kernel, without attention maps (`detail="light"`).
 
-entropy = lse − Σ p·score, and Σ p·score is q · SDPA(q, k, k); sums over keys are SDPA(q, k, features): one call gives both. A
-listed offset is exp(score − lse); Σ p² is exp(lse at twice the scale − 2 lse).
+The kernel is called with other values than v. Entropy is lse − Σ p·score, and Σ p·score is q · SDPA(q, k, k). Feature sums
+are SDPA(q, k, features). One call returns both. The weight at an offset is exp(score − lse), and Σ p² is
+exp(lse at twice the scale − 2 lse).
 """
 
 import torch
@@ -14,12 +15,12 @@ from headwise.heads.hook_point import AttentionCall
 from headwise.kernels.masks import CausalMask
 from headwise.kernels.score_params import ScoreParams, repeat_kv
 
-MAX_MASK_ENTRIES = 1 << 24  # entries of a mask that is handed over whole
-_BLOCK_ROWS = 64  # rows that meet the keys around them at once
+MAX_MASK_ENTRIES = 1 << 24  # maximum entries of a dense mask
+_BLOCK_ROWS = 64  # rows per block in _window_weights
 
 
 def fused_row_stats(call: AttentionCallContext) -> RowStats:
-    """Every row of a call, from a few calls of the fused kernel; where that kernel cannot do it, by walking."""
+    """Compute the statistics of all rows with the fused kernel, or blockwise if the kernel does not support the call."""
     attention_call, batch_context, key_features = call.attention_call, call.batch_context, call.key_features
     q, k, params = (
         attention_call.q,
@@ -37,7 +38,7 @@ def fused_row_stats(call: AttentionCallContext) -> RowStats:
             q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
         )
 
-    padding = (0, key_features.shape[-1])  # values as wide as keys, so keys and queries get channels of zeros
+    padding = (0, key_features.shape[-1])  # the kernel needs keys as wide as values: pad q and k with zero channels
     queries, keys = (torch.nn.functional.pad(x, padding) for x in (q, k))  # (B, H, T, d + f) (B, H, S, d + f)
     outputs, lse = fused_attention(queries, keys, torch.cat((k, key_features), -1), scale)
     keys, features = outputs.split((d, key_features.shape[-1]), -1)  # (B, H, T, d) (B, H, T, f)
@@ -63,7 +64,8 @@ def fused_row_stats(call: AttentionCallContext) -> RowStats:
 
 
 def _is_supported(call: AttentionCall) -> bool:
-    """Whether the CPU's flash kernel can be asked, which alone says lse: float32, no bias, no cap, a mask it can take."""
+    """Whether the CPU flash kernel, the only one that returns lse, supports the call: float32 or float64, no bias, no
+    softcap, a mask of supported size."""
     params, (_, H, T, _), S = call.params, call.q.shape, call.k.shape[2]
     plain = params.bias is None and params.softcap is None and call.q.device.type == "cpu" and S == T > 0
     available = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
@@ -77,8 +79,10 @@ def _needs_no_mask(params: ScoreParams, T: int, S: int) -> bool:
 
 
 def _mask(params: ScoreParams, q: Tensor, S: int) -> tuple[Tensor | None, Tensor | None, bool]:
-    """As the kernel takes it: nothing, its own causal flag, or numbers to be added. A row that sees nothing is let see
-    all, and named: (1 or B, 1 or H, T)."""
+    """Return the mask for the kernel: an additive mask or None, the empty rows, and the causal flag.
+
+    Rows without a visible key are unmasked and returned in a mask, (1 or B, 1 or H, T).
+    """
     T = q.shape[2]
     if params.mask is None or params.mask.is_full(T, S):
         return None, None, False
@@ -91,8 +95,10 @@ def _mask(params: ScoreParams, q: Tensor, S: int) -> tuple[Tensor | None, Tensor
 
 
 def _distance_ahead(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """Σ exp(score − lse) (j − i) over the keys that come after each query, (B, H, T): what the kernel gives where nothing
-    else is seen. Turned round, what comes after is what came before, which it can hide without a mask."""
+    """Return Σ exp(score − lse) (j − i) over the keys j after each query i, (B, H, T).
+
+    The sequence is reversed, so that later keys come first and the causal flag hides the others without a mask.
+    """
     T, device = q.shape[2], q.device
     positions = torch.arange(T, device=device).flip(0).to(q)
     values = torch.zeros_like(k)
@@ -101,25 +107,26 @@ def _distance_ahead(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tenso
     if mask is not None:
         hidden = torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
         flipped_mask = mask.flip(-1, -2).masked_fill(hidden, -torch.inf)
-    # itself included, which is 0 away
+    # the key at the query position is included; its distance is 0
     outputs, lse_ahead = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.flip(2), k.flip(2), values, 0.0, mask is None, attn_mask=flipped_mask, scale=scale
     )
     steps = (outputs[..., 0] - positions).clamp(min=0) * (lse_ahead.to(q) - lse.flip(2)).exp()
-    return steps.flip(2).nan_to_num()  # a row that sees nothing there
+    return steps.flip(2).nan_to_num()  # NaN: the row sees no later key
 
 
 def _at_target(q: Tensor, k: Tensor, lse: Tensor, scale: float, sees: Tensor, target: Tensor) -> Tensor:
-    """exp(score − lse) at one key of each row, `target` (B, T), 0 where it is not seen, `sees` (B, 1 or H, T): (B, H, T)."""
+    """Return exp(score − lse) at one key per row, (B, H, T). `target` (B, T) is the key; the result is 0 if `sees`
+    (B, 1 or H, T) is False."""
     index = target.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, k.shape[3])  # (B, H, T, d)
     scores = scale * (q * k.gather(2, index)).sum(-1)
     return torch.where(sees, (scores - lse).exp(), 0.0)
 
 
 def _window_weights(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor | None, ahead: bool) -> Tensor:
-    """exp(score − lse) at each offset of the window, farthest back first, 0 where nothing is seen: (B, H, T, o).
+    """Return exp(score − lse) at each offset of the window, farthest back first, (B, H, T, o). 0 if no key is visible.
 
-    A block of rows meets the keys around it in one small product; its diagonals are the offsets.
+    Each block of rows is multiplied with the keys around it; the diagonals of the product are the offsets.
     """
     T, size = q.shape[2], 2 * WINDOW - 1 if ahead else WINDOW
     padding = -T % _BLOCK_ROWS

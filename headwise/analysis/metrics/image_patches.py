@@ -1,7 +1,7 @@
-"""Measures of heads that look at pictures: tokens are patches, distance is two-dimensional, and there are no words.
+"""Metrics of image models. Tokens are patches, and distance is two-dimensional.
 
-Rows that count are those of patches; class tokens and registers are looked at, and their own looks are not counted.
-`AttentionToPatches` is for sets of patches of anybody's own, as those here are made.
+Most metrics count only the rows of patches; class tokens and registers are keys, but their rows do not count. Use
+`AttentionToPatches` to define a metric for your own set of patches.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ from headwise.analysis.metrics.row_shape import (
 from headwise.analysis.metrics.row_stats import RowStats
 from headwise.spec.patch_grid import PatchGrid
 
-PairWeights = Callable[[PatchGrid], Tensor]  # for each token and each it may look at a number, (T, T); mostly 0 and 1
-LOCAL_RADIUS = 1  # patches away, straight or aslant, that are still local
+PairWeights = Callable[[PatchGrid], Tensor]  # a number for each query and key, (T, T), usually 0 or 1
+LOCAL_RADIUS = 1  # maximum row and column distance of near patches
 TINY = 1e-30
 
 
 @cache
 def patch_offsets(grid: PatchGrid) -> tuple[Tensor, Tensor]:
-    """How many rows and columns apart two tokens are, (T, T) each; NaN where one of them is no patch."""
+    """Return the row and column offsets from each query to each key, (T, T) each. NaN if one of them is not a patch."""
     cells = torch.tensor(grid.patch_of_token)
     nan_mask = torch.where(cells < 0, torch.nan, 0.0)
     down, across = cells // grid.columns + nan_mask, cells % grid.columns + nan_mask
@@ -39,37 +39,37 @@ def patch_offsets(grid: PatchGrid) -> tuple[Tensor, Tensor]:
 
 
 def patch_distances(grid: PatchGrid) -> Tensor:
-    """How far two patches are apart, (T, T), as the crow flies; NaN where one is none."""
+    """Return the Euclidean distance between patches, (T, T). NaN if one of the tokens is not a patch."""
     down, across = patch_offsets(grid)
     return (down.square() + across.square()).sqrt()
 
 
 def near_patches(grid: PatchGrid) -> Tensor:
-    """Patches around a patch, without itself."""
+    """Mark the eight neighbors of each patch."""
     down, across = patch_offsets(grid)
     steps = torch.maximum(down.abs(), across.abs())
     return ((steps > 0) & (steps <= LOCAL_RADIUS)).float()
 
 
 def same_row_patches(grid: PatchGrid) -> Tensor:
-    """Patches of the same row, without itself."""
+    """Mark the other patches of the same row."""
     down, across = patch_offsets(grid)
     return ((down == 0) & (across != 0)).float()
 
 
 def same_column_patches(grid: PatchGrid) -> Tensor:
-    """Patches of the same column, without itself."""
+    """Mark the other patches of the same column."""
     down, across = patch_offsets(grid)
     return ((across == 0) & (down != 0)).float()
 
 
 def far_patches(grid: PatchGrid) -> Tensor:
-    """Patches farther away than half of the longer side."""
+    """Mark the patches farther away than half of the longer side of the grid."""
     return (patch_distances(grid) > max(grid.rows, grid.columns) / 2).float()
 
 
 def make_token_kind_mask(kind: str) -> PairWeights:
-    """All tokens of a kind, for every patch."""
+    """Return a function that marks all tokens of a kind (`class` or `register`) for every patch."""
 
     def cells(grid: PatchGrid) -> Tensor:
         columns = torch.tensor([token_kind == kind for token_kind in grid.kinds], dtype=torch.float32)
@@ -80,13 +80,15 @@ def make_token_kind_mask(kind: str) -> PairWeights:
 
 
 def make_isotropic_baseline(cells: PairWeights) -> PairWeights:
-    """What a head would have that looks as far as this one, in all directions alike: of all patches as far away as a patch,
-    the share that is in the set."""
+    """Return the baseline of a head with the same attention distances but no preferred direction.
+
+    The value for a query and a key is the fraction of patches at the same distance that are in the set.
+    """
 
     @cache
     def baseline(grid: PatchGrid) -> Tensor:
         in_set = cells(grid)
-        # (T, T); NaN is equal to nothing
+        # (T, T); NaN never compares equal
         squared_distances = patch_offsets(grid)[0].square() + patch_offsets(grid)[1].square()
         result = torch.zeros_like(in_set)
         for squared_distance in squared_distances[squared_distances.isfinite()].unique().tolist():
@@ -99,10 +101,19 @@ def make_isotropic_baseline(cells: PairWeights) -> PairWeights:
 
 
 class AttentionToPatches(Metric):
-    """The weight on a set of patches of each row's own, over the patches that have and see one.
+    """Attention weight on a set of patches that depends on the query patch.
 
-    `cells` gives for a grid which token may count for which, (T, T). Its baseline is their share among what is visible; or,
-    with `baseline_cells`, what that table gives for where the head does look.
+    The score is the mean over the patches that have at least one key in the set.
+
+    Args:
+        name: Unique name of the metric.
+        cells: Function from a grid to the set: 1 if the key (column) belongs to the set of the query (row), else 0, (T, T).
+        baseline_cells: Function from a grid to a table (T, T). The baseline is the attention-weighted mean of the table.
+            None selects the fraction of visible keys in the set, which is the score of uniform attention.
+        label: Short description. Default: `weight on {name}`.
+        high_means: Meaning of a high score, in a few words.
+        hue: Hue of its color in figures, in degrees.
+        in_table: Whether it has a column in the table of heads.
 
     >>> from headwise.spec.patch_grid import PatchGrid
     >>> left = AttentionToPatches(
@@ -123,7 +134,7 @@ class AttentionToPatches(Metric):
         self.metric_specs = metric_spec.with_variants()
 
     def make_accumulator(self, call: AttentionCallContext) -> BlockAccumulator:
-        """All blocks of rows, one after the other."""
+        """Return an accumulator for the blocks of one attention call."""
         return _PatchSetAccumulator(self, call)
 
 
@@ -137,7 +148,7 @@ class _PatchSetAccumulator(BlockAccumulator):
         self.sums = call.value_output_norms.new_zeros(B, H, 3)
 
     def add_block(self, block: RowBlock) -> None:
-        """One block: the weight, the baseline, the weight of what is fetched."""
+        """Add the weight, the baseline and the value-weighted score of one block."""
         rows, cols = (slice(span.start, span.stop) for span in (block.rows, block.cols))
         cells, eligible = self.cells[rows, cols], self.eligible[rows].to(block.e)
         weighted = block.e * self.call.value_output_norms[:, block.heads, None, cols]  # (B, h, R, C)
@@ -153,22 +164,25 @@ class _PatchSetAccumulator(BlockAccumulator):
         self.sums[:, block.heads] += block_sums
 
     def sums_and_counts(self) -> tuple[Tensor, Tensor]:
-        """Sums and counts."""
+        """Return the sums, (B, H, 3), and the number of rows."""
         return self.sums, self.eligible.sum().to(self.sums).expand(len(self.sums), 1, 1)
 
 
-class SinglePatchMetric(Metric):
-    """The weight on one patch that all look at, whoever looks: chosen, for each head and picture, by every other patch, as on
-    a chessboard, and told by the rest. Patches that draw all looks were seen in large models without registers
-    (https://arxiv.org/abs/2309.16588). Its baseline is one patch in all that is visible."""
+class SharedPatchMetric(Metric):
+    """Attention weight on the patch that receives the most attention, for each head and image.
+
+    Large models without registers have patches that attract the attention of all others (https://arxiv.org/abs/2309.16588).
+    The patch is selected on the rows of one color of a checkerboard and the weight is measured on the other color, and vice
+    versa. The baseline is 1 divided by the number of visible keys.
+    """
 
     metric_specs = MetricSpec(
-        "one patch", "weight on the one patch that the others look at most", high_means="all patches look at one",
+        "one patch", "weight on the most attended patch", high_means="all patches attend to the same patch",
         positional=True, in_table=True,
     ).with_variants()  # fmt: skip
 
     def make_accumulator(self, call: AttentionCallContext) -> BlockAccumulator:
-        """All blocks of rows, one after the other."""
+        """Return an accumulator for the blocks of one attention call."""
         return _SinglePatchAccumulator(call)
 
 
@@ -184,7 +198,7 @@ class _SinglePatchAccumulator(BlockAccumulator):
         self.visible = call.value_output_norms.new_zeros(len(grid))
 
     def add_block(self, block: RowBlock) -> None:
-        """One block: what every key is given, by the rows of either colour."""
+        """Add the weight on every key from the rows of each color."""
         rows, cols = (slice(span.start, span.stop) for span in (block.rows, block.cols))
         weighted = block.e * self.call.value_output_norms[:, block.heads, None, cols]  # (B, h, R, C)
         fractions = block.normalize(block.e), weighted / weighted.sum(-1, keepdim=True).clamp(min=TINY)
@@ -193,7 +207,7 @@ class _SinglePatchAccumulator(BlockAccumulator):
         self.visible[rows] = block.visible.visible_keys.float().mean((0, 1))
 
     def sums_and_counts(self) -> tuple[Tensor, Tensor]:
-        """Sums over the rows of both colours, each at the patch that the other colour looks at most; and how many rows."""
+        """Return the sums at the patch that the other color attends to most, and the number of rows."""
         sums = []
         for choosing, counting in ((0, 1), (1, 0)):
             best = self.weights[choosing].masked_fill(~self.is_patch, -1.0).argmax(-1, keepdim=True)  # (B, H, 1)
@@ -204,15 +218,15 @@ class _SinglePatchAccumulator(BlockAccumulator):
 
 
 class RowEntropyMetric(Metric):
-    """The shape of a row, whatever it looks at; class tokens and registers have rows too."""
+    """Entropy of attention rows. The rows of class tokens and registers count too."""
 
     metric_specs = (
         ENTROPY, RELATIVE_ENTROPY,
-        MetricSpec("participation", "patches a row is spread over, 1 / Σp²", "patches", "looks at more alike"),
+        MetricSpec("participation", "effective number of patches per row, 1 / Σp²", "patches", "attends to more patches"),
     )  # fmt: skip
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
-        """(B, H, 3)"""
+        """Compute entropy, relative entropy and participation, (B, H, 3)."""
         sums, counts = RowShapeMetric().compute(rows)
         names = list(RowShapeMetric().names)
         indices = [names.index(name) for name in ("entropy", "relative entropy", "participation")]
@@ -220,19 +234,17 @@ class RowEntropyMetric(Metric):
 
 
 class MeanPatchDistanceMetric(Metric):
-    """How far away patches look, of what they give to patches."""
+    """Mean Euclidean distance of the attention between patches. Attention to other tokens is left out."""
 
     metric_specs = (
         MetricSpec(
-            DISTANCE.name, "how far away it looks, as the crow flies", "patches", "looks farther", 195, positional=True
+            DISTANCE.name, "mean Euclidean distance of attention", "patches", "attends farther away", 195, positional=True
         ),
-        MetricSpec(
-            "uniform distance", "how far it would look if it looked at all patches alike", "patches", positional=True
-        ),
+        MetricSpec("uniform distance", "mean distance of uniform attention", "patches", positional=True),
     )  # fmt: skip
 
     def make_accumulator(self, call: AttentionCallContext) -> BlockAccumulator:
-        """All blocks of rows, one after the other."""
+        """Return an accumulator for the blocks of one attention call."""
         return _PatchDistanceAccumulator(call)
 
 
@@ -250,7 +262,7 @@ class _PatchDistanceAccumulator(BlockAccumulator):
         self.sums = call.value_output_norms.new_zeros(B, H, 2)
 
     def add_block(self, block: RowBlock) -> None:
-        """One block."""
+        """Add the distances of one block."""
         rows, cols = (slice(span.start, span.stop) for span in (block.rows, block.cols))
         both_patches, distance, eligible = (
             self.both_patches[rows, cols],
@@ -264,12 +276,12 @@ class _PatchDistanceAccumulator(BlockAccumulator):
         )
 
     def sums_and_counts(self) -> tuple[Tensor, Tensor]:
-        """Sums and counts."""
+        """Return the sums, (B, H, 2), and the number of rows."""
         return self.sums, self.is_patch.sum().to(self.sums).expand(len(self.sums), 1, 1)
 
 
 def patch_grid_of(call: AttentionCallContext) -> PatchGrid:
-    """How the tokens of a batch of pictures lie."""
+    """Return the patch grid of a batch of images."""
     return call.batch_context.batch.samples[0].image.grid
 
 
@@ -278,32 +290,40 @@ def _is_patch(grid: PatchGrid) -> Tensor:
 
 
 LOCAL_PATCHES = AttentionToPatches(
-    "near patches", near_patches, label="weight on the patches around", high_means="looks around itself", hue=170
+    "near patches",
+    near_patches,
+    label="weight on neighboring patches",
+    high_means="attends to neighboring patches",
+    hue=170,
 )
 SAME_ROW = AttentionToPatches(
     "same row",
     same_row_patches,
     baseline_cells=make_isotropic_baseline(same_row_patches),
     label="weight on patches of the same row",
-    high_means="looks along its row",
+    high_means="attends along the row",
     hue=205,
 )
 SAME_COLUMN = AttentionToPatches(
     "same column", same_column_patches, baseline_cells=make_isotropic_baseline(same_column_patches),
-    label="weight on patches of the same column", high_means="looks up and down", hue=260,
+    label="weight on patches of the same column", high_means="attends along the column", hue=260,
 )  # fmt: skip
 FAR_PATCHES = AttentionToPatches(
-    "far patches", far_patches, label="weight beyond half of the picture", high_means="looks at what is far", hue=230
+    "far patches",
+    far_patches,
+    label="weight beyond half of the image",
+    high_means="attends to distant patches",
+    hue=230,
 )
 CLASS_TOKEN = AttentionToPatches(
-    "class token", make_token_kind_mask("class"), high_means="looks at the class token", hue=45
+    "class token", make_token_kind_mask("class"), high_means="attends to the class token", hue=45
 )
-REGISTERS = AttentionToPatches("registers", make_token_kind_mask("register"), high_means="looks at registers", hue=35)
-SINGLE_PATCH = SinglePatchMetric()
+REGISTERS = AttentionToPatches("registers", make_token_kind_mask("register"), high_means="attends to registers", hue=35)
+SINGLE_PATCH = SharedPatchMetric()
 
 
 def image_metrics(grid: PatchGrid) -> list[Metric]:
-    """What is taken of every head from pictures; of class tokens and registers where there are some."""
+    """Return the metrics of an image profile. Class tokens and registers are included if the model has them."""
     others: list[Metric] = [
         metric for metric, kind in ((CLASS_TOKEN, "class"), (REGISTERS, "register")) if kind in grid.kinds
     ]

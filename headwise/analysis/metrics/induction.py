@@ -1,7 +1,7 @@
-"""Random tokens, said twice: whoever looks back at the first copy does so for the repetition, for there is nothing else.
+"""Induction and duplicate-token scores on repeated random tokens (induction: https://arxiv.org/abs/2209.11895).
 
-R R is compared with R R′, where the second half is other tokens: the same offsets without repetition are the baseline
-(induction: https://arxiv.org/abs/2209.11895).
+A sequence R R of random tokens has no structure except the repetition. The baseline is the weight at the same offsets in
+R R′, whose second half consists of other random tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -21,18 +21,25 @@ from headwise.model import ModelProtocol
 
 _BASE = MetricSpec("", positional=True, merge=IDENTICAL, corpus_label="random tokens said twice", hue=305)
 INDUCTION = replace(
-    _BASE, name="induction", label="weight on the token behind the first copy", target=RoleTarget("repeat", 0)
+    _BASE, name="induction", label="weight on the token after the first copy", target=RoleTarget("repeat", 0)
 ).with_variants()
 DUPLICATE = replace(
     _BASE, name="duplicate", label="weight on the first copy", target=RoleTarget("repeat", 1)
 ).with_variants()
 METRIC_SPECS = (*INDUCTION, *DUPLICATE)
-BATCH_SEQUENCES = 32  # sequences read side by side
+BATCH_SEQUENCES = 32  # sequences per batch
 
 
 @dataclass(frozen=True, eq=False)
 class RepeatedSequences:
-    """Sequences of ids: `repeated` is R R, `control` is R R′, (N, T) each, `start` tokens before R, `length` tokens in R."""
+    """Sequences of token ids.
+
+    Attributes:
+        repeated: Sequences R R, (N, T).
+        control: Sequences R R′, (N, T).
+        start: Number of tokens before R.
+        length: Number of tokens of R.
+    """
 
     repeated: Tensor
     control: Tensor
@@ -41,15 +48,17 @@ class RepeatedSequences:
 
     @property
     def second_copy(self) -> slice:
-        """Where the second copy stands."""
+        """Positions of the second copy."""
         return slice(self.start + self.length, self.start + 2 * self.length)
 
 
 def make_repeated_sequences(
     model: ModelProtocol, sequences: int = 24, length: int = 32, seed: int = 0
 ) -> RepeatedSequences:
-    """Sequences of ordinary tokens, none twice within R; framed as the model's tokenizer frames a text. None at all where the
-    vocabulary or the context leave no room to repeat two tokens."""
+    """Make sequences of random ordinary tokens, without duplicates within R and with the BOS/EOS template of the tokenizer.
+
+    The result is empty if the vocabulary or the context is too small to repeat two tokens.
+    """
     tokenizer = tokenizer_of(model)
     flags = token_class_flags(tokenizer, model.spec.vocab)
     ordinary_ids = (flags[:, CLASSES.index(SPECIAL)] == 0).nonzero()[:, 0].numpy()
@@ -70,7 +79,11 @@ def make_repeated_sequences(
 
 
 class InductionMetric(ControlledTextMetric):
-    """The weight on the token behind the first copy (induction), and on the first copy (duplicate), from the second one."""
+    """Weight from the second copy of a token on the token after its first copy (induction) and on its first copy (duplicate).
+
+    Args:
+        repeats: Sequences from `make_repeated_sequences`.
+    """
 
     metric_specs = METRIC_SPECS
 
@@ -84,7 +97,7 @@ class InductionMetric(ControlledTextMetric):
         self.key_targets = tuple(key_target for metric in self.metrics for key_target in metric.key_targets)
 
     def texts_and_controls(self, model: ModelProtocol, seed: int = 0) -> tuple[list[TextSample], list[TextSample]]:
-        """R R, and R R′."""
+        """Return the sequences R R and R R′."""
         tokenizer, sequences = tokenizer_of(model), (self.repeats.repeated, self.repeats.control)
         repeated, control = (
             [sample_from_ids(index, tuple(ids), tokenizer) for index, ids in enumerate(batch.tolist())]
@@ -93,11 +106,11 @@ class InductionMetric(ControlledTextMetric):
         return repeated, control
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
-        """Three numbers for each."""
+        """Compute score, baseline and value-weighted score of both metrics, (B, H, 6)."""
         sums, counts = zip(*(metric.compute(rows) for metric in self.metrics), strict=True)
         return torch.cat(sums, -1), torch.cat([count.expand(*count.shape[:2], 3) for count in counts], -1)
 
     def _target_positions(self, sample: TextSample, offset: int) -> list[int]:
-        """For each token of the second copy the one so far back; never the first token of the text."""
+        """Return the position `offset` tokens back for each token of the second copy, and -1 for other tokens."""
         second = range(self.repeats.second_copy.start, self.repeats.second_copy.stop)
         return [row - offset if row in second else -1 for row in range(len(sample.ids))]

@@ -1,15 +1,15 @@
-"""What lies farther back than the window of the offset profile: texts laid end to end, so that there is something.
+"""Attention farther away than the window of the offset profile, on long texts made by concatenation.
 
-    far offset      the weight a fixed number of tokens away, farther than the window; the number that suits a head best is
-                    chosen on every other text, and told on the rest
-    fixed position  the weight on a fixed place of the text from rows farther away than the window, chosen and told alike; the
-                    first token, and what a tokenizer puts around a text, is no place
-    outside window  the weight on what a key head would forget that keeps the first tokens and the last alone: what
-                    `plan_streaming` ranks key heads by. Next to nothing there does not mean that a head can stream: an
-                    induction head attends to the first token until something is repeated
+    far offset      Weight at a fixed distance outside the window. The best distance of each head is selected on every other
+                    text and evaluated on the remaining texts.
+    fixed position  Weight on a fixed position of the text, from rows outside the window. The best position is selected and
+                    evaluated in the same way. The first token and special tokens are excluded.
+    outside window  Weight on the keys that a streaming KV head would evict, which caches only the first tokens and a window.
+                    `plan_streaming` ranks KV heads by it. A low weight does not prove that a head can stream: an induction
+                    head attends to the first token until a token is repeated.
 
-Heads that see no farther than a window of their own are not asked. The baseline of the first two is one token in all
-visible. Texts are drawn by chance, so no word stands at the same place.
+Heads with sliding-window attention are not measured. The baseline of the first two metrics is 1 divided by the number of
+visible keys. The order of the texts is random, so no word is at the same position in all of them.
 """
 
 from collections.abc import Sequence
@@ -22,46 +22,52 @@ from torch import Tensor
 
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.batch_context import WINDOW
-from headwise.analysis.metrics.hook_listeners import listen_at_hook_points
+from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec
 from headwise.analysis.metrics.prompt_metric import MIN_SAMPLES
 from headwise.analysis.metrics.row_blocks import value_output_norms
-from headwise.analysis.metrics.task_metric import TaskMetric, TaskResult
+from headwise.analysis.metrics.task_metric import TaskMetric, TaskRunDetails
 from headwise.analysis.recording.batching import forward_ids, reachable_hook_points, tokenizer_of
 from headwise.analysis.recording.tokenized_corpus import default_corpus
 from headwise.heads.hook_point import AttentionCall
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.spec import CachePolicy
 from headwise.text.corpus import Corpus
 
-TEXTS, LENGTH = 40, 112  # and the tokens of each
-MIN_ROWS = WINDOW  # rows that an offset or a place needs
-STREAMING_POLICY = CachePolicy(sink_tokens=4, window=WINDOW)  # what a key head that streams would keep
-BATCH_TEXTS = 8  # texts read side by side
+TEXTS, LENGTH = 40, 112  # number of texts, and tokens of each
+MIN_ROWS = WINDOW  # minimum number of rows of an offset or a position
+STREAMING_POLICY = CachePolicy(sink_tokens=4, window=WINDOW)  # cache policy of a streaming KV head
+BATCH_TEXTS = 8  # texts per batch
 
 _BASE = MetricSpec("", positional=True, merge=IDENTICAL, corpus_label="texts laid end to end")
 FAR_OFFSET_SPECS = replace(
     _BASE,
     name="far offset",
     label=f"weight at its best offset of {WINDOW} or more",
-    high_means="looks a fixed way far off",
+    high_means="attends at a fixed distance outside the window",
 ).with_variants()
 FIXED_POSITION_SPECS = replace(
     _BASE,
     name="fixed position",
-    label=f"weight on its best place, from {WINDOW} tokens away",
-    high_means="looks at one place",
+    label=f"weight on its best position, from {WINDOW} tokens away or more",
+    high_means="attends to one position",
 ).with_variants()
 OUTSIDE_WINDOW = replace(
     _BASE, name="outside window",
-    label=f"weight on what a cache of {STREAMING_POLICY.sink_tokens} + {STREAMING_POLICY.window} forgets",
-    in_table=True, high_means="needs its whole cache",
+    label=f"weight on keys that a cache of {STREAMING_POLICY.sink_tokens} + {STREAMING_POLICY.window} tokens evicts",
+    in_table=True, high_means="needs the full cache",
 )  # fmt: skip
 
 
 class FarPositionTaskMetric(TaskMetric):
-    """`hw.profile(model, prompts=True)`; of an encoder, which has no cache, `outside window` is not asked.
+    """Far-offset, fixed-position and outside-window scores. Computed by `hw.profile(model, prompts=True)`.
+
+    `outside window` is not measured for encoders, which have no cache.
+
+    Args:
+        corpus: Texts to concatenate. None selects the default corpus of a profile.
 
     >>> [spec.name for spec in FarPositionTaskMetric().metric_specs if spec.displayed]
     ['far offset', 'fixed position', 'outside window']
@@ -70,21 +76,23 @@ class FarPositionTaskMetric(TaskMetric):
     metric_specs = (*FAR_OFFSET_SPECS, *FIXED_POSITION_SPECS, OUTSIDE_WINDOW)
 
     def __init__(self, corpus: Any = None) -> None:
-        self.corpus = corpus  # whose texts are laid end to end; none: as for a profile
+        self.corpus = corpus
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskResult:
+    ) -> TaskRunDetails:
         """Read the texts, choose an offset and a position for each head, and add up their weights."""
         accumulator.register_metrics(self.names)
         if model.spec.kind == "encoder-decoder":
-            return TaskResult("far places are asked in one stack that reads one text.")
+            return TaskRunDetails(
+                "encoder-decoder models are not supported: far offsets need a single stack and one text."
+            )
         prefix, suffix = tokenizer_of(model).template_ids
         inner = range(max(1, len(prefix)), LENGTH - len(suffix))
         ids = concatenated_texts(model, self.corpus, seed)
         if len(ids) < MIN_SAMPLES:
-            return TaskResult(
-                f"there is no room, or no text, for {LENGTH} tokens; {MIN_SAMPLES} such texts are needed."
+            return TaskRunDetails(
+                f"too little context or text: {MIN_SAMPLES} texts of {LENGTH} tokens are needed. Got {len(ids)}."
             )
         hook_points = reachable_hook_points(model)
         full_attention = [
@@ -101,7 +109,7 @@ class FarPositionTaskMetric(TaskMetric):
                 forward_ids(model, batch_ids)
         if progress is not None:
             progress(FAR_OFFSET_SPECS[0].corpus_label, len(ids), len(ids))
-        return TaskResult(chosen_offsets=self._add(accumulator, text_sums, np.array(full_attention)))
+        return TaskRunDetails(chosen_offsets=self._add(accumulator, text_sums, np.array(full_attention)))
 
     def _add(
         self, accumulator: Accumulator, text_sums: "_FarOffsetSums", full_attention: np.ndarray
@@ -114,7 +122,7 @@ class FarPositionTaskMetric(TaskMetric):
         sums, counts = (arrays[self.names[0]] for arrays in (accumulator.sums, accumulator.counts))
         heads = np.arange(accumulator.heads)
         for group, (name, arrays) in enumerate(text_sums.means.items()):
-            best = arrays[0, 0::2].mean(0).argmax(1)  # (heads,), on the texts for choosing
+            best = arrays[0, 0::2].mean(0).argmax(1)  # (heads,), on the texts for selection
             choices[name] = [text_sums.labels[name][index] for index in best]
             for kind in range(3):
                 value = text_sums.baselines[name][best][None] if kind == 1 else arrays[kind // 2][:, heads, best]
@@ -127,8 +135,7 @@ class FarPositionTaskMetric(TaskMetric):
 
 
 class _FarOffsetSums:
-    """Means over the rows of each text: at every far offset and place, as they are and value-weighted; and outside the
-    window."""
+    """Mean weights of each text at every far offset and position, plain and value-weighted, and outside the window."""
 
     def __init__(self, heads: int, texts: int, inner: range, ahead: bool) -> None:
         self.ahead, T = ahead, LENGTH
@@ -140,7 +147,7 @@ class _FarOffsetSums:
         ]
         positions = [j for j in inner if (target & (np.abs(distance) >= WINDOW))[:, j].sum() >= MIN_ROWS]
         self.labels = {FAR_OFFSET_SPECS[0].name: offsets, FIXED_POSITION_SPECS[0].name: positions}
-        # (choices, T, T): the cells of each, one in a row
+        # (choices, T, T): the map entries of each offset or position, at most one per row
         cells = {
             FAR_OFFSET_SPECS[0].name: np.stack([target & (distance == o) for o in offsets]),
             FIXED_POSITION_SPECS[0].name: np.stack(
@@ -153,7 +160,7 @@ class _FarOffsetSums:
         self.outside_window = np.zeros((texts, heads))
 
     def on_call(self, call: AttentionCall, first: int, first_head: int) -> None:
-        """One call, for the texts from `first` on."""
+        """Add one attention call. `first` is the number of the first text of the batch."""
         maps = call.maps()  # (B, H, T, T)
         B, H = maps.shape[:2]
         if not H:
@@ -164,20 +171,25 @@ class _FarOffsetSums:
         for kind, weights in enumerate((maps, value_weighted)):
             for name, cells in self.cell_indices.items():
                 for choice, (rows, keys) in enumerate(cells):
-                    self.means[name][(kind, *index, choice)] = weights[:, :, rows, keys].mean(-1).double().cpu().numpy()
+                    self.means[name][(kind, *index, choice)] = (
+                        to_float64(weights[:, :, rows, keys].mean(-1)).cpu().numpy()
+                    )
         if not self.ahead:
             rows = range(STREAMING_POLICY.cached_tokens(LENGTH), LENGTH)
             self.outside_window[index] = (
-                attention_outside_window(maps[:, :, rows.start :], rows, STREAMING_POLICY)
-                .mean(-1)
-                .double()
+                to_float64(attention_outside_window(maps[:, :, rows.start :], rows, STREAMING_POLICY).mean(-1))
                 .cpu()
                 .numpy()
             )
 
 
 def attention_outside_window(weights: Tensor, rows: Sequence[int], policy: CachePolicy) -> Tensor:
-    """The share of weight on keys that a key head which keeps so much has forgotten: (…, rows, S) → (…, rows).
+    """Return the weight on keys that are evicted under a cache policy: (…, rows, S) → (…, rows).
+
+    Args:
+        weights: Attention weights, (…, rows, S).
+        rows: Position of each row.
+        policy: Cache policy with a window.
 
     >>> attention_outside_window(torch.full((1, 8), 0.125), [7], CachePolicy(sink_tokens=1, window=3))
     tensor([0.5000])
@@ -190,8 +202,10 @@ def attention_outside_window(weights: Tensor, rows: Sequence[int], policy: Cache
 
 
 def concatenated_texts(model: ModelProtocol, corpus: Any = None, seed: int = 0, texts: int = TEXTS) -> list[list[int]]:
-    """Texts laid end to end in an order drawn anew, within what a tokenizer puts around a text: LENGTH tokens each. None
-    where a model cannot read so many, or the texts are too few to make one."""
+    """Concatenate texts in random order to sequences of LENGTH tokens, with the BOS/EOS template of the tokenizer.
+
+    The result is empty if the context is shorter or the corpus has too few tokens.
+    """
     tokenizer = tokenizer_of(model)
     prefix, suffix = tokenizer.template_ids
     documents = default_corpus(model) if corpus is None else Corpus.of(corpus)

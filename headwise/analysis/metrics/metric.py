@@ -1,9 +1,10 @@
-"""What a measure is: numbers of every head, each a mean over rows of attention; and the two kinds that anyone can make.
+"""Base classes of metrics, and two metrics that users can define with a function.
 
-A measure says how its numbers are called and told, which marks over the keys it needs, what it takes from rows. Beside a
-number stand its baseline (what a head that looks at nothing in particular would have, over the same rows) and its
-value-weighted variant (the same with attention weighted by the length of what it fetches). What rows give is summed, so
-halves of a corpus add up.
+A metric computes one or more scores for every head. A score is a mean over attention rows (one row per query). It may come
+with two variants over the same rows: a baseline, which is the score of a head with uniform attention, and a value-weighted
+score, in which each attention weight is multiplied by the norm of the value output ‖v W_O‖ of its key. A metric declares its
+scores (`MetricSpec`) and the token features and key targets that it needs. Sums and counts are stored instead of means, so
+that the results of two halves of a corpus can be added.
 """
 
 from abc import ABC, abstractmethod
@@ -15,54 +16,90 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.recording.batching import TextSample, TokenBatch
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
     from headwise.analysis.metrics.attention_call import AttentionCallContext
     from headwise.analysis.metrics.row_blocks import RowBlock
     from headwise.analysis.metrics.row_stats import RowStats
 
-# How two become one: sums add up; both are the same, for they do not come from the corpus; the larger sample stays.
+# How two profiles are merged: ADD adds the sums; IDENTICAL keeps one of two equal results, which do not depend on the corpus;
+# LARGER keeps the result with more samples.
 ADD, IDENTICAL, LARGER = "add", "identical", "larger"
 
 
 @dataclass(frozen=True)
 class RoleTarget:
-    """What a row should look at: what is shown as a hit or a miss of a role. Plain data, so that files can hold it."""
+    """Keys that a head with a role attends to. Used to show examples as hits or misses. Stored in profile files.
 
-    kind: str  # one of KINDS
+    Attributes:
+        kind: One of `KINDS`.
+
+            - `offset`: the key `value` tokens before the query.
+            - `within`: keys at most `value` tokens away, without the query itself.
+            - `beyond`: keys at least `value` tokens away.
+            - `feature`: keys with the token feature named `value`.
+            - `key_target`: the key given by the key target named `value`.
+            - `repeat`: target number `value` in a sequence of repeated tokens.
+            - `prompt`: the target in the prompts of the metric named `value`.
+            - `arc`: the target word of the relation named `value`, such as `det >`.
+        value: Parameter of the kind.
+    """
+
+    kind: str
     value: int | str = 0
 
-    # so many tokens back; up to so many away, itself left out; so many away or more; at marked keys; at the key a rule names;
-    # at the n-th of the places in repeated tokens; at what a prompt of the number of this name asks for; at the word an arc
-    # leads to
     KINDS = ("offset", "within", "beyond", "feature", "key_target", "repeat", "prompt", "arc")
 
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One number of every head: what it is called and told as. Its name is unique, in tables, files and on the page."""
+    """Description of one score of every head.
+
+    Attributes:
+        name: Unique name in tables, files and the report page.
+        label: Short description.
+        unit: Unit of the score. `share` is a fraction from 0 to 1.
+        high_means: Meaning of a high score, in a few words.
+        hue: Hue of its color in figures, in degrees.
+        baseline: Name of the score that is its baseline over the same rows. Empty if it has no baseline.
+        value_weighted: Name of its value-weighted score over the same rows. Empty if it has no such score.
+        displayed: Whether it is listed by itself. False for baselines and value-weighted scores.
+        positional: Whether it depends on distances between tokens. Positional scores are not computed for
+            cross-attention.
+        series: Name of a figure or table of many scores, such as `offset`. The scores of a series are not listed
+            individually.
+        in_table: Whether it has a column in the table of heads.
+        merge: How the scores of two profiles are merged: ADD, IDENTICAL or LARGER.
+        corpus_label: Description of the texts if they are not the corpus.
+        target: Keys that the score is about, used to show examples.
+        hits: Whether the score is the fraction of rows with the largest weight on the target, instead of the weight on it.
+    """
 
     name: str
-    label: str = ""  # in a few words
+    label: str = ""
     unit: str = "share"
-    high_means: str = ""  # what more of it means
-    hue: int | None = None  # of its colour in pictures, in degrees
-    baseline: str = ""  # the name of the number that is its baseline, over the same rows
-    value_weighted: str = ""  # and of its twin weighted by what is fetched
-    displayed: bool = True  # a baseline or a variant stands beside another, and is not shown by itself
-    positional: bool = False  # told by distances, of which there are none between two texts
-    series: str = ""  # the picture or table of their own it belongs to, among many; such are not listed one by one
-    in_table: bool = False  # it has a column in the table of heads
+    high_means: str = ""
+    hue: int | None = None
+    baseline: str = ""
+    value_weighted: str = ""
+    displayed: bool = True
+    positional: bool = False
+    series: str = ""
+    in_table: bool = False
     merge: str = ADD
-    corpus_label: str = ""  # in words, the texts it is measured on, where they are not the corpus
+    corpus_label: str = ""
     target: RoleTarget | None = None
-    hits: bool = False  # the share of rows whose largest weight is on the target, not the weight on it
+    hits: bool = False
 
     def with_variants(
         self, baseline: str = "", value_weighted: str = ""
     ) -> tuple["MetricSpec", "MetricSpec", "MetricSpec"]:
-        """Itself with its baseline and its value-weighted variant.
+        """Return this score, its baseline and its value-weighted score.
+
+        Args:
+            baseline: Name of the baseline. Default: the name with ` baseline` appended.
+            value_weighted: Name of the value-weighted score. Default: the name with ` value-weighted` appended.
 
         >>> [spec.name for spec in MetricSpec("digit").with_variants()]
         ['digit', 'digit baseline', 'digit value-weighted']
@@ -78,18 +115,21 @@ class MetricSpec:
 
 @dataclass(frozen=True, eq=False)
 class TokenFeature:
-    """Marks over the keys, by name: a row's weight on each is summed, with the weight on all. Mostly 0 and 1.
+    """A number for each key, usually 0 or 1. The attention on a feature is the sum of weight times value over the keys.
 
-    The first token of a text has none, unless `include_first`: a head that rests there would seem to look for what is marked.
+    Attributes:
+        name: Unique name of the feature.
+        values: Function from a text to one number per token, or a tensor with one number per vocabulary entry.
+        include_first: Whether the first token of a text can have the feature. By default it cannot, because a head that
+            uses the first token as an attention sink would seem to attend to the feature.
     """
 
     name: str
-    # one for each token of a text; or for each entry of the vocabulary
     values: Callable[[TextSample], Sequence[float]] | Tensor
     include_first: bool = False
 
     def batch_values(self, batch: TokenBatch) -> Tensor:
-        """The marks of a batch, (B, S)."""
+        """Return the values of a batch, (B, S)."""
         if isinstance(self.values, Tensor):
             values = self.values.to(batch.ids.device)[batch.ids]
         else:
@@ -102,83 +142,120 @@ class TokenFeature:
 
 @dataclass(frozen=True, eq=False)
 class KeyTarget:
-    """One key for each row of a text, by a rule; below 0 where a row has none. The first token is no target."""
+    """One target key for each row of a text. The first token of a text is never a target.
+
+    Attributes:
+        name: Unique name of the target.
+        positions: Function from a text to the target position of each token; negative for a token without a target.
+        hits: Whether to compute also if the target has the largest weight of the row.
+    """
 
     name: str
     positions: Callable[[TextSample], Sequence[int]]
-    hits: bool = False  # whether the largest weight is there is asked too
+    hits: bool = False
 
     def batch_positions(self, batch: TokenBatch) -> Tensor:
-        """Where the rows of a batch should look, (B, T), by columns of the batch; -1: nowhere."""
+        """Return the target column of each row of a batch, (B, T). -1 means that the row has no target."""
         positions = _fill_per_token(self.name, self.positions, batch, -1.0).long()
         lengths = batch.real_tokens.sum(1)[:, None]
         if bool((positions >= lengths).any()):
-            raise HeadwiseError(
-                f"{self.name!r} aims at a token behind the end of its text; give its place in the text."
+            raise ArgumentError(
+                f"metric {self.name!r}: `positions` returned a position after the end of the text. Return positions from 0 "
+                f"to len(text.ids) - 1, or -1 for a token without a target."
             )
         return torch.where((positions > 0) & batch.real_tokens, positions + batch.first_token_positions[:, None], -1)
 
 
 class BlockAccumulator(ABC):
-    """What a measure of blocks takes from one call at one site."""
+    """Sums of a block metric over the blocks of one attention call."""
 
     @abstractmethod
     def add_block(self, block: "RowBlock") -> None:
-        """One block of rows, as it goes by."""
+        """Add one block of rows. `block.e` is valid only during this call."""
 
     @abstractmethod
     def sums_and_counts(self) -> tuple[Tensor, Tensor] | None:
-        """Sums and counts, as `Metric.compute` gives them, when all blocks were seen; None: nothing is counted."""
+        """Return sums and counts, as `Metric.compute` does. Called after the last block. None adds nothing."""
 
 
 class MetricSpecMixin:
-    """Numbers that are measured for every head, by name."""
+    """Base class of objects that measure scores of every head.
+
+    Attributes:
+        metric_specs: Descriptions of the scores.
+    """
 
     metric_specs: tuple[MetricSpec, ...] = ()
 
     @property
     def score_spec(self) -> MetricSpec:
-        """The first of its numbers: what a role may refer to."""
+        """The first score. Roles refer to it."""
         return self.metric_specs[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its numbers."""
+        """Names of the scores."""
         return tuple(metric_spec.name for metric_spec in self.metric_specs)
 
 
 class Metric(MetricSpecMixin):
-    """Numbers of every head, taken from the attention of the corpus. Make one by `AttentionToTokens` or
-    `AttentionToPosition`, or give `metric_specs` and either `compute`, from rows, or `on_call`, from blocks of rows."""
+    """Base class of metrics that are computed from the attention on the corpus.
+
+    Use `AttentionToTokens` or `AttentionToPosition` for simple metrics. To write another one, subclass, set `metric_specs`
+    and override `compute`, which gets statistics of all rows, or `make_accumulator`, which gets the attention weights in
+    blocks of rows.
+
+    Attributes:
+        features: Token features that the metric needs.
+        key_targets: Key targets that the metric needs.
+        needs_full_detail: Whether the metric needs every attention weight (`FullDetailRowStats`). Such a metric is not
+            computed with `detail="light"`.
+    """
 
     features: tuple[TokenFeature, ...] = ()
     key_targets: tuple[KeyTarget, ...] = ()
-    needs_full_detail = (
-        False  # it needs a walk over every cell (`FullDetailRowStats`), which detail="light" does not make
-    )
+    needs_full_detail = False
 
     @property
     def supports_cross_attention(self) -> bool:
-        """Whether it can be asked of cross-attention, where there are no distances."""
+        """Whether the metric has a score for cross-attention, where distances are not defined."""
         return not all(metric_spec.positional for metric_spec in self.metric_specs)
 
     def begin_batch(self, batch: TokenBatch) -> None:
-        """A batch that will be read: what does not depend on heads is worked out here."""
+        """Prepare a batch before the forward pass. Override it for work that does not depend on heads."""
 
     def make_accumulator(self, call: "AttentionCallContext") -> BlockAccumulator | None:
-        """One call at one site. What it gives is shown every block of rows; None: the measure takes rows."""
+        """Return an accumulator for the blocks of one attention call, or None if `compute` is used."""
 
     def compute(self, rows: "RowStats") -> tuple[Tensor, Tensor]:
-        """Sums over the rows of one call, (B, H, numbers), and how many rows they are sums over, which broadcast to that."""
+        """Compute the scores of one attention call.
+
+        Args:
+            rows: Statistics of the attention rows.
+
+        Returns:
+            Sums over rows, (B, H, scores), and the number of rows, in a shape that broadcasts to it.
+        """
         raise NotImplementedError
 
 
 class AttentionToTokens(Metric):
-    """The weight on marked tokens, over the rows that see one. Its baseline is their share among what is visible.
+    """Attention weight on a set of tokens.
 
-    `values` gives a number for each token of a text: 1 for what is looked for, 0 for the rest. It is called with a text as
-    the model reads it: `.token_texts` (its tokens as a person writes them), `.document` (words and relations, or None),
-    `.alignment`.
+    The score is the mean weight on the set over the rows that can see a token of it. The baseline is the fraction of visible
+    keys that are in the set, which is the score of uniform attention.
+
+    Args:
+        name: Unique name of the metric.
+        values: Function that returns 1 for each token in the set and 0 for each other token. It gets a `TextSample` with
+            `.token_texts` (texts of the tokens), `.document` (words and relations, or None) and `.alignment`. Or a tensor
+            with one value per vocabulary entry.
+        label: Short description. Default: `weight on {name}`.
+        high_means: Meaning of a high score, in a few words.
+        hue: Hue of its color in figures, in degrees.
+        in_table: Whether it has a column in the table of heads.
+        all_rows: Whether all rows count and the first token can be in the set. Use it for tokens that serve as attention
+            sinks.
 
     >>> comma = AttentionToTokens("comma", lambda text: [token == "," for token in text.token_texts])
     >>> comma.names
@@ -196,7 +273,7 @@ class AttentionToTokens(Metric):
         in_table: bool = True,
         all_rows: bool = False,
     ) -> None:
-        self.all_rows = all_rows  # all rows count, and the first token may be marked: where a head rests
+        self.all_rows = all_rows
         self.features = (TokenFeature(name, values, all_rows),)
         metric_spec = MetricSpec(
             name,
@@ -209,26 +286,35 @@ class AttentionToTokens(Metric):
         self.metric_specs = metric_spec.with_variants()
 
     def compute(self, rows: "RowStats") -> tuple[Tensor, Tensor]:
-        """The weight, a uniform head's, and the weight of what is fetched."""
+        """Compute the weight, the baseline and the value-weighted score, (B, H, 3)."""
         (feature,) = self.features
         # (B, H, n) (B, 1, n)
         weight, counted = (rows.feature_fraction(feature.name), rows.counted.to(rows.total)[:, None])
         value_weighted = rows.value_weighted_sum(feature.name) / rows.feature_fraction(rows.NORM).clamp(min=1e-30)
-        matching_keys = rows.visible_feature_sum(
-            feature.name
-        )  # (B, 1 or H, n): keys that are marked, among the visible
+        matching_keys = rows.visible_feature_sum(feature.name)  # (B, 1 or H, n): number of visible keys in the set
         baseline = (matching_keys / rows.visible_keys.to(weight).clamp(min=1) * counted).sum(2).expand(weight.shape[:2])
         eligible = counted if self.all_rows else (matching_keys > 0) * counted
         return torch.stack((weight.sum(2), baseline, value_weighted.sum(2)), -1), eligible.sum(2)[..., None]
 
 
 class AttentionToPosition(Metric):
-    """The weight on one token of each row's own, over the rows that have and see it. Its baseline is one token in all
-    visible.
+    """Attention weight on one target position per token.
 
-    `positions` gives for each token of a text the place of the one it should look at; -1: none. `hits`: not the weight but
-    whether it is the largest of the row; of equals each gets its share. `all_rows`: rows that have such a token and do not
-    see it count too.
+    The score is the mean weight on the target over the rows that have a target and can see it. The baseline is 1 divided by
+    the number of visible keys, which is the score of uniform attention.
+
+    Args:
+        name: Unique name of the metric.
+        positions: Function that returns the target position of each token of a text, or -1 for a token without a target.
+            It gets a `TextSample`. The first token of a text is never a target.
+        label: Short description. Default: `weight on {name}`.
+        high_means: Meaning of a high score, in a few words.
+        hue: Hue of its color in figures, in degrees.
+        hits: Whether to score 1 if the target has the largest weight of the row and 0 otherwise, instead of the weight. Ties
+            are divided equally.
+        all_rows: Whether rows that cannot see their target count, with score 0.
+        merge: How the scores of two profiles are merged: ADD, IDENTICAL or LARGER.
+        corpus_label: Description of the texts if they are not the corpus.
 
     >>> AttentionToPosition("back two", lambda text: [row - 2 for row in range(len(text.ids))]).metric_specs[0].unit
     'share'
@@ -257,7 +343,7 @@ class AttentionToPosition(Metric):
         self.metric_specs = metric_spec.with_variants()
 
     def compute(self, rows: "RowStats") -> tuple[Tensor, Tensor]:
-        """The weight, a uniform head's, and the weight of what is fetched."""
+        """Compute the weight (or hits), the baseline and the value-weighted score, (B, H, 3)."""
         (key_target,) = self.key_targets
         # (B, 1 or H, n)
         eligible = (rows.has_target(key_target.name) if self.all_rows else rows.sees[key_target.name]) & rows.counted[
@@ -275,14 +361,14 @@ class AttentionToPosition(Metric):
 def _fill_per_token(
     name: str, per_token: Callable[[TextSample], Sequence[float]], batch: TokenBatch, empty: float
 ) -> Tensor:
-    """What a function of a text gives for each of its tokens, as (B, S), padding left out."""
+    """Evaluate a function of a text for each sample, (B, S). Padding is filled with `empty`."""
     filled = torch.full(batch.ids.shape, empty)
     for row, (sample, first) in enumerate(zip(batch.samples, batch.first_token_positions.tolist(), strict=True)):
         values = torch.as_tensor(per_token(sample), dtype=torch.float32)
         if values.shape != (len(sample.ids),):
-            raise HeadwiseError(
-                f"{name!r} gave {tuple(values.shape)} numbers for a text of {len(sample.ids)} tokens; give one for "
-                f"each token."
+            raise ArgumentError(
+                f"metric {name!r}: its function returned values of shape {tuple(values.shape)} for a text of "
+                f"{len(sample.ids)} tokens. Return one number per token."
             )
         filled[row, first : first + len(values)] = values
     return filled.to(batch.ids.device)

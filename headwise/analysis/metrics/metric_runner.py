@@ -1,8 +1,7 @@
-"""The one runner: a model reads, and metrics and observers see what its heads do. Profiles, histories, comparisons and tasks
-all look like this.
+"""Run a model on batches and pass its attention calls to metrics and observers. Used by profiles, histories and tasks.
 
-Each number is a mean over rows, so what is kept is sums and counts, per unit and head. Sums add up, whatever the batches,
-blocks, padding or processes were. No n×n map is held.
+Each score is a mean over rows, stored as sums and counts per head and bucket. The sums do not depend on batches, blocks,
+padding or the number of processes. No full attention map is held in memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,25 +13,29 @@ from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.attention_call import AttentionCallContext, AttentionObserver, BlockListener
 from headwise.analysis.metrics.batch_context import BatchContext, FeatureLayout
 from headwise.analysis.metrics.fused_row_stats import fused_row_stats
-from headwise.analysis.metrics.hook_listeners import listen_at_hook_points
+from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.metric import Metric, MetricSpec
 from headwise.analysis.metrics.row_blocks import iter_row_blocks, nan_output_gram
 from headwise.analysis.metrics.row_stats import blockwise_row_stats
 from headwise.analysis.recording.batching import TokenBatch, forward_batch, reachable_hook_points
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError
 from headwise.heads.hook_point import AttentionCall, HookPoint
 from headwise.heads.per_head_output import gram
 from headwise.model import ModelProtocol
 
 
 class MetricRunner:
-    """Shows measures what heads do, and adds their numbers up in an accumulator. One for a whole corpus.
+    """Compute metrics during forward passes and add their sums to an accumulator.
 
-    `full` walks over every cell, or, with `row_stride`, over one block of rows in so many. `light` takes from all rows what
-    the fused kernel gives without showing a map: everything but the largest weights (confidence, argmax, evidence), far
-    distances and long range. Measures of blocks that are not `full` see every block all the same.
-
-    `observers` see the same calls and blocks as the metrics, and add nothing to the accumulator.
+    Args:
+        accumulator: Destination of the sums and counts.
+        metrics: Metrics to compute.
+        row_stride: With `detail="full"`, read one block of rows out of `row_stride`.
+        detail: `full` computes every attention weight of the rows it reads. `light` computes statistics of all rows with the
+            fused kernel, without attention maps; metrics and observers with `needs_full_detail` (confidence, argmax, far
+            distances, long range, top contexts) are left out. Block metrics that do not need full detail get every block in
+            both modes.
+        observers: Objects that see the same calls and blocks and add nothing to the accumulator.
     """
 
     def __init__(
@@ -55,19 +58,19 @@ class MetricRunner:
 
     @property
     def metric_specs(self) -> tuple[MetricSpec, ...]:
-        """All that is counted."""
+        """Descriptions of all scores."""
         return tuple(metric_spec for metric in self.metrics for metric_spec in metric.metric_specs)
 
     def run(self, model: ModelProtocol, batches: Iterable[TokenBatch]) -> None:
-        """Let a model read batches."""
+        """Run the model on batches."""
         hook_points = reachable_hook_points(model)
         for batch in batches:
-            self.batch_context(batch)  # counted even where every head is cut
+            self.batch_context(batch)  # metrics count the batch even if every head is pruned
             with listen_at_hook_points(hook_points, self.on_call, batch):
                 forward_batch(model, batch)
 
     def on_call(self, attention_call: AttentionCall, batch: TokenBatch, first_head: int) -> None:
-        """One call at one site; its heads are counted from `first_head` on."""
+        """Compute the metrics of one attention call. `first_head` is the index of its first head in the model."""
         batch_context = self.batch_context(batch)
         if not attention_call.q.shape[1]:
             return
@@ -83,7 +86,7 @@ class MetricRunner:
             for metric, block_accumulator in accumulators
             if block_accumulator is not None
         ]
-        all_blocks = self.full_detail and self.row_stride == 1  # the walk for all rows shows every block
+        all_blocks = self.full_detail and self.row_stride == 1  # the row statistics pass visits every block
         shared_listeners, own_listeners = (
             [listener for full, listener in block_listeners if listener and (all_blocks or full) == is_shared]
             for is_shared in (True, False)
@@ -97,7 +100,7 @@ class MetricRunner:
             self._add(metric, call, None if block_accumulator is None else block_accumulator.sums_and_counts())
 
     def batch_context(self, batch: TokenBatch) -> BatchContext:
-        """What all layers have in common, made once for a batch."""
+        """Return the context of a batch, created once and shared by all layers."""
         if self._batch_context is None or self._batch_context.batch is not batch:
             self._batch_context = BatchContext(batch, self.layout)
             for metric in self.metrics:
@@ -105,13 +108,13 @@ class MetricRunner:
         return self._batch_context
 
     def reset_batch(self) -> None:
-        """Work out anew what was worked out for the last batch."""
+        """Discard the context of the last batch."""
         self._batch_context = None
 
     def _compute_rows(
         self, metrics: Sequence[Metric], call: AttentionCallContext, listeners: Sequence[BlockListener]
     ) -> None:
-        """Fill the rows of a call, once for all measures, and let each take its own."""
+        """Compute the row statistics of a call once and pass them to all metrics."""
         rows = blockwise_row_stats(call, self.row_stride, listeners) if self.full_detail else fused_row_stats(call)
         for metric in metrics:
             self._add(metric, call, metric.compute(rows))
@@ -122,16 +125,16 @@ class MetricRunner:
         sums, counts = result
         B, H = call.attention_call.q.shape[:2]
         if sums.shape != (B, H, len(metric.metric_specs)):
-            raise HeadwiseError(
-                f"{metric.names[0]!r} took {tuple(sums.shape)} from rows of {B} texts and {H} heads; "
-                f"give {(B, H, len(metric.metric_specs))}."
+            raise ArgumentError(
+                f"metric {metric.names[0]!r}: it returned sums of shape {tuple(sums.shape)} for {B} texts and {H} heads. "
+                f"Return shape (texts, heads, scores) = {(B, H, len(metric.metric_specs))}."
             )
         if call.is_cross_attention:
             counted_mask = torch.tensor(
                 [not metric_spec.positional for metric_spec in metric.metric_specs], device=sums.device
             )
             sums, counts = sums * counted_mask, counts * counted_mask
-        if call.is_output_weight_unknown:  # what is made of W_O was not measured; all else was
+        if call.is_output_weight_unknown:  # scores that need W_O are NaN and do not count
             counted_mask = ~sums.isnan()
             sums, counts = sums.nan_to_num(0.0), counts * counted_mask
         self.accumulator.add(
@@ -139,7 +142,7 @@ class MetricRunner:
         )
 
     def _gram(self, call: AttentionCall) -> Tensor:
-        """W_O W_Oᵀ, (H, e, e), until the weights change; NaN, and so what is made of it, where W_O cannot be shown."""
+        """Return W_O W_Oᵀ, (H, e, e), cached until the weights change. NaN if W_O cannot be read."""
         hook_point = call.hook_point
         try:
             W_O = hook_point.W_O
@@ -152,7 +155,7 @@ class MetricRunner:
 
 
 def _visit_blocks(call: AttentionCallContext, listeners: Sequence[BlockListener], row_stride: int = 1) -> None:
-    """Show every block of a call, or one in so many, to those who want to see them."""
+    """Pass the blocks of a call to the listeners, every block or one out of `row_stride`."""
     if listeners:
         for block in iter_row_blocks(call.attention_call, call.key_features, row_stride, call.batch_context.visibility):
             for listener in listeners:

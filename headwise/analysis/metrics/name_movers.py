@@ -1,13 +1,13 @@
-"""Name movers: two people are named, one of them again, and the other is due. Who looks at the other, and says so?
+"""Name movers: heads that attend to the correct name in indirect object identification and increase its logit.
 
-    Then Mary and John went home. John gave a book to  →  Mary
+    Then Mary and John went home. John gave a book to  →  Mary      (https://arxiv.org/abs/2211.00593)
 
-(indirect object identification: https://arxiv.org/abs/2211.00593). The score of a head, where the name is due, is its
-weight on the name due, counted where it writes more for that name than for the other. The baseline is the same for the same
-name at the same place when the other sentence is asked, in which it is not due, `… Mary gave a book to`; and besides the
-weight on the name due where the head writes more for the other. So whoever looks at names, at the first name or at a fixed
-place, or looks at the right one and writes now this and now that, scores no more than the baseline. A pair counts if the
-model gets both sentences right.
+Two people are named, one of them is repeated, and the other is the answer. The score of a head is its weight on the answer at
+the last token, counted if the head gives the answer a higher logit than the other name. The baseline has two terms: the same
+score for the same name at the same position in the other sentence of the pair, in which it is not the answer
+(`… Mary gave a book to`), and the weight on the answer if the head gives the other name a higher logit. So a head that
+attends to any name, to the first name or to a fixed position scores no more than the baseline, and neither does a head that
+attends to the answer but favors either name. A pair of sentences counts if the model completes both correctly.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,16 +42,16 @@ TEMPLATES = (
     "Then {0} and {1} went home. {2} gave a book to", "When {0} and {1} came in, {2} gave a drink to",
     "After {0} and {1} met, {2} sent a letter to", "While {0} and {1} were at school, {2} gave a pen to",
 )  # fmt: skip
-SINGLES = (  # the same with one name, who is due
+SINGLES = (  # templates with a single name, which is the answer
     "Then {0} went home. Somebody gave a book to", "When {0} came in, somebody gave a drink to",
     "After {0} left, somebody sent a letter to", "While {0} was at school, somebody gave a pen to",
 )  # fmt: skip
-PAIRS = 64  # of sentences
-MIN_NAMES = 3  # of which six couples can be made, for each template
+PAIRS = 64  # number of sentence pairs
+MIN_NAMES = 3  # three names give six ordered pairs per template
 
 
 class NameMoverMetric(PromptMetric):
-    """`hw.profile(model, prompts=True)`.
+    """Name mover score. Computed by `hw.profile(model, prompts=True)`.
 
     >>> NameMoverMetric().names
     ('name mover', 'name mover baseline', 'name mover value-weighted')
@@ -59,22 +59,22 @@ class NameMoverMetric(PromptMetric):
 
     def __init__(self) -> None:
         super().__init__(
-            "name mover", "weight on the name due, where it is written", "finds the other name and says it",
+            "name mover", "weight on the correct name, if the head writes it", "finds the correct name and writes it",
             "sentences about two people",
         )  # fmt: skip
 
     def measure(self, model: ModelProtocol, seed: int) -> tuple[SampleTotals, ExampleStore]:
-        """Both sentences of each pair, both names of each."""
+        """Run both sentences of each pair, with both names as targets."""
         residual = require_lm_residual_stream(model, "a name mover")
         prompts = make_name_prompts(tokenizer_of(model), seed)
         responses = run_prompts(model, prompts, residual, self.score_spec.name)
         return name_mover_totals(responses).require_enough_samples(
-            "pairs of sentences about two people", "the model ends rightly"
+            "pairs of sentences about two people", "correctly completes"
         ), responses.examples
 
 
 def name_mover_totals(responses: HeadResponses) -> SampleTotals:
-    """From what heads did at the four dues of each pair: each name where it is due, and where the other is."""
+    """Sum over the four targets of each pair: each name where it is the answer and where the other name is."""
     favors_answer = responses.logit_difference > 0
     score, value_weighted, against = (
         _group_by_pair(x)
@@ -92,16 +92,24 @@ def name_mover_totals(responses: HeadResponses) -> SampleTotals:
 
 
 class NameSentence(NamedTuple):
-    """A sentence about two people that breaks off where one of them is due: tokens of both names and where they stand."""
+    """A sentence about two people that ends before one of the names.
+
+    Attributes:
+        ids: Token ids.
+        answer: Token of the correct name.
+        other: Token of the other name, which occurs twice.
+        answer_position: Position of the correct name.
+        other_positions: Positions of the other name.
+    """
 
     ids: tuple[int, ...]
     answer: int
-    other: int  # said twice
+    other: int
     answer_position: int
     other_positions: tuple[int, int]
 
     def to_prompt(self) -> PromptWithTargets:
-        """Ask for the name due, then for the one that is not."""
+        """Return a prompt with two targets: the correct name, then the other name."""
         row = len(self.ids) - 1
         expected = ExpectedToken(row, self.answer_position, self.answer, (self.other,))
         return PromptWithTargets(
@@ -110,7 +118,7 @@ class NameSentence(NamedTuple):
 
 
 class SingleNameSentence(NamedTuple):
-    """A sentence that names one person, who is due where it breaks off."""
+    """A sentence with a single name, which is the answer."""
 
     ids: tuple[int, ...]
     answer: int
@@ -118,16 +126,21 @@ class SingleNameSentence(NamedTuple):
 
 
 class NameSentencePair(NamedTuple):
-    """Two sentences that differ in who is named again: in the first the name said first is due, in the second the other."""
+    """Two sentences that differ in the repeated name. The answer is the first name in one and the second in the other.
+
+    Attributes:
+        sentences: The two sentences.
+        singles: For each sentence, a sentence with its answer as the only name, or None if the name is not a single token
+            there.
+    """
 
     sentences: tuple[NameSentence, NameSentence]
-    # the name due in each, alone; None if it is several tokens there
     singles: tuple[SingleNameSentence | None, SingleNameSentence | None]
 
 
 def make_name_prompts(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[PromptWithTargets]:
-    """Two prompts for each pair, one after the other: each asks for the name due, and then for the one that is not. Names of
-    several tokens are left out."""
+    """Make two prompts per pair. The targets of each are the correct name and the other name. Names that are not single
+    tokens are left out."""
     prompt_pairs: list[PromptWithTargets] = []
     for number, pair in enumerate(make_name_pairs(tokenizer, seed, pairs)):
         first, second = (sentence.to_prompt() for sentence in pair.sentences)
@@ -138,7 +151,7 @@ def make_name_prompts(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -
 
 
 def make_name_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[NameSentencePair]:
-    """Pairs of sentences about two people, with the single-name sentences of both, drawn by a seed."""
+    """Draw pairs of sentences about two people, with the single-name sentences of both names."""
     single = [name for name in NAMES if single_token_of_word(tokenizer, "Then", name) is not None]
     couples, rng = list(permutations(single, 2)), np.random.default_rng(seed)
     name_pairs: list[NameSentencePair] = []
@@ -153,7 +166,7 @@ def make_name_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> 
 def _prompt_pairs(
     tokenizer: Tokenizer, template: int, couples: Iterable[tuple[str, str]]
 ) -> Iterator[NameSentencePair]:
-    """Those in which both names are one token wherever they stand."""
+    """Iterate over the pairs in which both names are single tokens everywhere."""
     for couple in couples:
         first, second = (_sentence(tokenizer, TEMPLATES[template], couple, again) for again in (1, 0))
         if first is not None and second is not None and len(first.ids) == len(second.ids):
@@ -162,7 +175,7 @@ def _prompt_pairs(
 
 
 def _sentence(tokenizer: Tokenizer, template: str, names: tuple[str, str], again: int) -> NameSentence | None:
-    """One of two names is said again; the other is due."""
+    """Make a sentence in which the name `names[again]` is repeated. None if the names are not single tokens."""
     mentions = _find_names(tokenizer, template.format(*names, names[again]), names)
     if mentions is None or [len(positions) for positions in mentions.positions] != [1 + (i == again) for i in range(2)]:
         return None
@@ -177,7 +190,7 @@ def _sentence(tokenizer: Tokenizer, template: str, names: tuple[str, str], again
 
 
 def _single(tokenizer: Tokenizer, template: str, name: str) -> SingleNameSentence | None:
-    """A sentence in which one name stands, once."""
+    """Make a sentence with a single name. None if the name is not a single token."""
     mentions = _find_names(tokenizer, template.format(name), (name,))
     if mentions is None or len(mentions.positions[0]) != 1:
         return None
@@ -186,8 +199,8 @@ def _single(tokenizer: Tokenizer, template: str, name: str) -> SingleNameSentenc
 
 class _NameMentions(NamedTuple):
     ids: tuple[int, ...]
-    answers: list[int]  # the token of each name where the text breaks off
-    positions: list[list[int]]  # of each name
+    answers: list[int]  # token of each name at the end of the text
+    positions: list[list[int]]  # positions of each name
 
 
 def _find_names(tokenizer: Tokenizer, text: str, names: Sequence[str]) -> _NameMentions | None:
@@ -210,5 +223,5 @@ def _find_names(tokenizer: Tokenizer, text: str, names: Sequence[str]) -> _NameM
 
 
 def _group_by_pair(values: np.ndarray) -> np.ndarray:
-    """The dues of each pair: (dues, heads) → (pairs, 4, heads)"""
+    """Group the targets by pair: (targets, heads) → (pairs, 4, heads)."""
     return values.reshape(-1, 4, values.shape[-1])

@@ -1,18 +1,18 @@
-"""Name suppression: two people are named, one of them again, and the other is due. Which heads attend to the wrong
-candidate, the name said again, and write against it?
+"""Name suppression: heads that attend to the wrong name in indirect object identification and reduce its logit.
 
     Then Mary and John went home. John gave a book to  →  Mary, not John
 
-Compare indirect object identification (https://arxiv.org/abs/2211.00593): S-inhibition heads attend to the name said again,
-and negative name movers write against the name due. A head with this role attends as the first do and writes against that
-name itself.
+Two people are named, one of them is repeated (the wrong name), and the other is the answer. In the terms of indirect object
+identification (https://arxiv.org/abs/2211.00593): S-inhibition heads attend to the repeated name, and negative name movers
+reduce the logit of the answer. A head with this role attends like the former and reduces the logit of the repeated name
+itself.
 
-The score of a head is its weight on both mentions of the wrong candidate, counted if the head writes less for that name than
-for names that are not in the sentence, on average. The baseline is the sum of three weights: that on a name where it is due
-among the two, and that on a name where it is the only one, each counted if the head writes against it; and that on the wrong
-candidate if the head does not write against it. So a head that writes against any name, against the last name, against a
-name at a fixed place, or against the name due scores no more than its baseline. A pair counts if the model gets both
-sentences right.
+The score of a head is its weight on both mentions of the wrong name, counted if the head gives this name a lower logit than
+the mean of names that are not in the sentence. The baseline is the sum of three weights: the weight on a name that is the
+answer, and the weight on a name that is the only one in its sentence, each counted if the head reduces the logit of that
+name; and the weight on the wrong name if the head does not reduce its logit. So a head that suppresses any name, the last
+name, a name at a fixed position, or the answer scores no more than its baseline. A pair of sentences counts if the model
+completes both correctly.
 """
 
 from headwise.analysis.metrics.name_movers import NameSentence, SingleNameSentence, make_name_pairs
@@ -32,11 +32,11 @@ from headwise.analysis.recording.batching import tokenizer_of
 from headwise.model import ModelProtocol
 from headwise.text import Tokenizer
 
-PAIR = 8  # dues of a pair with its two single-name sentences
+PAIR = 8  # targets of a pair with its two single-name sentences
 
 
 class NameSuppressionMetric(PromptMetric):
-    """`hw.profile(model, prompts=True)`.
+    """Name suppression score. Computed by `hw.profile(model, prompts=True)`.
 
     >>> NameSuppressionMetric().names
     ('name suppression', 'name suppression baseline', 'name suppression value-weighted')
@@ -44,24 +44,25 @@ class NameSuppressionMetric(PromptMetric):
 
     def __init__(self) -> None:
         super().__init__(
-            "name suppression", "weight on the name not due, where it writes against it",
-            "finds the name that is not due and writes against it", "sentences about two people",
+            "name suppression", "weight on the wrong name, if the head writes against it",
+            "finds the wrong name and writes against it", "sentences about two people",
         )  # fmt: skip
 
     def measure(self, model: ModelProtocol, seed: int) -> tuple[SampleTotals, ExampleStore]:
-        """Both sentences of each pair, and each name alone."""
+        """Run both sentences of each pair, and a sentence with each name alone."""
         residual = require_lm_residual_stream(model, "name suppression")
         responses = run_prompts(
             model, make_suppression_prompts(tokenizer_of(model), seed), residual, self.score_spec.name
         )
         sums = name_suppression_totals(responses)
         return sums.require_enough_samples(
-            "pairs of sentences about two people", "the model ends rightly"
+            "pairs of sentences about two people", "correctly completes"
         ), responses.examples
 
 
 def name_suppression_totals(responses: HeadResponses) -> SampleTotals:
-    """Sum over the eight dues of each pair: the wrong candidate twice and the name due in each sentence; each name alone."""
+    """Sum over the eight targets of each pair: in each sentence two mentions of the wrong name and one of the answer; and
+    each name alone."""
     against = responses.logit_difference < 0
     weight, value_weighted, not_against = (
         x.reshape(-1, PAIR, x.shape[-1])
@@ -76,15 +77,17 @@ def name_suppression_totals(responses: HeadResponses) -> SampleTotals:
 
 
 def make_suppression_prompts(tokenizer: Tokenizer, seed: int = 0) -> list[PromptWithTargets]:
-    """Four prompts for each pair: both sentences about two people, and both names alone. The first two ask for the wrong
-    candidate at its second and at its first mention, then for the name due."""
+    """Make four prompts per pair: both sentences about two people, and both names alone.
+
+    The targets of the first two are the second mention of the wrong name, its first mention, and the answer.
+    """
     pairs = [pair for pair in make_name_pairs(tokenizer, seed) if None not in pair.singles]
     if len(pairs) < MIN_SAMPLES:
         raise too_few_single_tokens_error("pairs of names", len(pairs), MIN_SAMPLES)
     names = {sentence.answer for pair in pairs for sentence in pair.sentences}
     prompts: list[PromptWithTargets] = []
     for number, pair in enumerate(pairs):
-        samples = (number, None) if number % 2 else (None, number)  # which of the two is shown
+        samples = (number, None) if number % 2 else (None, number)  # one of the two sentences is shown as an example
         for sentence, sample in zip(pair.sentences, samples, strict=True):
             prompts.append(_pair_prompt(sentence, names, sample))
         prompts += [_single_prompt(single, names) for single in pair.singles if single is not None]

@@ -1,13 +1,13 @@
-"""Attention by distance: offsets one by one near the query, by powers of two farther away, and what is long range."""
+"""Attention by distance: individual offsets near the query, bins by powers of two farther away, and long-range attention."""
 
 import torch
 from torch import Tensor
 
 from headwise.analysis.metrics.batch_context import ALL, FIRST, WINDOW
 from headwise.analysis.metrics.metric import Metric, MetricSpec, RoleTarget
-from headwise.analysis.metrics.row_stats import DISTANCE_EDGES, FullDetailRowStats, RowStats
+from headwise.analysis.metrics.row_stats import DISTANCE_EDGES, ExtendedRowStats, RowStats
 
-OFFSETS = tuple(range(WINDOW - 1, -WINDOW, -1))  # farthest back first, as the diagonals lie
+OFFSETS = tuple(range(WINDOW - 1, -WINDOW, -1))  # farthest back first, in the order of the diagonals
 _LOCAL_COLUMNS = [OFFSETS.index(offset) for offset in (3, 2, 1, -1, -2, -3)]
 
 
@@ -19,8 +19,8 @@ def _describe_offset(offset: int) -> str:
 OFFSET_SPECS = {
     o: MetricSpec(f"offset {o}", f"weight {_describe_offset(o)}", positional=True, series="offset") for o in OFFSETS
 }
-# The same over rows whose target is not the first token (a sink would collect those), with what a uniform head would have,
-# and the weight times the length of what it fetches, as a share of the row.
+# Mean weight at each offset over the rows whose target is not the first token, which is often an attention sink, with its
+# baseline and its value-weighted score.
 _ELIGIBLE_VARIANTS = {
     o: MetricSpec(
         f"aimed {o}", f"weight {_describe_offset(o)}", displayed=False, positional=True, target=RoleTarget("offset", o)
@@ -41,18 +41,18 @@ DISTANCE_SPECS = tuple(
     )
     for low in DISTANCE_EDGES
 )
-# Within three tokens of the query but at itself and at the first token.
+# Weight within three tokens of the query, without the query itself and the first token.
 LOCAL_SPECS = MetricSpec(
     "local", "weight within 3 tokens", positional=True, target=RoleTarget("within", 3)
 ).with_variants()
-# Beyond the window, the first token and repeated tokens left out.
+# Weight outside the window, without the first token and repeated tokens.
 LONG_RANGE_SPECS = MetricSpec(
     "long range", f"weight {WINDOW} tokens away or more", positional=True, target=RoleTarget("beyond", WINDOW)
 ).with_variants()
 
 
 class NearOffsetMetric(Metric):
-    """The window: weight at each offset, and around the query."""
+    """Weight at each offset of the window, and within three tokens of the query."""
 
     metric_specs = (
         *OFFSET_SPECS.values(),
@@ -61,12 +61,12 @@ class NearOffsetMetric(Metric):
     )
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
-        """Sums and counts at each offset, and within three. e is 0 wherever there is no token to see."""
+        """Compute sums and counts at each offset and within three tokens. e is 0 at offsets without a visible token."""
         present, eligible = _offset_targets(rows)  # (B, n, o)
         p = rows.normalize(rows.near)  # (B, H, n, o)
         value_weighted = rows.near * _window_value_norms(rows) * rows.inverse_value_weighted_total[..., None]
-        on_first = (present - eligible)[:, None]  # (B, 1, n, o): 1 where the target is the first token
-        early = on_first.any((0, 1, 3)).nonzero()[:, 0]  # only the first rows of a text have it in their window
+        on_first = (present - eligible)[:, None]  # (B, 1, n, o): 1 if the target is the first token
+        early = on_first.any((0, 1, 3)).nonzero()[:, 0]  # rows whose window contains the first token
         first_mask = on_first[:, :, early]
         uniform = (1 / rows.visible_keys.clamp(min=1)).to(p)  # (1 or B, 1 or H, n)
         baseline = (uniform.expand(len(p), -1, -1)[:, :, None] @ eligible[:, None])[:, :, 0]  # (B, 1 or H, o)
@@ -79,7 +79,7 @@ class NearOffsetMetric(Metric):
         )
         local_columns = [column for column in _LOCAL_COLUMNS if column < rows.near.shape[-1]]
         local = torch.stack([sums[..., local_columns].sum(-1) for sums in variants], -1)  # (B, H, 3)
-        # (B, 1, 1): rows with a target there
+        # (B, 1, 1): rows with a target within three tokens
         local_counts = eligible[..., local_columns].any(-1).sum(1)[:, None, None].to(targets)
         sums = [_pad_offsets(values) for values in (offset, *variants)]
         counts = [_pad_offsets(values) for values in (row_counts, targets, targets, targets)]
@@ -87,14 +87,14 @@ class NearOffsetMetric(Metric):
 
 
 class ArgmaxOffsetMetric(Metric):
-    """In how many rows each offset has the largest weight; a tie is shared out."""
+    """Fraction of rows with the largest weight at each offset. Ties are divided equally."""
 
     metric_specs = ARGMAX_SPECS
     needs_full_detail = True
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
-        """Hits at each offset."""
-        hits = rows.near.floor() * rows.counted[:, None, :, None]  # the largest e is 1, and no other
+        """Compute the hits at each offset."""
+        hits = rows.near.floor() * rows.counted[:, None, :, None]  # only the largest e of a row is 1
         tied = hits.sum(-1, keepdim=True)  # (B, H, n, 1)
         if bool((tied > 1).any()):
             hits = hits / tied.clamp(min=1)
@@ -102,14 +102,14 @@ class ArgmaxOffsetMetric(Metric):
 
 
 class DistanceBinMetric(Metric):
-    """Weight by powers of two beyond the window, over the rows that reach that far."""
+    """Weight in distance bins outside the window, by powers of two, over the rows that have tokens that far away."""
 
     metric_specs = DISTANCE_SPECS
     needs_full_detail = True
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
-        """Sums in each bin, (B, H, bins), and rows, (B, 1, bins)."""
-        assert isinstance(rows, FullDetailRowStats)
+        """Compute the sums of each bin, (B, H, bins), and the number of rows, (B, 1, bins)."""
+        assert isinstance(rows, ExtendedRowStats)
         far = rows.far_bins
         remainder = rows.feature_sum(ALL) - rows.near.sum(-1) - far.sum(-1)  # (B, H, n)
         has_remainder = rows.remainder_bin >= 0
@@ -122,17 +122,19 @@ class DistanceBinMetric(Metric):
 
 
 class LongRangeMetric(Metric):
-    """What is left of each row when the near, the first token and repeated tokens are taken away."""
+    """Weight outside the window, without the first token and repeated tokens."""
 
     metric_specs = LONG_RANGE_SPECS
     needs_full_detail = True
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
-        """The weight, a uniform head's, the value-weighted one: (B, H, 3)."""
-        assert isinstance(rows, FullDetailRowStats)
+        """Compute the weight, the baseline and the value-weighted score, (B, H, 3)."""
+        assert isinstance(rows, ExtendedRowStats)
         back, ahead = _tokens_around(rows)
         norms, first = rows.value_output_norms, rows.batch_context.batch.first_token_positions
-        far_first = ((back >= WINDOW) & rows.counted).to(norms)[:, None]  # (B, 1, n): the first is not among the near
+        far_first = ((back >= WINDOW) & rows.counted).to(norms)[
+            :, None
+        ]  # (B, 1, n): the first token is outside the window
         e_first = rows.feature_sum(FIRST) * far_first
         norm_first = norms.gather(-1, first[:, None, None].expand(-1, norms.shape[1], -1))  # (B, H, 1)
         near = (rows.near * _window_value_norms(rows)).sum(-1)
@@ -142,7 +144,7 @@ class LongRangeMetric(Metric):
         targets = visible - inside - far_first * rows.sees_first - rows.repeat_counts
         baseline = targets / visible.clamp(min=1)
         far = ((back > WINDOW) | ((ahead >= WINDOW) & rows.sees_future_keys))[:, None]
-        # (B, 1 or H, n): rows that have something far to look at; of some, all that is far is repeated
+        # (B, 1 or H, n): rows with a far target; in some rows all far tokens are repeated
         counts = (rows.counted[:, None] & far & (targets > 0)).to(norms)
         sums = [
             (values.clamp(min=0) * counts).sum(2) for values in (weight, baseline.expand_as(weight), value_weighted)
@@ -151,12 +153,12 @@ class LongRangeMetric(Metric):
 
 
 def _pad_offsets(values: Tensor) -> Tensor:
-    """The window of a causal head has no offsets ahead: zeros, never counted."""
+    """Pad the window of a causal head with zeros for the offsets ahead, which are never counted."""
     return torch.nn.functional.pad(values, (0, len(OFFSETS) - values.shape[-1]))
 
 
 def _offset_targets(rows: RowStats) -> tuple[Tensor, Tensor]:
-    """Which offsets of each row lead to a token, and which of those not to the first: (B, n, o) of 0 and 1."""
+    """Return masks of the offsets at which a row has a token, and a token other than the first: (B, n, o) each."""
     present, eligible = rows.batch_context.valid_offsets(
         rows.positions, rows.counted, OFFSETS[: rows.near.shape[-1]], rows.sees_future_keys
     )
@@ -164,17 +166,17 @@ def _offset_targets(rows: RowStats) -> tuple[Tensor, Tensor]:
 
 
 def _window_value_norms(rows: RowStats) -> Tensor:
-    """The length of what each key of the window writes: (B, H, n, o), a view where all rows are there."""
+    """Return the norms of the value outputs of the keys in the window, (B, H, n, o). A view if all rows are present."""
     norms = rows.value_output_norms
     B, H, S = norms.shape
     o = rows.near.shape[-1]
-    padded = torch.nn.functional.pad(norms, (WINDOW - 1, WINDOW))  # column j stands at j + WINDOW − 1
+    padded = torch.nn.functional.pad(norms, (WINDOW - 1, WINDOW))  # column j is at index j + WINDOW − 1
     if len(rows.positions) == S:
         return padded.as_strided((B, H, S, o), (*padded.stride()[:2], 1, 1))
     return padded[..., rows.positions[:, None] + torch.arange(o, device=norms.device)]
 
 
 def _tokens_around(rows: RowStats) -> tuple[Tensor, Tensor]:
-    """How many tokens of its text stand before each row, and how many behind: (B, n)."""
+    """Return the number of tokens of the text before and after each row, (B, n) each."""
     back = rows.positions - rows.batch_context.batch.first_token_positions[:, None]
     return back, rows.batch_context.batch.real_tokens.sum(1)[:, None] - 1 - back

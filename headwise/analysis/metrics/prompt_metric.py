@@ -1,8 +1,8 @@
-"""Prompts made here, whose next token is known: what heads look at where it is due, what they write for it, and whether the
-model itself would say it.
+"""Metrics on generated prompts with a known next token: attention of heads, their effect on logits, and model accuracy.
 
-What a head writes for a token is z W_O through the last norm's gain onto the token's row of the unembedding, up to the
-norm's scale, which is positive and the same for all tokens; so tokens are compared with each other and never summed.
+The direct effect of a head on the logit of a token is z W_O, multiplied with the gain of the final norm and with the
+unembedding row of the token. The scale of the norm is left out. It is positive and the same for all tokens, so tokens can be
+compared with each other but not summed.
 """
 
 from abc import abstractmethod
@@ -15,30 +15,36 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.hook_listeners import listen_at_hook_points
+from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec, RoleTarget
 from headwise.analysis.metrics.role_examples import ExamplePosition, ExampleStore
 from headwise.analysis.metrics.row_blocks import value_output_norms
 from headwise.analysis.metrics.statistics import MIN_UNITS
-from headwise.analysis.metrics.task_metric import TaskMetric, TaskResult, token_names
+from headwise.analysis.metrics.task_metric import TaskMetric, TaskRunDetails, token_names
 from headwise.analysis.recording.batching import forward_ids, tokenizer_of
 from headwise.analysis.recording.text_hash_split import BUCKETS
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall, HookPoint
-from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import ModelProtocol, ResidualStream
 from headwise.progress import Progress
 from headwise.text import Tokenizer
 
-MIN_SAMPLES = 2 * MIN_UNITS  # units a role needs, half of them for choosing
-MAX_LOGITS = 1 << 23  # logits held at once
-MAX_EXAMPLES = 32  # cases that are kept to be shown
+MIN_SAMPLES = 2 * MIN_UNITS  # minimum number of samples of a role; half of them are used for selection
+MAX_LOGITS = 1 << 23  # maximum number of logits in memory
+MAX_EXAMPLES = 32  # maximum number of stored examples
 
 
 @dataclass(frozen=True)
 class ExpectedToken:
-    """One place where a token is due: where it is foretold, at what a head should look, what should be said, and the tokens
-    it is held against."""
+    """One target of a prompt.
+
+    Attributes:
+        row: Position at which the token is predicted.
+        position: Position that a head with the role attends to.
+        answer: The expected token.
+        distractors: Tokens that the answer is compared with.
+    """
 
     row: int
     position: int
@@ -48,27 +54,51 @@ class ExpectedToken:
 
 @dataclass(frozen=True)
 class PromptWithTargets:
-    """A text as a model reads it, and the tokens due in it."""
+    """A tokenized prompt and its targets.
+
+    Attributes:
+        ids: Token ids.
+        targets: The expected tokens.
+        sample: Number of the sample if its first target may be shown as an example of the role, otherwise None.
+    """
 
     ids: tuple[int, ...]
     targets: tuple[ExpectedToken, ...]
-    sample: int | None = None  # of the statistics, where its first due is a case of the role: it may be shown
+    sample: int | None = None
 
 
 class HeadResponses(NamedTuple):
-    """What every head does at every due, (dues, heads) each, and whether the model is right, (dues,)."""
+    """Responses of every head at every target.
 
-    weight: np.ndarray  # on the place
-    value_weighted: np.ndarray  # the share of what is fetched that comes from there
-    logit_difference: np.ndarray  # what it writes for the answer, above the mean of its rivals
-    wins: np.ndarray  # whether it writes more for the answer than for any of them
-    correct: np.ndarray  # whether the model itself would say the answer
-    examples: ExampleStore  # the same where a prompt's first due is a case of the role, to be shown
+    Attributes:
+        weight: Attention weight on the position of the target, (targets, heads).
+        value_weighted: Value-weighted share of that position, (targets, heads).
+        logit_difference: Direct effect on the logit of the answer minus the mean over the distractors, (targets, heads).
+        wins: Whether the effect on the answer is larger than on every distractor, (targets, heads).
+        correct: Whether the model predicts the answer, (targets,).
+        examples: Attention of every head at the first targets of some prompts.
+    """
+
+    weight: np.ndarray
+    value_weighted: np.ndarray
+    logit_difference: np.ndarray
+    wins: np.ndarray
+    correct: np.ndarray
+    examples: ExampleStore
 
 
 class PromptMetric(TaskMetric):
-    """A measure on prompts: three numbers for each unit of the statistics and each head. Only for decoders whose logits are a
-    sum over what heads write; `run` says in a sentence why others, or those too weak for the task, are not asked."""
+    """Base class of metrics on prompts, with a score, a baseline and a value-weighted score.
+
+    It supports decoders whose logits are a sum over head outputs. For other models, and for models that fail the task, `run`
+    returns the reason in `TaskResult.skip_reason`.
+
+    Args:
+        name: Unique name of the metric.
+        label: Short description.
+        high_means: Meaning of a high score, in a few words.
+        corpus_label: Description of the prompts.
+    """
 
     def __init__(self, name: str, label: str, high_means: str, corpus_label: str) -> None:
         target = RoleTarget("prompt", name)
@@ -84,7 +114,7 @@ class PromptMetric(TaskMetric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskResult:
+    ) -> TaskRunDetails:
         """Run the prompts and add up the scores. The result has the reason if the model cannot be tested."""
         accumulator.register_metrics(self.names)
         if progress is not None:
@@ -92,24 +122,35 @@ class PromptMetric(TaskMetric):
         try:
             totals, examples = self.measure(model, seed)
         except HeadwiseError as error:
-            return TaskResult(skip_reason=str(error))
+            return TaskRunDetails(skip_reason=str(error))
         finally:
             if progress is not None:
                 progress(self.score_spec.corpus_label, 1, 1)
-        sums = np.stack((totals.score, totals.baseline, totals.value_weighted), -1)  # (units, heads, 3)
+        sums = np.stack((totals.score, totals.baseline, totals.value_weighted), -1)  # (samples, heads, 3)
         for sample, count in enumerate(totals.counts):
             if count:
                 accumulator.sums[self.names[0]][sample % BUCKETS] += sums[sample]
                 accumulator.counts[self.names[0]][sample % BUCKETS] += count
-        return TaskResult(examples=examples)
+        return TaskRunDetails(examples=examples)
 
     @abstractmethod
     def measure(self, model: ModelProtocol, seed: int) -> tuple["SampleTotals", ExampleStore]:
-        """Sums over the cases of each unit, and those to be shown; a HeadwiseError says why there are none."""
+        """Run the prompts. Return the sums of each sample and the examples.
+
+        Raises:
+            HeadwiseError: With the reason, if the model cannot be tested.
+        """
 
 
 class SampleTotals(NamedTuple):
-    """What a measure on prompts gives: sums over the cases of each unit, (units, heads), and how many, (units,)."""
+    """Sums of a prompt metric over the targets of each sample.
+
+    Attributes:
+        score: Sums of the score, (samples, heads).
+        baseline: Sums of the baseline, (samples, heads).
+        value_weighted: Sums of the value-weighted score, (samples, heads).
+        counts: Number of counted targets, (samples,).
+    """
 
     score: np.ndarray
     baseline: np.ndarray
@@ -117,33 +158,41 @@ class SampleTotals(NamedTuple):
     counts: np.ndarray
 
     def require_enough_samples(self, description: str, reason: str) -> "SampleTotals":
-        """The same if it is enough to judge by; else it says what the model is too weak for."""
+        """Return self, or raise an error if the model solves too few samples.
+
+        Args:
+            description: Kind of samples, in the plural.
+            reason: Verb phrase for solving a sample, such as "correctly completes".
+        """
         measured = int((self.counts > 0).sum())
         if measured < MIN_SAMPLES:
             raise HeadwiseError(
-                f"too weak for it: of {len(self.counts)} {description} {reason} {measured}; {MIN_SAMPLES} are needed "
-                f"to judge a head by."
+                f"the model is too weak for this task: it {reason} {measured} of {len(self.counts)} {description}. At least "
+                f"{MIN_SAMPLES} are needed to score heads."
             )
         return self
 
 
 def require_lm_residual_stream(model: ModelProtocol, role: str) -> ResidualStream:
-    """How the stream becomes logits; refused, in a sentence, where no head writes for a next token."""
+    """Return the path from the residual stream to the logits. Raise an error if the model does not predict next tokens."""
     if model.spec.kind != "decoder" or model.output is None:
-        raise HeadwiseError(f"{role} is about the next token of a text, which only a decoder with an output foretells.")
+        received = f"an {model.spec.kind}" if model.spec.kind != "decoder" else "a decoder without an output layer"
+        raise UnsupportedModelError(
+            f"{role} needs next-token predictions, so only decoders with an output layer are supported. Got {received}."
+        )
     return model.residual_stream()
 
 
 def too_few_single_tokens_error(items: str, available: int, needed: int) -> HeadwiseError:
-    """What is said where a tokenizer leaves too little to ask."""
-    return HeadwiseError(
-        f"of {items} only {available} are single tokens of this tokenizer, and {needed} are needed; those of several "
-        f"are left out."
+    """Make the error for a tokenizer that splits too many of the words of a task."""
+    return UnsupportedModelError(
+        f"tokenizer: only {available} of {items} are single tokens, and {needed} are needed. The other words are split into "
+        f"several tokens, which this test cannot use. Use a model with a larger vocabulary."
     )
 
 
 def single_token_of_word(tokenizer: Tokenizer, text: str, word: str) -> int | None:
-    """The token a word is behind a text, or None where it is several, unknown, or changes how the text is cut.
+    """Return the token of a word after a text. None if it is several tokens, unknown, or changes the tokens of the text.
 
     >>> from headwise.text.build_tokenizers import word_tokenizer
     >>> words = word_tokenizer(["the", "cat"])
@@ -163,12 +212,20 @@ def run_prompts(
     name: str = "",
     batch_tokens: int = 1024,
 ) -> HeadResponses:
-    """Let the model read prompts, those of one shape side by side without padding, and look where tokens are due. `name`: of
-    the number they are for."""
+    """Run prompts and collect the responses of all heads. Prompts with the same shape form a batch without padding.
+
+    Args:
+        model: The model.
+        prompts: The prompts.
+        residual: Path from the residual stream to the logits.
+        name: Name of the metric, stored in the examples.
+        batch_tokens: Maximum number of tokens of a batch.
+    """
     max_length = max((len(prompt.ids) for prompt in prompts), default=0)
     if max_length > model.spec.max_input_tokens:
-        raise HeadwiseError(
-            f"the prompts have up to {max_length} tokens, and this model has {model.spec.max_input_tokens} positions."
+        raise ArgumentError(
+            f"prompts: the longest has {max_length} tokens, more than the context of the model "
+            f"({model.spec.max_input_tokens} positions). Use a model with a longer context."
         )
     heads = sum(len(hook_point.head_ids) for hook_point in model.gathered_hook_points())
     starts = np.cumsum([0, *(len(prompt.targets) for prompt in prompts)])
@@ -177,7 +234,7 @@ def run_prompts(
     }
     correct = np.zeros(int(starts[-1]), dtype=bool)
     candidates = [index for index, prompt in enumerate(prompts) if prompt.sample is not None and prompt.targets]
-    # whatever comes first
+    # a random sample of the candidates
     example_ids = sorted(np.random.default_rng(len(candidates)).permutation(candidates)[:MAX_EXAMPLES].tolist())
     examples = _blank_examples(model, name, [prompts[index] for index in example_ids], heads)
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
@@ -197,7 +254,7 @@ def run_prompts(
             for kind, array in arrays.items():
                 for first_head, values in capture.results[kind].items():
                     array[slots, first_head : first_head + values.shape[1]] = (
-                        values.permute(0, 2, 1).flatten(0, 1).double().cpu().numpy()
+                        to_float64(values.permute(0, 2, 1).flatten(0, 1)).cpu().numpy()
                     )
             for row, index in enumerate(example_ids):
                 if index in batch_ids:
@@ -211,7 +268,7 @@ def run_prompts(
 
 
 def _blank_examples(model: ModelProtocol, name: str, prompts: Sequence[PromptWithTargets], heads: int) -> ExampleStore:
-    """The first dues of some prompts, before anybody looked."""
+    """Create an example store for the first targets of some prompts, without attention weights yet."""
     positions = []
     for prompt in prompts:
         sample, target = prompt.sample or 0, prompt.targets[0]
@@ -221,7 +278,7 @@ def _blank_examples(model: ModelProtocol, name: str, prompts: Sequence[PromptWit
 
 
 class _PromptCapture:
-    """What the sites show while prompts of one shape are read: by the first head of a site, (B, H, R) each."""
+    """Responses of heads to a batch of prompts, (B, H, R) each, keyed by the first head of each hook point."""
 
     def __init__(
         self,
@@ -251,14 +308,14 @@ class _PromptCapture:
         self.tokens, index = torch.cat((self.answer[..., None], distractor_ids.clamp(min=0)), -1).unique(
             return_inverse=True
         )
-        self.index = index  # (B, R, 1 + K): where each stands among the words
+        self.index = index  # (B, R, 1 + K): index of each token in self.tokens
         self.results: dict[str, dict[int, Tensor]] = {
             name: {} for name in ("weight", "value_weighted", "logit_difference", "wins")
         }
-        self.maps: dict[int, Tensor] = {}  # of the first due, (B, H, S)
+        self.maps: dict[int, Tensor] = {}  # attention at the first target, (B, H, S)
 
     def on_call(self, call: AttentionCall, first_head: int) -> None:
-        """One call."""
+        """Compute the responses of one attention call."""
         if not call.q.shape[1]:
             return
         maps = call.map_rows(self.rows)  # (B, H, R, S)
@@ -287,7 +344,8 @@ class _PromptCapture:
 
 
 def z_to_logits_matrix(residual: ResidualStream, hook_point: HookPoint, tokens: Tensor) -> Tensor:
-    """From z to what is written for some tokens, up to the scale of norms on the way: (H, e, words); at least float32."""
+    """Return the matrix from z to the logits of some tokens, without the scale of the norms, (H, e, tokens). At least
+    float32."""
     step, W_O = residual.layers[hook_point.address.layer], at_least_float32(hook_point.W_O)  # (H, e, D)
     W_O = W_O if step.post_norm is None else step.post_norm.center_and_apply_gain(W_O)
     return (

@@ -1,12 +1,11 @@
-"""Query-focused retrieval: of several short documents a question is about one. Do its words look there?
+"""Query-focused retrieval: attention from a question to the document that it is about, among several documents.
 
     The baker ran out of flour. The pilot landed in heavy fog. The nurse lost her keys. Who could not make bread?
 
-The score is the mean weight from the tokens of the question on those of the document it is about (QRHead:
-https://arxiv.org/abs/2506.09944, where it is read off long contexts). The baseline is the weight from another question on
-the same document, at the same place among the same others: so neither what stands out in a text nor where it stands scores.
-Questions share no word of content with their documents: whoever looks at repeated words does not score either. No answer is
-asked for, so encoders are asked as well.
+The score is the mean weight from the tokens of the question on the tokens of its document (QRHead:
+https://arxiv.org/abs/2506.09944, which uses long contexts). The baseline is the weight from another question on the same
+document at the same position, so neither a salient document nor a fixed position scores. A question shares no content word
+with its document, so attention to repeated words does not score either. No answer is generated, so encoders are supported.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from headwise.analysis.metrics.role_examples import ExamplePosition, ExampleStor
 from headwise.analysis.metrics.row_stats import RowStats
 from headwise.analysis.metrics.task_metric import (
     ControlledTextMetric,
-    TaskResult,
+    TaskRunDetails,
     run_task,
     sample_from_ids,
     token_names,
@@ -61,11 +60,17 @@ FACTS = (
     ("The chemist mixed two acids.", "What happened in the laboratory?"),
     ("The shepherd counted his flock.", "How many sheep are there?"),
 )
-PROMPTS, DOCUMENTS = 48, 3  # pairs of prompts, and documents in each
+PROMPTS, DOCUMENTS = 48, 3  # number of prompt pairs, and documents per prompt
 
 
 class QueryPrompt(NamedTuple):
-    """Documents and a question, as a model reads them: which tokens are of the document in question, which ask."""
+    """A tokenized prompt of documents and a question.
+
+    Attributes:
+        ids: Token ids.
+        gold: Whether each token belongs to the marked document.
+        is_question: Whether each token belongs to the question.
+    """
 
     ids: tuple[int, ...]
     gold: tuple[bool, ...]
@@ -73,14 +78,14 @@ class QueryPrompt(NamedTuple):
 
 
 class QueryFocusMetric(ControlledTextMetric):
-    """`hw.profile(model, prompts=True)`; for encoders too.
+    """Query focus score. Computed by `hw.profile(model, prompts=True)`, also for encoders.
 
     >>> QueryFocusMetric().names
     ('query focus', 'query focus baseline', 'query focus value-weighted')
     """
 
     metric_specs = MetricSpec(
-        "query focus", "weight of a question on the document it is about", high_means="finds what a question is about",
+        "query focus", "weight of a question on the document it is about", high_means="finds the document of a question",
         merge=IDENTICAL, corpus_label="questions about one of three documents", target=RoleTarget("prompt", "query focus"),
     ).with_variants()  # fmt: skip
     GOLD, QUESTION = "in question", "asks"
@@ -94,25 +99,27 @@ class QueryFocusMetric(ControlledTextMetric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskResult:
+    ) -> TaskRunDetails:
         """Read the questions and add up the weights. The examples start at the last token of some questions."""
         accumulator.register_metrics(self.names)
         if model.spec.kind == "encoder-decoder":
-            return TaskResult("questions and documents are one text, which an encoder-decoder reads on two sides.")
+            return TaskRunDetails(
+                "encoder-decoder models are not supported: questions and documents must be in one text."
+            )
         texts, _ = self.texts_and_controls(model, seed)
         if len(texts) < MIN_SAMPLES:
-            return TaskResult(
-                f"{len(texts)} of {PROMPTS} prompts can be read with this tokenizer and context; {MIN_SAMPLES} are needed."
+            return TaskRunDetails(
+                f"{len(texts)} of {PROMPTS} prompts fit this tokenizer and context. {MIN_SAMPLES} are needed."
             )
         examples = ExampleStore(
             accumulator.heads, rows=tuple(self._example_position(model, sample) for sample in texts[:MAX_EXAMPLES])
         )
         recorders = [ExampleRecorder(examples, self.score_spec.name)]
         run_task(model, self, accumulator, seed, observers=recorders, progress=progress)
-        return TaskResult(examples=examples)
+        return TaskRunDetails(examples=examples)
 
     def _example_position(self, model: ModelProtocol, sample: TextSample) -> ExamplePosition:
-        """The end of a question, and all of what it is about."""
+        """Return the position of the last question token, with all tokens of its document as targets."""
         query, names = self.prompts[sample.ids], token_names(tokenizer_of(model), sample.ids)
         last, gold = max(np.flatnonzero(query.is_question), default=0), tuple(np.flatnonzero(query.gold).tolist())
         return ExamplePosition(
@@ -120,7 +127,7 @@ class QueryFocusMetric(ControlledTextMetric):
         )
 
     def texts_and_controls(self, model: ModelProtocol, seed: int) -> tuple[list[TextSample], list[TextSample]]:
-        """Documents with a question about one of them, and with one about another."""
+        """Return prompts with a question about the marked document, and controls with a question about another one."""
         tokenizer = tokenizer_of(model)
         max_tokens = model.spec.max_input_tokens
         pairs = [
@@ -133,7 +140,7 @@ class QueryFocusMetric(ControlledTextMetric):
         return samples[0], samples[1]
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
-        """Over the tokens that ask, which see all documents: the weight, nothing, the weight of what is fetched."""
+        """Compute the weight and the value-weighted score over the question tokens. The baseline comes from the controls."""
         # (B, S)
         question_mask = rows.batch_context.feature_values[
             ..., rows.batch_context.layout.feature_names.index(self.QUESTION)
@@ -152,8 +159,11 @@ class QueryFocusMetric(ControlledTextMetric):
 def make_query_prompts(
     tokenizer: Tokenizer, seed: int = 0, prompts: int = PROMPTS
 ) -> list[tuple[QueryPrompt, QueryPrompt]]:
-    """Three documents each, and a question about one of them; the twin has the same documents, of which the same is marked,
-    and a question about another. None where the tokenizer does not know the words."""
+    """Make pairs of prompts with the same documents and the same marked document.
+
+    The question of the first prompt is about the marked document, that of the second about another one. Pairs with unknown
+    tokens are left out.
+    """
     rng, pairs = np.random.default_rng(seed), []
     for index in range(prompts):
         fact_ids = rng.permutation(len(FACTS))[:DOCUMENTS]
@@ -166,7 +176,7 @@ def make_query_prompts(
 
 
 def _make_query(tokenizer: Tokenizer, facts: Sequence[str], question: str, gold: int) -> QueryPrompt:
-    """A text, with marks by the characters that tokens cover."""
+    """Make a prompt. Tokens are assigned to the document and the question by their character spans."""
     text = " ".join((*facts, question))
     aligned = tokenizer.align(text)
     start = sum(len(fact) + 1 for fact in facts[:gold])

@@ -1,16 +1,17 @@
-"""Relations: does a head's attention follow gold arcs, beyond what a fixed offset would?
+"""Relation scores: agreement of attention with gold arcs between words, compared with fixed offsets and similar word pairs.
 
-Word by word: attention to a split word is the sum over its tokens, from it the mean over its tokens. Both directions. Besides
-the arcs of the documents two sets are taken: words of the same phrase, and words of the same class.
+Attention is measured between words: the weight on a word is the sum over its tokens, the weight from a word the mean over its
+tokens. Each relation is measured in both directions. Besides the annotated arcs there are two derived relations: words of the
+same phrase, and words of the same class.
 
-What counts is rows: a word that has one target or several under a question. It hits if it looks hardest at one of them, and
-its weight is what all of them get, so a perfect head scores 1 however many there are. That weight is held against what other
-pairs of the same text get, at the same distance, from words that see about as many. A row counts there if each of its targets
-has such pairs; what has none is left out, and the share of rows that stayed is told as the coverage.
+A row is a source word with one or more target words under a relation. It is a hit if its largest weight is on a target. Its
+weight is the sum over all targets, so a perfect head scores 1 for any number of targets. The weight is compared with other
+word pairs of the same text at the same distance whose source sees about as many words. A row counts in this comparison if
+each of its targets has such pairs. The fraction of rows that count is reported as coverage.
 
-A token may belong to several words, as `,"` does. Sums take it in each. What a word gives to its own tokens is given to
-itself, and to no word that shares them; so an arc whose target has no other token is not eligible, nor is one to or from a
-word without a token: such arcs are counted apart, as left out. Words that share a token are no rivals of each other.
+A token can belong to several words, such as `,"`. It counts in the sum of each word, but the weight of a word on its own
+tokens is not attributed to other words that share them. So an arc is not eligible if the target has no token of its own, or
+if one of the words has no token. Such arcs are counted as left out. Words that share a token do not compete with each other.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,24 +41,34 @@ from headwise.analysis.recording.batching import TextSample, TokenBatch
 from headwise.analysis.recording.text_hash_split import BUCKETS
 from headwise.text.annotated_document import Document
 
-# offsets told apart one by one; bins beyond; bins of visible words
+# strata: exact offsets, bins of larger offsets, bins of the number of visible words
 _EXACT_OFFSETS, _FAR_BINS, _VISIBLE_BINS = (16, 3, 10)
 
 
 @dataclass(eq=False)
 class RelationMetric(Metric):
-    """Numbers of every question: `det >` is attention from the first word of an arc to the second, `det <` from the second to
-    the first."""
+    """Scores of every relation in both directions.
+
+    `det >` is attention from the first word of an arc to the second, `det <` from the second to the first.
+
+    Attributes:
+        accumulator: Sums and counts of the scores.
+        relations: Relations to measure.
+        causal: Whether words can attend to earlier words only.
+        sampler: Records the attention at some positions as examples.
+        offsets: Number of rows that each fixed offset hits, (buckets, relations, offsets).
+        arcs: Number of eligible arcs, (buckets, relations).
+        left_out: Number of arcs whose words cannot be distinguished by their tokens, (buckets, relations).
+    """
 
     accumulator: Accumulator
     relations: tuple[DirectedRelation, ...]
     causal: bool
-    sampler: ExampleSampler | None = None  # takes down what heads do at some places
-    offsets: np.ndarray = field(init=False)  # (buckets, questions, offsets): how many rows each fixed offset hits
-    arcs: np.ndarray = field(init=False)  # (buckets, questions): those that are eligible
-    # (buckets, questions): those whose words cannot be told apart by their tokens
+    sampler: ExampleSampler | None = None
+    offsets: np.ndarray = field(init=False)
+    arcs: np.ndarray = field(init=False)
     left_out: np.ndarray = field(init=False)
-    _batch_arcs: BatchWordArcs | None = None  # of the batch that is read
+    _batch_arcs: BatchWordArcs | None = None  # arcs of the current batch
 
     def __post_init__(self) -> None:
         Q = len(self.relations)
@@ -71,7 +82,7 @@ class RelationMetric(Metric):
     def of(
         accumulator: Accumulator, documents: Iterable[Document], causal: bool, sampler: ExampleSampler | None = None
     ) -> "RelationMetric":
-        """For all relations that occur in these documents."""
+        """Create a metric for all relations that occur in the documents."""
         names: set[str] = set()
         phrases = classes = False
         for document in documents:
@@ -88,7 +99,7 @@ class RelationMetric(Metric):
             self.sampler.draw_relation_examples(self.relation_targets(sample))
 
     def relation_targets(self, sample: TextSample) -> Iterator[RelationTargets]:
-        """What is asked about a text: each question, who looks, and the words it should look at."""
+        """Iterate over the rows of a text: relation, text, source word and target words."""
         targets: dict[tuple[str, int], list[int]] = {}
         pairs = {} if sample.document is None else self._pairs_of(sample.document)
         for relation in self.relations:
@@ -99,7 +110,7 @@ class RelationMetric(Metric):
         return ((relation, sample, source, tuple(target_words)) for (relation, source), target_words in targets.items())
 
     def begin_batch(self, batch: TokenBatch) -> None:
-        """Count what does not depend on heads: the arcs, and the rows that lie at each offset."""
+        """Count the arcs and the rows that each fixed offset hits, which do not depend on heads."""
         arcs_by_sample = [None if sample.document is None else self._word_arcs(sample) for sample in batch.samples]
         self._batch_arcs = BatchWordArcs(batch, arcs_by_sample, len(self.relations))
         for sample, arcs in zip(batch.samples, arcs_by_sample, strict=True):
@@ -109,7 +120,7 @@ class RelationMetric(Metric):
                 np.add.at(self.offsets[sample.bucket], arcs.row_relations, arcs.offset_hits())
 
     def make_accumulator(self, call: AttentionCallContext) -> WordMapAccumulator:
-        """One call at one site."""
+        """Return an accumulator for the blocks of one attention call."""
         assert self._batch_arcs is not None
         return WordMapAccumulator(self._batch_arcs, call, self.relations, self.sampler)
 
@@ -126,9 +137,9 @@ class RelationMetric(Metric):
             to_word[list(token_sets[item] & token_sets[other]), W + index] = 1
             rivals[[item, other], [other, item]] = False
         from_word = to_word[:, :W].T / to_word[:, :W].sum(0).clamp(min=1)[:, None]
-        first_words = aligned.words_of_token[0]  # the words where heads rest; none behind a start token
+        first_words = aligned.words_of_token[0]  # words of the first token, an attention sink; empty for a BOS token
         word_tokens = to_word[:, :W]
-        # the target has a token the source has not
+        # whether the target has a token that the source does not have
         separable = ((word_tokens.sum(0) > word_tokens.T @ word_tokens) & (word_tokens.sum(0) > 0)[:, None]).numpy()
         relation_ids, source, target, left_out = [], [], [], np.zeros(len(self.relations))
         pairs = self._pairs_of(document)
@@ -156,7 +167,7 @@ class RelationMetric(Metric):
         return WordArcs(q, s, t, pairs, stratum, to_word, from_word, shared_pairs, rivals, left_out)
 
     def _pairs_of(self, document: Document) -> dict[str, list[tuple[int, int]]]:
-        """The pairs of every relation that is asked about, each once and in order."""
+        """Return the word pairs of every measured relation, sorted and without duplicates."""
         pairs_by_name: dict[str, set[tuple[int, int]]] = {}
         for arc in document.relations:
             pairs_by_name.setdefault(arc.name, set()).add((arc.source, arc.target))
@@ -174,7 +185,7 @@ class RelationMetric(Metric):
         return {name: sorted(pairs) for name, pairs in pairs_by_name.items()}
 
     def _stratum(self, source: np.ndarray, target: np.ndarray, words: int) -> np.ndarray:
-        """Pairs at the same offset whose rows see about as many words."""
+        """Return the stratum of word pairs, which depends on the offset and on the number of visible words."""
         offset = target - source
         beyond = np.minimum(
             _EXACT_OFFSETS
@@ -188,11 +199,11 @@ class RelationMetric(Metric):
         return offset_bin * _VISIBLE_BINS + np.minimum(np.log2(np.maximum(visible, 1)).astype(int), _VISIBLE_BINS - 1)
 
     def arc_count_arrays(self) -> dict[str, np.ndarray]:
-        """All that was counted, by name: what is saved, and what adds up."""
+        """Return the arc counts by name. They are stored in the profile file and added when profiles are merged."""
         return {name: getattr(self, name) for name in ("offsets", "arcs", "left_out")}
 
     def comparable_row_fraction(self) -> np.ndarray:
-        """The share of rows that could be compared with other pairs of their text, (questions,); NaN: none was asked."""
+        """Return the fraction of rows that could be compared with other pairs, (relations,). NaN without rows."""
         fractions = []
         for relation in self.relations:
             counts_by_kind = (
@@ -204,8 +215,10 @@ class RelationMetric(Metric):
 
 
 def _wrong_pairs(document: Document, control: str) -> list[tuple[int, int]]:
-    """Words that have the shape of a pair and are none, the later one first; in texts that have such a pair, so that what is
-    asked of a text does not depend on what else is read."""
+    """Return word pairs that have the form of a pair but are not one, later word first.
+
+    They are taken only from texts that contain a real pair, so that the pairs of a text do not depend on other texts.
+    """
     if not any(control in CONTROLS.get(arc.name, ()) for arc in document.relations):
         return []
     shapes, words = CONTROL_SHAPES[control], document.words

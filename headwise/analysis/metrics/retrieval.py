@@ -1,9 +1,9 @@
-"""The retrieval score: of the tokens a model copies from a needle in a haystack, the share at which the head's largest weight
-is on the token being copied (https://arxiv.org/abs/2404.15574).
+"""Retrieval score: how often the largest weight of a head is on the token that the model copies from a needle in a haystack
+(https://arxiv.org/abs/2404.15574).
 
-Texts, of the probe set if no others are given, are laid end to end; among them stands a needle, and at the end the needle is
-begun again. The model goes on with it; a token counts if the model itself would have written it. The baseline is how often
-the largest weight is on the same place when another needle stands there.
+Texts are concatenated to a haystack, a needle is inserted, and the beginning of the needle is repeated at the end. The model
+continues it. A token counts if the model predicts it correctly. The baseline is how often the largest weight is on the same
+position if another needle is there. The default texts are those of the default corpus.
 """
 
 from dataclasses import dataclass
@@ -18,22 +18,30 @@ from headwise.analysis.recording.tokenized_corpus import default_corpus
 from headwise.model import ModelProtocol
 from headwise.text.corpus import Corpus
 
-# haystacks; tokens of a needle, of its beginning that is given, and around it
-TEXTS, NEEDLE, CUE, HAYSTACK = 32, 10, 3, 48
+TEXTS = 32  # number of haystacks
+NEEDLE, CUE = 10, 3  # tokens of a needle, and tokens of it that are given at the end
+HAYSTACK = 48  # half of the maximum number of haystack tokens
 
 
 @dataclass(frozen=True, eq=False)
 class NeedleText:
-    """A haystack with a needle, the same with another needle in its place, and where each copied token comes from."""
+    """A haystack with a needle, and a control with another needle at the same position.
+
+    Attributes:
+        ids: Token ids.
+        control_ids: Token ids of the control.
+        start: Position of the needle.
+        repeat_start: Position at which the needle is repeated.
+    """
 
     ids: tuple[int, ...]
     control_ids: tuple[int, ...]
-    start: int  # where the needle stands
-    repeat_start: int  # where it is begun again
+    start: int
+    repeat_start: int
 
     @property
     def copy_source_positions(self) -> list[int]:
-        """For each row the place of the token to be written next, in the needle; -1: nothing is copied there."""
+        """Position in the needle of the next token of each row. -1 for rows that copy nothing."""
         positions = [-1] * len(self.ids)
         for step in range(CUE - 1, NEEDLE - 1):
             positions[self.repeat_start + step] = self.start + step + 1
@@ -41,36 +49,42 @@ class NeedleText:
 
 
 class RetrievalMetric(ControlledTextMetric, AttentionToPosition):
-    """`hw.profile(model, metrics=[RetrievalMetric()])`; for decoders, whose next token is known. Others have none of it.
+    """Retrieval score of decoders: `hw.profile(model, metrics=[RetrievalMetric()])`. Other models get no score.
+
+    Args:
+        corpus: Texts for needles and haystacks. None selects the default corpus of a profile.
 
     >>> RetrievalMetric().names
     ('retrieval', 'retrieval baseline', 'retrieval value-weighted')
     """
 
     def __init__(self, corpus: Any = None) -> None:
-        self.corpus = corpus  # where needles and haystacks are taken from
-        self.positions: dict[tuple[int, ...], list[int]] = {}  # where each row should look, by the ids of a text
+        self.corpus = corpus
+        self.positions: dict[tuple[int, ...], list[int]] = {}  # target position of each row, by the ids of a text
         super().__init__(
-            "retrieval", lambda text: self.positions[text.ids], label="copied tokens it looks at hardest",
-            high_means="finds what is copied", hue=285, hits=True, merge=IDENTICAL, corpus_label="needles in texts",
+            "retrieval", lambda text: self.positions[text.ids], label="copied tokens with the largest weight on their source",
+            high_means="finds the copied token", hue=285, hits=True, merge=IDENTICAL, corpus_label="needles in texts",
         )  # fmt: skip
 
     def texts_and_controls(self, model: ModelProtocol, seed: int) -> tuple[list[TextSample], list[TextSample]]:
-        """Haystacks, and the same with other needles."""
+        """Return haystacks, and controls with other needles."""
         if model.spec.kind != "decoder" or model.output is None:
             return [], []
         needles, tokenizer = make_needle_texts(model, self.corpus, seed), tokenizer_of(model)
         samples = [sample_from_ids(index, needle.ids, tokenizer) for index, needle in enumerate(needles)]
         others = [sample_from_ids(index, needle.control_ids, tokenizer) for index, needle in enumerate(needles)]
         copied = _copied_positions(model, samples)
-        for needle in needles:  # the same rows of both
+        for needle in needles:  # text and control have the same targets
             correct = [position if position in copied[needle.ids] else -1 for position in needle.copy_source_positions]
             self.positions[needle.ids] = self.positions[needle.control_ids] = correct
         return samples, others
 
 
 def make_needle_texts(model: ModelProtocol, corpus: Any = None, seed: int = 0, texts: int = TEXTS) -> list[NeedleText]:
-    """Needles are beginnings of texts without a repeated token, haystacks the other texts; none where there is no room."""
+    """Make haystacks with needles. A needle is the beginning of a text without repeated tokens.
+
+    The result is empty if the context is too short or there are fewer than two needles.
+    """
     tokenizer = tokenizer_of(model)
     prefix, suffix = tokenizer.template_ids
     max_context = model.spec.max_input_tokens
@@ -91,7 +105,7 @@ def make_needle_texts(model: ModelProtocol, corpus: Any = None, seed: int = 0, t
             for token in token_ids[i]
         ]
         hay = hay[:hay_length]
-        first = int(rng.integers(len(hay) // 4, len(hay) // 2 + 1))  # no fixed distance leads there
+        first = int(rng.integers(len(hay) // 4, len(hay) // 2 + 1))  # random, so that no fixed offset finds the needle
         left, right = hay[:first], hay[first:]
         start = len(prefix) + len(left)
         ids, control = ((*prefix, *left, *inserted, *right, *needle) for inserted in (needle, other))
@@ -100,7 +114,7 @@ def make_needle_texts(model: ModelProtocol, corpus: Any = None, seed: int = 0, t
 
 
 def _copied_positions(model: ModelProtocol, samples: list[TextSample]) -> dict[tuple[int, ...], set[int]]:
-    """For each text the places from which the model copies: there it would write the next token of the needle itself."""
+    """Return for each text the needle positions whose tokens the model predicts correctly at the end."""
     copied = {}
     for batch in make_batches(samples, BATCH_TOKENS, device=model.device):
         best = forward_batch(model, batch, hidden=False).argmax(-1)[:, :-1]  # (B, T - 1)

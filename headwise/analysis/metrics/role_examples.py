@@ -1,7 +1,7 @@
-"""Cases: for every role some of the places where a head could have done it, drawn by chance, whether it did it or not.
+"""Examples of roles: random positions at which a head could show its role, both hits and misses.
 
-How they are drawn is in example_sampler.py. What is shown for a role comes from the half for reporting: hits and misses as
-often as they are in it.
+`example_sampler.py` draws the positions. The examples of a role come from the reporting half of the corpus, with hits and
+misses in their true proportion.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,10 +14,10 @@ from headwise.analysis.metrics.metric import RoleTarget
 from headwise.distributed.process_group import ProcessGroup
 from headwise.heads.hook_point import AttentionCall
 
-ARC_EXAMPLES, TOKEN_EXAMPLES = 32, 64  # places drawn: of each question about relations; and tokens
-EXAMPLES_PER_ROLE = 8  # cases told of a role
-CONTEXT_TOKENS = 6  # tokens told before and behind
-TOKEN, REPEAT = "", "repeats"  # the questions of tokens
+ARC_EXAMPLES, TOKEN_EXAMPLES = 32, 64  # positions drawn for each relation, and for all tokens
+EXAMPLES_PER_ROLE = 8  # examples shown per role
+CONTEXT_TOKENS = 6  # tokens shown before and after a marked token
+TOKEN, REPEAT = "", "repeats"  # values of ExamplePosition.relation for tokens
 MARK_FORMATS = {"": "{}", "token": "[{}]", "attended": "*{}*", "meant": "{{{}}}"}
 MAX_EXAMPLES = {"arcs": ARC_EXAMPLES, "rows": TOKEN_EXAMPLES}
 ARRAY_NAMES = {"arcs": ("hit", "weight", "best", "max_weight"), "rows": ("maps", "features", "key_targets")}
@@ -25,42 +25,70 @@ ARRAY_NAMES = {"arcs": ("hit", "weight", "best", "max_weight"), "rows": ("maps",
 
 @dataclass(frozen=True)
 class RoleExample:
-    """One place: who looks, at what it should for the role and how hard, at what it does look hardest; the text, marked.
+    """Attention of one head at one position, compared with the target of a role.
 
-    In the text [x] looks, *y* is looked at hardest, and {z} is what the role means, where that is another.
+    Attributes:
+        hit: Whether the largest weight is on a target.
+        weight: Weight on the targets.
+        token: Query token or word.
+        expected: Target token or word.
+        attended: Token or word with the largest weight.
+        max_weight: The largest weight.
+        text: Text with marks: [query], *largest weight*, {target} if it is another token.
+        segments: The same text as (kind, text), with kind "token" (query), "attended" (largest weight), "meant" (target)
+            or "".
     """
 
     hit: bool
-    weight: float  # on what the role means
+    weight: float
     token: str
     expected: str
     attended: str
-    max_weight: float  # on what is looked at hardest
+    max_weight: float
     text: str
-    segments: tuple[tuple[str, str], ...]  # the same text, (kind, text): "token", "attended", "meant" or ""
+    segments: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class ExamplePosition:
-    """One place that was drawn: a word with its targets, or a token."""
+    """One sampled position: a word with its targets, or a token.
 
-    relation: str  # `det >`; TOKEN for a token, REPEAT for one of repeated tokens; for one of a prompt the number asked
+    Attributes:
+        relation: Relation of a word such as `det >`, TOKEN for a token, REPEAT for a token in a repeated sequence, or the
+            name of a prompt metric.
+        key: Sampling key. The positions with the smallest keys are selected.
+        bucket: Bucket of the text.
+        sample: Number of the text in the corpus.
+        source: Position of the query.
+        names: Words or tokens of the text.
+        targets: Positions of the targets.
+    """
+
+    relation: str
     key: int
     bucket: int
     sample: int
     source: int
-    names: tuple[str, ...]  # the words of the text, or its tokens
+    names: tuple[str, ...]
     targets: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
 class ExampleStore:
-    """What every head did at the places drawn: arrays with a row for each. Those that were never met have `recorded` 0."""
+    """Attention of every head at the sampled positions.
+
+    Attributes:
+        heads: Number of heads.
+        arcs: Positions of words with relations.
+        rows: Positions of tokens.
+        feature_names: Names of the token features.
+        key_target_names: Names of the key targets.
+        arrays: Arrays with one row per position. `recorded` is 0 for positions whose text was not read.
+    """
 
     heads: int
     arcs: tuple[ExamplePosition, ...] = ()
     rows: tuple[ExamplePosition, ...] = ()
-    # names of what tokens are marked as, and of the rules that say where a row should look
     feature_names: tuple[str, ...] = ()
     key_target_names: tuple[str, ...] = ()
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
@@ -75,18 +103,16 @@ class ExampleStore:
         return {
             "recorded": (A + R,), "hit": (A, H), "weight": (A, H), "best": (A, H), "max_weight": (A, H),
             "maps": (R, H, max_length), "features": (R, max_length, len(self.feature_names)),
-            "key_targets": (R, len(self.key_target_names)),  # the place in the text, counted from 1; 0: none
+            "key_targets": (R, len(self.key_target_names)),  # position in the text, counted from 1; 0 means no target
         }  # fmt: skip
 
     def gather_from_processes(self, process_group: ProcessGroup) -> None:
-        """What all processes met, each its own."""
+        """Add the arrays of all processes. Each position was recorded by one process."""
         for name in sorted(self.arrays):
             process_group.all_reduce_array_inplace(self.arrays[name])
 
-    # Afterwards.
-
     def merge(self, other: "ExampleStore") -> "ExampleStore":
-        """The places with the smallest keys of both; one that is in both counts once."""
+        """Return the positions with the smallest keys of both stores. A position in both stores counts once."""
         selected: list[list[tuple[ExamplePosition, ExampleStore, int]]] = []
         for kind in ("arcs", "rows"):
             by_relation: dict[str, dict[int, tuple[ExamplePosition, ExampleStore, int]]] = {}
@@ -104,16 +130,19 @@ class ExampleStore:
             for name in ARRAY_NAMES[kind]:
                 value, target = store.arrays[name][old], merged.arrays[name][row]
                 overlap = tuple(slice(min(sizes)) for sizes in zip(value.shape, target.shape, strict=True))
-                target[overlap] = value[overlap]  # a longer text that was driven out left room behind
+                target[overlap] = value[overlap]  # the longest text may have been displaced, so lengths can differ
         return merged
 
     def examples_for_head(
         self, target: RoleTarget | None, bucket_mask: np.ndarray, head: int, hit_rate: float | None
     ) -> tuple[RoleExample, ...]:
-        """Cases of a role for one head, from the buckets of a half: hits and misses as often as they are. `target` is what
-        its measure is about; None: what cannot be shown.
+        """Return examples of a role for one head, with hits and misses in their true proportion.
 
-        `hit_rate` is how often it hits, where that is known; else it is how often it does at the places drawn.
+        Args:
+            target: Target of the role. None returns no examples.
+            bucket_mask: Buckets to take examples from.
+            head: Index of the head.
+            hit_rate: Fraction of hits, if known. None uses the fraction at the sampled positions.
         """
         candidates = list(self._candidates(target, bucket_mask, head)) if target is not None else []
         if not candidates:
@@ -152,9 +181,10 @@ class ExampleStore:
                 )
 
     def _targets(self, target: RoleTarget, index: int, num_visible: int) -> Iterable[int]:
-        """The tokens that a role is about, for one row that sees so many; none where the row is not asked."""
+        """Return the target positions of a role for one row with `num_visible` visible keys. Empty if the row does not
+        count for the role."""
         position, value = self.rows[index], target.value
-        source, visible = position.source, range(1, num_visible)  # the first token is no target
+        source, visible = position.source, range(1, num_visible)  # the first token is never a target
         if position.relation != TOKEN or target.kind in ("repeat", "prompt"):
             if target.kind == "prompt":
                 return position.targets if position.relation == value else ()
@@ -178,7 +208,7 @@ class ExampleStore:
         return ()
 
     def positions_to_dict(self) -> dict[str, Any]:
-        """The places, as plain data; the arrays are saved beside them."""
+        """Return the positions as JSON-serializable data. The arrays are stored separately."""
         positions = {
             "arcs": [asdict(position) for position in self.arcs],
             "rows": [asdict(position) for position in self.rows],
@@ -187,7 +217,7 @@ class ExampleStore:
 
     @staticmethod
     def of(heads: int, stored: dict[str, Any], arrays: dict[str, np.ndarray]) -> "ExampleStore":
-        """What `to_dict` and the arrays gave."""
+        """Create a store from the result of `positions_to_dict` and the stored arrays."""
         arcs, rows = (
             tuple(
                 ExamplePosition(**{**entry, "names": tuple(entry["names"]), "targets": tuple(entry["targets"])})
@@ -201,9 +231,9 @@ class ExampleStore:
 
 
 def repeated_token_examples(tokens: Sequence[Sequence[str]], start: int, length: int) -> list[ExamplePosition]:
-    """A token of the second copy in each sequence of repeated ones, those of 16 sequences alike: they are read together."""
+    """Return one position in the second copy of each repeated sequence. 16 sequences, which share a batch, have the same."""
     positions = []
-    for index, names in enumerate(tokens):  # none where there is no room to repeat anything
+    for index, names in enumerate(tokens):  # empty if the context is too short to repeat tokens
         row = start + length + 1 + (5 * (index // 16)) % (length - 1)
         positions.append(
             ExamplePosition(REPEAT, index, index, index, row, tuple(names), (row - length + 1, row - length))
@@ -212,13 +242,15 @@ def repeated_token_examples(tokens: Sequence[Sequence[str]], start: int, length:
 
 
 def attention_from_position(position: ExamplePosition, call: AttentionCall, example: int, start: int) -> np.ndarray:
-    """Where the heads of a site look from a token of one text, which begins at `start`: (H, S)."""
+    """Return the attention of the heads of a call from one token, (H, S). The text begins at column `start`."""
     row = call.map_rows([position.source + start], slice(example, example + 1))  # (1, H, 1, T)
     return row[0, :, 0, start : start + len(position.names)].float().cpu().numpy()
 
 
 def make_marked_segments(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:
-    """A text in parts, (kind, text): marked words with their kind, and what is around them; a long middle is left out.
+    """Split a text into segments (kind, text): marked words with their kind, and unmarked text around them.
+
+    A long gap between marked words is replaced by an ellipsis.
 
     >>> make_marked_segments(("the", "cat", "sat"), {2: "token", 1: "attended"})
     (('', 'the '), ('attended', 'cat'), ('', ' '), ('token', 'sat'))
@@ -245,7 +277,7 @@ def make_marked_segments(names: Sequence[str], marks: dict[int, str]) -> tuple[t
 
 
 def render_marks(segments: Iterable[tuple[str, str]]) -> str:
-    """Parts as one text: [x] looks, *y* is looked at hardest, {z} is meant.
+    """Join segments to one text with marks: [query], *largest weight*, {target}.
 
     >>> render_marks((("attended", "cat"), ("", " "), ("token", "sat")))
     '*cat* [sat]'

@@ -1,7 +1,8 @@
-"""Attention in blocks of rows: everything a measure needs of a map, while no map is ever held whole.
+"""Attention weights in blocks of rows, so that metrics can use all weights without a full map in memory.
 
-A block is (B, h, R, C): some heads, some queries, the keys those can see. It is made after the fused call that gave the
-model its output, is small enough to stay in the cache while all measures read it, and its memory is used again by the next.
+A block has shape (B, h, R, C): some heads, some queries, and the keys that they can see. Blocks are computed after the fused
+attention call of the model. A block is small enough to stay in the CPU cache while all metrics read it, and the next block
+reuses its memory.
 """
 
 from collections.abc import Iterator
@@ -19,28 +20,37 @@ from headwise.kernels import Mask
 from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.kernels.score_params import ScoreParams, repeat_kv
 
-BLOCK_ROWS = 64  # queries in a block
-BLOCK_CELLS = 1 << 22  # scores in a block, about
-MASKED_SCORE = -1e30  # the score of what is not seen: finite, so that 0 · score is 0
-# keys that meet a block of rows at once while sights, and what is known of them, are made: see `BatchContext.row_visibility`
-CHUNK_KEYS = 4096
-MAX_CACHED_CELLS = 1 << 23  # cells of sights that are kept from layer to layer; more are made again
+BLOCK_ROWS = 64  # queries per block
+BLOCK_CELLS = 1 << 22  # approximate number of scores per block
+MASKED_SCORE = -1e30  # score of masked keys; finite, so that 0 · score is 0
+CHUNK_KEYS = 4096  # keys processed at once when visibility is computed, see `BatchContext.row_visibility`
+MAX_CACHED_CELLS = 1 << 23  # mask entries that are cached for the next layer; others are computed again
 
 
 @dataclass(frozen=True, eq=False)
 class VisibleBlock:
-    """Some rows, and which keys they may see: the same for all heads, but for masks that tell heads apart."""
+    """Visible keys of a block of rows. Equal for all heads unless the mask differs by head.
 
-    rows: range  # queries, by their place in this call
-    cols: range  # keys
-    past: int  # keys before the first query: the query of row i stands at place i + past
-    mask: Mask | None  # whose sight it is
-    visible_keys: Tensor  # (1 or B, 1 or H, R): how many keys a row may see
-    partial_cols: slice  # the columns in which some are not seen: of a causal block nothing but its last corner
-    partial_mask: Tensor  # (1 or B, 1 or H, R, P): which of those are
+    Attributes:
+        rows: Queries of the call.
+        cols: Keys.
+        past: Number of keys before the first query. The query of row i is at position i + past.
+        mask: The attention mask.
+        visible_keys: Number of visible keys of each row, (1 or B, 1 or H, R).
+        partial_cols: Columns that are hidden from at least one row. In a causal block these are only the last ones.
+        partial_mask: Whether each row sees each of these columns, (1 or B, 1 or H, R, P).
+    """
+
+    rows: range
+    cols: range
+    past: int
+    mask: Mask | None
+    visible_keys: Tensor
+    partial_cols: slice
+    partial_mask: Tensor
 
     def allowed_mask(self, columns: slice = slice(None)) -> Tensor:
-        """All of it, or some of its columns: (1 or B, 1 or H, R, C)."""
+        """Return the mask of visible keys, for all or some columns, (1 or B, 1 or H, R, C)."""
         first, end, _ = columns.indices(len(self.cols))
         allowed = torch.ones(
             *self.partial_mask.shape[:3], end - first, dtype=torch.bool, device=self.partial_mask.device
@@ -53,7 +63,8 @@ class VisibleBlock:
         return allowed
 
     def sees_keys(self, keys: Tensor) -> Tensor:
-        """Whether each row sees one key, `keys` (B, R) or (B, 1) by their places; none is below 0: (B, 1 or H, R)."""
+        """Return whether each row sees one key, (B, 1 or H, R). `keys` are positions, (B, R) or (B, 1); negative positions
+        are not visible."""
         column = (keys - self.cols.start).expand(-1, len(self.rows))  # (B, R)
         in_block = ((column >= 0) & (column < len(self.cols)))[:, None]  # (B, 1, R)
         if self.partial_cols.start == self.partial_cols.stop:
@@ -67,34 +78,47 @@ class VisibleBlock:
         )
 
     def visible_sums(self, values: Tensor) -> Tensor:
-        """Sums over the keys each row sees, of `values` (B, S, c): (B, 1 or H, R, c)."""
+        """Sum `values` (B, S, c) over the visible keys of each row, (B, 1 or H, R, c)."""
         partial = slice(self.cols.start + self.partial_cols.start, self.cols.start + self.partial_cols.stop)
         left, right = values[:, self.cols.start : partial.start], values[:, partial.stop : self.cols.stop]
-        always_visible = (left.sum(1) + right.sum(1))[:, None, None]  # (B, 1, 1, c): of the columns all rows see
+        always_visible = (left.sum(1) + right.sum(1))[:, None, None]  # (B, 1, 1, c): columns that all rows see
         return self.partial_mask.to(values) @ values[:, None, partial] + always_visible
 
     @cached_property
     def sees_future_keys(self) -> bool:
-        """Whether rows may see keys that come after them, as an encoder's do."""
-        column = self.rows.start + self.past - self.cols.start  # the first query's column
+        """Whether rows can see later keys, as in an encoder."""
+        column = self.rows.start + self.past - self.cols.start  # column of the first query
         return len(self.cols) > column + 1 and bool(self.allowed_mask().triu(column + 1).any())
 
 
 @dataclass(frozen=True, eq=False)
 class RowBlock:
-    """Some rows of some heads. Weights are left unnormalised: e = exp(score − the row's largest), 0 where nothing is seen.
+    """Unnormalized attention weights of some rows and heads: e = exp(score − largest score of the row), 0 at masked keys.
 
-    `e` lives until the next block is made.
+    `e` and `scratch` are valid until the next block is computed.
+
+    Attributes:
+        heads: Heads of the block.
+        visible: Visible keys of the block.
+        e: Unnormalized weights, (B, h, R, C).
+        total: Σ e, plus the attention sink, (B, h, R).
+        energy: Σ e · (score − largest score), (B, h, R).
+        feature_sums: Σ e · feature over the keys, (B, h, R, f).
+        largest: Largest e among `inner_cols` of `iter_row_blocks`, (B, h, R).
+        scratch: Memory that may be overwritten, (B, h, R, C).
+        rows: Queries of the call.
+        cols: Keys.
+        past: Number of keys before the first query.
     """
 
     heads: slice
     visible: VisibleBlock
-    e: Tensor  # (B, h, R, C)
-    total: Tensor  # (B, h, R): Σ e, and the sink's share
-    energy: Tensor  # (B, h, R): Σ e · (score − the largest)
-    feature_sums: Tensor  # (B, h, R, f): Σ e · what was asked to be summed over the keys
-    largest: Tensor  # (B, h, R): the largest e among the columns named to `iter_row_blocks`
-    scratch: Tensor  # (B, h, R, C): memory that is free
+    e: Tensor
+    total: Tensor
+    energy: Tensor
+    feature_sums: Tensor
+    largest: Tensor
+    scratch: Tensor
     rows: range = field(init=False)
     cols: range = field(init=False)
     past: int = field(init=False)
@@ -104,18 +128,18 @@ class RowBlock:
             object.__setattr__(self, name, getattr(self.visible, name))
 
     def normalize(self, summed: Tensor) -> Tensor:
-        """Sums of e as shares of the row: (B, h, R, …); a row that sees nothing has none."""
+        """Divide sums of e by the row total, (B, h, R, …). The result is 0 for a row without visible keys."""
         total = self.total.clamp(min=torch.finfo(self.total.dtype).tiny)
         return summed / total.reshape(*total.shape, *[1] * (summed.ndim - total.ndim))
 
     def unnormalized_weights_at_offsets(self, low: int, high: int) -> Tensor:
-        """e, `low` to `high` − 1 places back from each query, the farthest first: (B, h, R, high − low).
+        """Return e at the offsets `low` to `high` − 1 back from each query, farthest first, (B, h, R, high − low).
 
-        A view along the diagonals. Places outside the block read as 0.
+        The result is a view along the diagonals. Positions outside the block are 0.
         """
         e, R, C = self.e, len(self.rows), len(self.cols)
-        start = self.rows.start + self.past - self.cols.start - (high - 1)  # the first row's first column
-        end = start + R - 1 + high - low  # behind the last row's last column
+        start = self.rows.start + self.past - self.cols.start - (high - 1)  # first column of the first row
+        end = start + R - 1 + high - low  # column after the last column of the last row
         left, right = max(0, -start), max(0, end - C)
         if left or right:
             e = torch.nn.functional.pad(e, (left, right))
@@ -126,14 +150,15 @@ class RowBlock:
 
 @dataclass(eq=False)
 class VisibilityCache:
-    """What was made for one layer and serves the next."""
+    """Visible blocks that are reused by the next layer."""
 
     # by mask, rows, T and S
     blocks: dict[tuple[Mask | None, range, int, int], VisibleBlock] = field(default_factory=dict)
     cached_cells: int = 0
 
     def get_block(self, params: ScoreParams, rows: range, T: int, S: int, device: torch.device) -> VisibleBlock:
-        """What some rows may see. A mask that is no corner of a block has as many cells as a map: few of those are kept."""
+        """Return the visible keys of some rows. Masks that are not causal can be as large as a map, so the cache is limited
+        to MAX_CACHED_CELLS entries."""
         key = (params.mask, rows, T, S)
         if key in self.blocks:
             return self.blocks[key]
@@ -147,7 +172,8 @@ class VisibilityCache:
 def visible_blocks(
     params: ScoreParams, T: int, S: int, device: torch.device, row_stride: int = 1, cache: VisibilityCache | None = None
 ) -> Iterator[VisibleBlock]:
-    """What the rows of a call may see, block by block, or one block in so many. `cache` keeps it for the next layer."""
+    """Iterate over the visible keys of a call in blocks of rows, every block or one out of `row_stride`. `cache` stores
+    them for the next layer."""
     for rows in row_block_ranges(T, row_stride):
         yield (cache or VisibilityCache()).get_block(params, rows, T, S, device)
 
@@ -157,7 +183,7 @@ def _visible_block(params: ScoreParams, rows: range, T: int, S: int, device: tor
     if params.mask is None or params.mask.is_full(T, S):
         visible, empty = torch.full((1, 1, len(rows)), len(cols), device=device), torch.ones(1, 1, len(rows), 0)
         return VisibleBlock(rows, cols, S - T, params.mask, visible, slice(0, 0), empty.bool().to(device))
-    # the first and the last column in which something is
+    # first and last column with a hidden entry
     mask, hidden_bounds = (params.mask, [cols.stop, cols.start - 1])
     visible = torch.zeros(1, 1, len(rows), dtype=torch.long, device=device)
 
@@ -176,7 +202,7 @@ def _visible_block(params: ScoreParams, rows: range, T: int, S: int, device: tor
 
 
 def column_chunks(cols: range) -> Iterator[range]:
-    """Columns a piece at a time.
+    """Split a range of columns into chunks of CHUNK_KEYS.
 
     >>> list(column_chunks(range(2, 5000)))
     [range(2, 4098), range(4098, 5000)]
@@ -185,7 +211,9 @@ def column_chunks(cols: range) -> Iterator[range]:
 
 
 def row_block_ranges(T: int, row_stride: int = 1) -> Iterator[range]:
-    """The blocks of rows a walk reads: all, or of each run of so many the one in its middle, as the first sees least.
+    """Iterate over blocks of rows: every block, or the middle one of each group of `row_stride` blocks.
+
+    The middle block represents its group better than the first, which sees the fewest keys.
 
     >>> list(row_block_ranges(130)), list(row_block_ranges(64 * 20, row_stride=16))
     ([range(0, 64), range(64, 128), range(128, 130)], [range(512, 576), range(1152, 1216)])
@@ -197,7 +225,7 @@ def row_block_ranges(T: int, row_stride: int = 1) -> Iterator[range]:
 
 
 def count_sampled_rows(T: int, row_stride: int = 1) -> int:
-    """How many rows a walk reads."""
+    """Return the number of rows in the blocks of `row_block_ranges`."""
     return sum(map(len, row_block_ranges(T, row_stride)))
 
 
@@ -208,10 +236,15 @@ def iter_row_blocks(
     cache: VisibilityCache | None = None,
     inner_cols: range | None = None,
 ) -> Iterator[RowBlock]:
-    """All blocks of a call, or one in so many; `key_features` (B or 1, H or 1, S, f) are summed over the keys, weighted by e.
+    """Compute the attention weights of a call in blocks of rows.
 
-    The first feature is 1 for every key. `cache` is where `visible_blocks` are kept. The largest weight is told of all
-    columns, or of the `inner_cols`.
+    Args:
+        call: The attention call.
+        key_features: Features that are summed over the keys with weight e, (B or 1, H or 1, S, f). The first feature must
+            be 1 for every key.
+        row_stride: Compute every block (1), or one block out of `row_stride`.
+        cache: Cache of the visible keys.
+        inner_cols: Columns for `RowBlock.largest`. None selects all columns.
     """
     params, (B, H, T, _) = call.params, call.q.shape
     S = call.k.shape[2]
@@ -219,7 +252,7 @@ def iter_row_blocks(
         return
     queries = at_least_float32(call.q) * params.scale  # (B, H, T, d)
     keys, dtype = repeat_kv(call.k.to(queries), params.kv_of_head), queries.dtype  # (B, H, S, d)
-    # (B, H, f, S): a product with few rows is the quicker one
+    # (B, H, f, S): a matrix product with few rows is faster
     transposed = key_features.to(dtype).expand(B, H, S, -1).mT.contiguous()
     h = max(1, min(H, BLOCK_CELLS // (B * min(BLOCK_ROWS, T) * S)))
     buffers = queries.new_empty(2, B * h * min(BLOCK_ROWS, T) * S)
@@ -236,7 +269,7 @@ def iter_row_blocks(
             if params.softcap is not None:
                 scores.div_(params.softcap).tanh_().mul_(params.softcap)
             if bias is not None:
-                scores.add_(_select_heads(bias, heads)).clamp_(min=MASKED_SCORE)  # it may say −inf
+                scores.add_(_select_heads(bias, heads)).clamp_(min=MASKED_SCORE)  # the bias may be −inf
             corner = scores[..., visible.partial_cols]
             if corner.shape[-1]:
                 corner.add_(_select_heads(mask_bias, heads))
@@ -244,24 +277,24 @@ def iter_row_blocks(
             largest = (inner_max - row_max).exp_() * (inner_max > MASKED_SCORE / 2)
             scores.sub_(row_max[..., None])
             if corner.shape[-1]:
-                corner.mul_(_select_heads(keep, heads))  # exp is many times slower where it underflows
+                corner.mul_(_select_heads(keep, heads))  # exp is much slower if it underflows
             torch.exp(scores, out=e)
             if corner.shape[-1]:
                 e[..., visible.partial_cols].mul_(_select_heads(keep, heads))
             if bias is not None:
-                e.mul_((row_max > MASKED_SCORE / 2)[..., None])  # a row to which it forbids everything
+                e.mul_((row_max > MASKED_SCORE / 2)[..., None])  # the bias may mask all keys of a row
             feature_sums = (transposed[:, heads, :, cols] @ e.mT).mT  # (B, h, R, f)
             energy = scores.mul_(e).sum(-1)  # (B, h, R)
             total = feature_sums[..., 0]
             if params.sink is not None:
                 sink_score = params.sink[heads].to(row_max)[:, None] - row_max
-                # more would be infinite; keys have nothing left as it is
+                # clamp to avoid overflow; the weights of the keys are 0 at this point already
                 total = total + sink_score.clamp(max=80).exp()
             yield RowBlock(heads, visible, e, total, energy, feature_sums, largest, scratch=scores)
 
 
 def _row_max(scores: Tensor, cols: range, inner_cols: range | None) -> tuple[Tensor, Tensor]:
-    """The largest score of each row among the inner columns, and among all of them: (B, h, R) each."""
+    """Return the largest score of each row among the inner columns and among all columns, (B, h, R) each."""
     if inner_cols is None:
         inner_cols = cols
     low, high = (min(max(end - cols.start, 0), len(cols)) for end in (inner_cols.start, inner_cols.stop))
@@ -274,10 +307,11 @@ def _row_max(scores: Tensor, cols: range, inner_cols: range | None) -> tuple[Ten
 
 
 def value_output_norms(call: AttentionCall, output_gram: Tensor | None = None) -> Tensor:
-    """The length of what each head would write if it looked at one key alone, ‖v W_O[h]‖: (B, H, S). `output_gram`: W_O's
-    gram.
+    """Return the norm of the value output of each key, ‖v W_O[h]‖, (B, H, S). NaN if W_O cannot be read.
 
-    NaN, and so what is made of it, where W_O cannot be shown.
+    Args:
+        call: The attention call.
+        output_gram: W_O W_Oᵀ, (H, e, e). None computes it.
     """
     if output_gram is None:
         try:
@@ -288,11 +322,11 @@ def value_output_norms(call: AttentionCall, output_gram: Tensor | None = None) -
 
 
 def nan_output_gram(call: AttentionCall) -> Tensor:
-    """What stands for W_O W_Oᵀ where W_O cannot be shown: NaN, (H, e, e)."""
+    """Return NaN in the shape of W_O W_Oᵀ, (H, e, e), for a W_O that cannot be read."""
     H, e = call.z.shape[1], call.z.shape[-1]
     return at_least_float32(call.z.new_full((H, e, e), torch.nan))
 
 
 def _select_heads(x: Tensor, heads: slice) -> Tensor:
-    """The part of some heads, where heads differ."""
+    """Select heads, unless the tensor is shared by all heads."""
     return x if x.shape[1] == 1 else x[:, heads]

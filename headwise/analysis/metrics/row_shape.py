@@ -1,44 +1,48 @@
-"""The shape of a row, whatever it looks at: entropy, distance, where it rests; the largest weight; what a head writes."""
+"""Scores of the attention distribution (entropy, distance, attention sink, largest weight) and of the head output norm."""
 
 import torch
 from torch import Tensor
 
 from headwise.analysis.metrics.batch_context import ALL, FIRST, POSITION
 from headwise.analysis.metrics.metric import Metric, MetricSpec
-from headwise.analysis.metrics.row_stats import FullDetailRowStats, RowStats
+from headwise.analysis.metrics.row_stats import ExtendedRowStats, RowStats
 from headwise.heads.per_head_output import output_norms
 
-ENTROPY = MetricSpec("entropy", "entropy of a row", "nats", "looks at more tokens alike", 215)
+ENTROPY = MetricSpec("entropy", "entropy of a row", "nats", "attends evenly to more tokens", 215)
 RELATIVE_ENTROPY = MetricSpec(
-    "relative entropy", "entropy as a share of the most there could be", high_means="looks at all it sees alike"
+    "relative entropy", "entropy divided by its maximum", high_means="attends evenly to all visible tokens"
 )
 CONFIDENCE = MetricSpec(
-    "confidence", "largest weight of a row, special tokens left out", high_means="looks at one token", hue=15
+    "confidence", "largest weight of a row, without special tokens", high_means="attends to one token", hue=15
 )
-DISTANCE = MetricSpec("distance", "how far away it looks", "tokens", "looks farther", 195, positional=True)
-FIRST_TOKEN = MetricSpec("first", "weight on the first token", high_means="rests", hue=45)
+DISTANCE = MetricSpec("distance", "mean distance of attention", "tokens", "attends farther away", 195, positional=True)
+FIRST_TOKEN = MetricSpec(
+    "first", "weight on the first token", high_means="uses the first token as attention sink", hue=45
+)
 OUTPUT_SHARE = MetricSpec(
-    "output share", "its share in what its layer writes", high_means="writes more than its neighbours", hue=305
+    "output share", "its share of the output norms of its layer", high_means="writes more than the other heads", hue=305
 )
 
 
 class RowShapeMetric(Metric):
-    """The shape of a row, whatever it looks at."""
+    """Scores of the attention distribution of a row: entropy, distance, first token, attention sink."""
 
     metric_specs = (
         ENTROPY, RELATIVE_ENTROPY,
-        MetricSpec("participation", "tokens a row is spread over, 1 / Σp²", "tokens", "looks at more tokens alike"),
-        # how far from itself a query looks, |i − j|; and i − j, so that what lies ahead counts below 0
-        DISTANCE, FIRST_TOKEN, MetricSpec("abstention", "what a sink takes", high_means="looks nowhere"),
-        MetricSpec("uniform", "weight of a token if all were alike", displayed=False),
         MetricSpec(
-            "signed distance", "how far back it looks, ahead counting below 0", "tokens", "looks back", positional=True
+            "participation", "effective number of tokens per row, 1 / Σp²", "tokens", "attends evenly to more tokens"
+        ),
+        # distance is the mean of |i − j|; signed distance the mean of i − j, which is negative for later keys
+        DISTANCE, FIRST_TOKEN, MetricSpec("abstention", "weight on the learned sink", high_means="attends to no token"),
+        MetricSpec("uniform", "weight of a token under uniform attention", displayed=False),
+        MetricSpec(
+            "signed distance", "mean distance back, negative for later tokens", "tokens", "attends back", positional=True
         ),
     )  # fmt: skip
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
-        """Everything that is one number a row: (B, H, 8)."""
-        mass = rows.feature_fraction(ALL)  # 1, but for what a sink takes: (B, H, n)
+        """Compute all scores, (B, H, 8)."""
+        mass = rows.feature_fraction(ALL)  # 1 minus the weight on the attention sink: (B, H, n)
         counted = rows.counted.to(mass)[:, None]  # (B, 1, n)
         tiny = torch.finfo(mass.dtype).tiny
         entropy = (rows.total.clamp(min=tiny).log() * mass - rows.normalize(rows.energy)).clamp(min=0)  # (B, H, n)
@@ -54,20 +58,20 @@ class RowShapeMetric(Metric):
         ]  # fmt: skip
         sums = torch.stack([(value * counted).sum(2) for value in values], -1)  # (B, H, 8)
         counts = counted.sum(2).expand(sums.shape[:2])[..., None].repeat(1, 1, len(values))
-        # where there is no choice, nothing is relative
+        # relative entropy is undefined for rows with a single visible key
         counts[..., self.metric_specs.index(RELATIVE_ENTROPY)] = (has_choice * counted).sum(2)
         return sums, counts
 
 
 class ConfidenceMetric(Metric):
-    """The largest weight, special tokens excluded: neither their rows count nor what others give them."""
+    """Largest weight of a row. Special tokens are excluded both as queries and as keys."""
 
     metric_specs = (CONFIDENCE,)
     needs_full_detail = True
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
-        """(B, H, 1)"""
-        assert isinstance(rows, FullDetailRowStats)
+        """Compute the largest weight, (B, H, 1)."""
+        assert isinstance(rows, ExtendedRowStats)
         ordinary = rows.counted & rows.batch_context.non_special_mask[:, rows.positions]  # (B, n)
         # (B, H, n): rows that see an ordinary token
         counts = (ordinary[:, None] & (rows.max_non_special > 0)).to(rows.max_non_special)
@@ -75,12 +79,12 @@ class ConfidenceMetric(Metric):
 
 
 class OutputNormMetric(Metric):
-    """The length of what a head writes, and its share among those of its layer."""
+    """Norm of the head output, and its share of the sum over the heads of the layer."""
 
-    metric_specs = (MetricSpec("output norm", "length of what it writes", "length", "writes more"), OUTPUT_SHARE)
+    metric_specs = (MetricSpec("output norm", "norm of the head output", "length", "writes more"), OUTPUT_SHARE)
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
-        """(B, H, 2)"""
+        """Compute the norm and its share, (B, H, 2)."""
         # (B, H, T)
         norms, real_tokens = (
             output_norms(rows.attention_call.z, rows.output_gram),

@@ -1,4 +1,4 @@
-"""Every number that a row of attention has, of all rows of one call: filled block by block, then measured at once."""
+"""Statistics of all attention rows of one call. They are filled block by block and passed to the metrics at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,71 +20,93 @@ DISTANCE_EDGES = tuple(WINDOW << i for i in range(11))
 
 @dataclass(frozen=True, eq=False)
 class RowStats:
-    """Rows of one call, n of them: what a measure takes from. Sums are of e, as in `RowBlock`; `normalize` makes them parts
-    of the row. Columns over the keys go by name: `feature_fraction("digit")` is the weight on digits."""
+    """Statistics of the n attention rows of one call. `Metric.compute` gets this object.
+
+    Sums are sums of the unnormalized weights e, as in `RowBlock`; `normalize` divides them by the row total. Features are
+    selected by name: `feature_fraction("digit")` is the weight on digits.
+
+    Attributes:
+        attention_call: The attention call.
+        batch_context: The batch, with its token features and key targets.
+        output_gram: W_O W_Oᵀ, (H, e, e).
+        value_output_norms: Norm of the value output ‖v W_O‖ of each key, (B, H, S).
+        positions: Position of each query among the keys, (n,).
+        counted: Whether each row is a token, not padding, (B, n).
+        sees_future_keys: Whether rows can see later keys.
+        visible_keys: Number of visible keys of each row, (1 or B, 1 or H, n).
+        visible_features: Sum of each token feature over the visible keys, (B, 1 or H, n, c).
+        sees_first: Whether the first token is visible, (B, 1 or H, n). A sliding window may hide it.
+        sees: For each key target, whether the row has a target and sees it, (B, 1 or H, n).
+        total: Σ e, plus the attention sink, (B, H, n).
+        energy: Σ e · (score − largest score), (B, H, n).
+        feature_sums: Σ e · feature for each feature of the layout, (B, H, n, f).
+        square: Σ e², (B, H, n).
+        near: e at each offset of the window, farthest back first, (B, H, n, o).
+        distance_ahead: Σ e · (j − i) over the later keys, (B, H, n), or None if rows see none.
+        target_weights: e at each key target, (B, H, n).
+    """
 
     NORM: ClassVar[str] = NORM
 
     attention_call: AttentionCall
     batch_context: BatchContext
-    output_gram: Tensor  # (H, e, e): W_O W_Oᵀ
-    value_output_norms: Tensor  # (B, H, S): the length of what each key would write
-    positions: Tensor  # (n,): where each query stands among the keys
-    counted: Tensor  # (B, n): rows that are tokens
-    sees_future_keys: bool  # whether keys behind the query are seen
-    visible_keys: Tensor  # (1 or B, 1 or H, n): keys a row may see
-    visible_features: Tensor  # (B, 1 or H, n, c): and what they have of each mark
-    sees_first: Tensor  # (B, 1 or H, n): whether the first token is seen, which a window may forbid
-    sees: dict[str, Tensor]  # (B, 1 or H, n) for each aim: whether there is something to look at, and it is seen
-    total: Tensor  # (B, H, n)
-    energy: Tensor  # (B, H, n)
-    feature_sums: Tensor  # (B, H, n, f): Σ e · column, for each column of the layout
-    square: Tensor  # (B, H, n): Σ e²
-    near: Tensor  # (B, H, n, o): e at each offset of the window, farthest back first
-    # (B, H, n): Σ e · (j − i) over the keys that come after the query; None: it sees none
+    output_gram: Tensor
+    value_output_norms: Tensor
+    positions: Tensor
+    counted: Tensor
+    sees_future_keys: bool
+    visible_keys: Tensor
+    visible_features: Tensor
+    sees_first: Tensor
+    sees: dict[str, Tensor]
+    total: Tensor
+    energy: Tensor
+    feature_sums: Tensor
+    square: Tensor
+    near: Tensor
     distance_ahead: Tensor | None
-    target_weights: dict[str, Tensor]  # (B, H, n): e where each aim leads
+    target_weights: dict[str, Tensor]
 
     def normalize(self, summed: Tensor) -> Tensor:
-        """Sums of e as parts of the row: (B, H, n, …); nothing for padding and for a row that sees nothing."""
+        """Divide sums of e by the row total, (B, H, n, …). The result is 0 for padding and rows without visible keys."""
         return summed * self._inverse.reshape(*self._inverse.shape, *[1] * (summed.ndim - self._inverse.ndim))
 
     def feature_sum(self, feature: str) -> Tensor:
-        """Σ e · column, (B, H, n)."""
+        """Return Σ e · feature, (B, H, n)."""
         return self.feature_sums[..., self.batch_context.layout.feature_index[feature]]
 
     def feature_fraction(self, feature: str) -> Tensor:
-        """The same as a part of the row."""
+        """Return Σ p · feature, the attention weight on a feature, (B, H, n)."""
         return self._fractions[..., self.batch_context.layout.feature_index[feature]]
 
     def value_weighted_sum(self, feature: str) -> Tensor:
-        """Σ p · column · what each key writes, (B, H, n), of a mark."""
+        """Return Σ p · feature · norm of the value output, (B, H, n), for a token feature."""
         return self._fractions[..., self.batch_context.layout.value_weighted_index[feature]]
 
     def visible_feature_sum(self, feature: str) -> Tensor:
-        """What the visible keys have of a mark, (B, 1 or H, n)."""
+        """Return the sum of a token feature over the visible keys, (B, 1 or H, n)."""
         return self.visible_features[..., self.batch_context.layout.feature_names.index(feature)]
 
     def has_target(self, key_target: str) -> Tensor:
-        """Which rows have a key to look at, seen or not, (B, 1, n)."""
+        """Return whether each row has a target, visible or not, (B, 1, n)."""
         return (self.batch_context.key_targets[key_target][:, self.positions] >= 0)[:, None]
 
     def weights_and_value_shares_at(self, key_target: str) -> tuple[Tensor, Tensor]:
-        """The weight where an aim leads, and the share of what is fetched that comes from there, (B, H, n) each."""
+        """Return the weight on a key target and its value-weighted share, (B, H, n) each."""
         e = self.target_weights[key_target]
         return self.normalize(e), e * self._value_norms_at(key_target) * self.inverse_value_weighted_total
 
     @cached_property
     def target_hits(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """For each aim whether the largest weight is there, and the largest of what is fetched: (B, H, n) each."""
+        """For each key target, whether it has the largest weight and the largest value-weighted weight, (B, H, n) each."""
         raise HeadwiseError(
-            "the largest weights are known only after a walk over every cell; give the measure full=True, which leaves it "
-            "out of a light pass."
+            'target_hits: needs every attention weight, which detail="light" does not compute. Use detail="full", or set '
+            'needs_full_detail = True in the metric, so that detail="light" skips this metric.'
         )
 
     @cached_property
     def inverse_value_weighted_total(self) -> Tensor:
-        """1 / Σ e·norm of each row that counts, (B, H, n)."""
+        """1 / Σ e · norm of the value output, (B, H, n). 0 for padding."""
         return self.counted[:, None] / self.feature_sum(NORM).clamp(min=1e-30)
 
     @cached_property
@@ -101,21 +123,32 @@ class RowStats:
 
 
 @dataclass(frozen=True, eq=False)
-class FullDetailRowStats(RowStats):
-    """And what only a walk over all cells can tell."""
+class ExtendedRowStats(RowStats):
+    """Row statistics that also include those which need every attention weight.
 
-    max_non_special: Tensor  # (B, H, n): the largest e at a key that is no special token
-    far_bins: Tensor  # (B, H, n, bins): by powers of two beyond the window
-    remainder_bin: Tensor  # (n,): the bin that has what is left over; -1: none
-    repeat_counts: Tensor  # (B, 1, n): far keys that repeat the query's token or follow one that does
-    repeat_weights: Tensor  # (2, B, H, n): e on the repeats, and e times the length of what it fetches
-    max_ties: Tensor | None  # (B, H, n): how many keys have the largest e; where hits are asked
-    value_weighted_max: Tensor | None  # (2, B, H, n): the largest e times what is fetched, and how many keys have it
+    Attributes:
+        max_non_special: Largest e at a key that is not a special token, (B, H, n).
+        far_bins: Σ e in distance bins outside the window, by powers of two, (B, H, n, bins).
+        remainder_bin: Bin of the weight that is in no other bin and not in the window, (n,). -1 if there is none.
+        repeat_counts: Number of keys outside the window that repeat the token of the query or follow such a key, (B, 1, n).
+        repeat_weights: e on these keys, and e times the norm of their value outputs, (2, B, H, n).
+        max_ties: Number of keys with the largest e, (B, H, n). None if no metric needs hits.
+        value_weighted_max: Largest e times norm of the value output, and number of keys with it, (2, B, H, n). None if no
+            metric needs hits.
+    """
+
+    max_non_special: Tensor
+    far_bins: Tensor
+    remainder_bin: Tensor
+    repeat_counts: Tensor
+    repeat_weights: Tensor
+    max_ties: Tensor | None
+    value_weighted_max: Tensor | None
 
     @cached_property
     def target_hits(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """For each aim whether the largest weight is there, and the largest of what is fetched: (B, H, n) each. Of equals
-        each has its share."""
+        """For each key target, whether it has the largest weight and the largest value-weighted weight, (B, H, n) each.
+        Ties are divided equally."""
         assert self.max_ties is not None
         assert self.value_weighted_max is not None
         max_weighted, tied = self.value_weighted_max
@@ -130,8 +163,14 @@ class FullDetailRowStats(RowStats):
 
 def blockwise_row_stats(
     call: AttentionCallContext, row_stride: int = 1, listeners: Sequence[BlockListener] = ()
-) -> FullDetailRowStats:
-    """Walk over a call, or over one block of rows in so many; `listeners` are shown each block as it goes by."""
+) -> ExtendedRowStats:
+    """Compute the statistics of a call block by block.
+
+    Args:
+        call: The attention call.
+        row_stride: Read every block (1), or one block of rows out of `row_stride`.
+        listeners: Functions that are called with each block.
+    """
     attention_call, batch_context, norms, key_features = (
         call.attention_call,
         call.batch_context,
@@ -180,7 +219,7 @@ def blockwise_row_stats(
             _add_max_value_weighted(block, norms, value_weighted_max[:, :, heads, slot])
         for listener in listeners:
             listener(block)
-    return FullDetailRowStats(
+    return ExtendedRowStats(
         attention_call, batch_context, call.output_gram, norms, **visibility, sees_future_keys=ahead, total=total,
         energy=energy,
         feature_sums=features, square=square.square_(), near=near, distance_ahead=beyond, target_weights=target_weights,
@@ -190,7 +229,7 @@ def blockwise_row_stats(
 
 
 def any_future_keys_visible(params: ScoreParams, T: int, S: int, device: torch.device) -> bool:
-    """Whether any row sees a key that comes after it. What is causal by its make is known without reading a mask."""
+    """Return whether any row sees a later key. For causal masks the answer follows from the key ranges alone."""
     past = S - T
     if all(params.key_range(range(i, i + 1), T, S).stop <= i + past + 1 for i in {0, T // 2}):
         return False
@@ -198,17 +237,20 @@ def any_future_keys_visible(params: ScoreParams, T: int, S: int, device: torch.d
 
 
 def _max_non_special(block: RowBlock, ordinary: Tensor) -> Tensor:
-    """The largest e at an ordinary key, (B, h, R), where special tokens stand within texts; `ordinary` (B, S)."""
+    """Return the largest e at an ordinary key, (B, h, R). `ordinary` (B, S) marks keys that are not special tokens."""
     mask = ordinary[:, None, None, block.cols.start : block.cols.stop].to(block.e)
     return torch.mul(block.e, mask, out=block.scratch).amax(-1)
 
 
 def _add_distance_bins(block: RowBlock, ahead: bool, out: Tensor, last: Tensor) -> None:
-    """Sums beyond the window, by powers of two, into (B, h, R, bins). What a causal row has left is not summed: it is what
-    all the rest leaves over, and `last` (R,) says to which bin it belongs."""
-    back = block.rows.stop + block.past - block.cols.start  # the farthest a row of this block can look, and ahead
-    after = block.cols.stop - block.rows.start - block.past
-    common_back = back - len(block.rows)  # so far back every row can look
+    """Sum e in distance bins outside the window, by powers of two, into `out` (B, h, R, bins).
+
+    The last bin of a causal row is not summed. It is the remainder of the other bins and the window, and `last` (R,) is set
+    to its index.
+    """
+    back = block.rows.stop + block.past - block.cols.start  # largest distance back in this block
+    after = block.cols.stop - block.rows.start - block.past  # largest distance ahead
+    common_back = back - len(block.rows)  # distance back that every row has
     for bin_index, low in enumerate(DISTANCE_EDGES):
         if low >= back and (low >= after or not ahead):
             return
@@ -222,8 +264,8 @@ def _add_distance_bins(block: RowBlock, ahead: bool, out: Tensor, last: Tensor) 
 
 
 def _add_distance_ahead(block: RowBlock, out: Tensor) -> None:
-    """How far ahead rows look, into (B, h, R)."""
-    start = block.rows.start + block.past  # what stands before the first query is ahead of none
+    """Compute Σ e · (j − i) over later keys into `out` (B, h, R)."""
+    start = block.rows.start + block.past  # keys before the first query are later than no row
     cols = slice(max(0, start - block.cols.start), None)
     keys = torch.arange(block.cols.start, block.cols.stop, device=out.device)[cols]
     queries = torch.arange(len(block.rows), device=out.device)[:, None] + start
@@ -232,7 +274,7 @@ def _add_distance_ahead(block: RowBlock, out: Tensor) -> None:
 
 
 def _add_repeated(block: RowBlock, pairs: FarRepeatPairs | None, norms: Tensor, out: Tensor) -> None:
-    """The weight on repeated tokens, and what it fetches, into (2, B, h, R)."""
+    """Add e on repeated tokens, and e times the norm of their value outputs, to `out` (2, B, h, R)."""
     if pairs is None or not len(pairs.row):
         return
     b, r, c = pairs.example, pairs.row, pairs.column
@@ -242,7 +284,7 @@ def _add_repeated(block: RowBlock, pairs: FarRepeatPairs | None, norms: Tensor, 
 
 
 def _at_target(block: RowBlock, target: Tensor) -> Tensor:
-    """e where each row should look, (B, h, R); 0 where that is not in the block. `target` (B, R)."""
+    """Return e at the target of each row, (B, h, R), 0 if the target is outside the block. `target` (B, R)."""
     column = target - block.cols.start
     inside = (column >= 0) & (column < len(block.cols))
     index = column.clamp(0, len(block.cols) - 1)[:, None, :, None].expand(-1, block.e.shape[1], -1, 1)
@@ -250,7 +292,7 @@ def _at_target(block: RowBlock, target: Tensor) -> Tensor:
 
 
 def _add_max_value_weighted(block: RowBlock, norms: Tensor, out: Tensor) -> None:
-    """The largest e times what is fetched, and how many keys have it, into (2, B, h, R)."""
+    """Compute the largest e times norm of the value output, and the number of keys with it, into `out` (2, B, h, R)."""
     key_norms = norms[:, block.heads, None, block.cols.start : block.cols.stop]
     weighted = torch.mul(block.e, key_norms, out=block.scratch)
     torch.amax(weighted, -1, out=out[0])

@@ -1,8 +1,8 @@
-"""How sure one can be: intervals and p-values from sums and counts per unit, never from maps.
+"""Confidence intervals and p-values from sums and counts per sampling unit.
 
-Units are what is drawn: sentences, documents, or buckets of them, the first axis everywhere. Tokens of a sentence lean on
-each other, so drawing tokens would promise too much. All other axes are tests (heads, measures), done side by side on the
-same draws.
+Units are sentences, documents, or buckets of them, and are the first axis of all arrays. Tokens of one sentence are not
+independent, so resampling tokens would give intervals that are too narrow. All other axes are tests (heads, metrics), which
+use the same resamples.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import ArrayLike
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 
-MIN_UNITS = 5  # units a test needs before it is tested at all
-MAX_CELLS = 1 << 22  # numbers held at once: draws × tests
+MIN_UNITS = 5  # minimum number of units of a test
+MAX_CELLS = 1 << 22  # maximum number of values in memory: draws × tests
 
 Interval = tuple[np.ndarray, np.ndarray]
 
@@ -21,9 +21,17 @@ Interval = tuple[np.ndarray, np.ndarray]
 def bootstrap_interval(
     sums: ArrayLike, counts: ArrayLike, *, draws: int = 1000, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """The interval of Σ sums / Σ counts when units are drawn anew: (units, tests…) → low and high, (tests…).
+    """Compute bootstrap percentile intervals of Σ sums / Σ counts, resampling units.
 
-    A unit that is empty in every test is no unit. A test with fewer than two units has no interval: NaN.
+    Args:
+        sums: Sums over the rows of each unit, (units, tests…).
+        counts: Number of rows of each unit, (units, tests…). Units that are empty in every test are ignored.
+        draws: Number of resamples.
+        seed: Seed of the random generator.
+        level: Confidence level.
+
+    Returns:
+        Lower and upper ends, (tests…) each. NaN for tests with fewer than two units.
 
     >>> low, high = bootstrap_interval([[1.], [3.], [2.], [2.]], [[4.], [4.], [4.], [4.]])
     >>> float(low[0]), float(high[0])
@@ -53,7 +61,19 @@ def bootstrap_difference_interval(
     seed: int = 0,
     level: float = 0.95,
 ) -> Interval:
-    """The interval of a's ratio minus b's, paired: both see the same draws of units. (units, tests…) → (tests…).
+    """Compute paired bootstrap intervals of the difference of two ratios, Σ sums_a / Σ counts_a − Σ sums_b / Σ counts_b.
+
+    Args:
+        sums_a: Sums over the rows of each unit, (units, tests…).
+        counts_a: Number of rows of each unit, (units, tests…).
+        sums_b: Sums of the second ratio over the same units.
+        counts_b: Number of rows of the second ratio.
+        draws: Number of resamples. Both ratios use the same resampled units.
+        seed: Seed of the random generator.
+        level: Confidence level.
+
+    Returns:
+        Lower and upper ends, (tests…) each. NaN for tests with fewer than two units.
 
     >>> low, high = bootstrap_difference_interval([3., 1., 2.], [4., 4., 4.], [2., 0., 1.], [4., 4., 4.])
     >>> round(float(low), 4), round(float(high), 4)
@@ -62,7 +82,10 @@ def bootstrap_difference_interval(
     sums_a, counts_a = _sums_and_counts(sums_a, counts_a)
     sums_b, counts_b = _sums_and_counts(sums_b, counts_b)
     if len(sums_a) != len(sums_b):
-        raise HeadwiseError(f"paired sums need the same units, got {len(sums_a)} and {len(sums_b)}.")
+        raise ArgumentError(
+            "sums_a, sums_b: must have the same number of units (entries of the first axis, such as texts), because the "
+            f"difference is paired. Got {len(sums_a)} and {len(sums_b)} units."
+        )
     sums_a, counts_a, sums_b, counts_b = np.broadcast_arrays(sums_a, counts_a, sums_b, counts_b)
     arrays, shape = _flatten_tests([sums_a, counts_a, sums_b, counts_b], (counts_a > 0) | (counts_b > 0))
     enough = ((arrays[1] > 0).sum(0) >= 2) & ((arrays[3] > 0).sum(0) >= 2)
@@ -75,12 +98,21 @@ def bootstrap_difference_interval(
 
 
 def sign_flip_test(differences: ArrayLike, counts: ArrayLike, *, draws: int = 2000, seed: int = 0) -> np.ndarray:
-    """Is the mean difference above 0? One-sided p by flipping the signs of whole units: (units, tests…) → (tests…).
+    """Test whether the mean difference is above 0 with a one-sided sign-flip permutation test.
 
-    `differences` are sums over the rows of a unit, `counts` how many. If nothing is there, a unit's sum is as likely to
-    be −x as x. p = (b + 1)/(B + 1); where all flips are no more than `draws`, they are all made and p is exact.
+    Under the null hypothesis the sum of a unit is as likely to be −x as x. p = (b + 1)/(B + 1), where b of B sign flips reach
+    the observed sum. If there are at most `draws` possible flips, all are used and p is exact.
 
-    >>> float(sign_flip_test([1., 2., 3.], [1, 1, 1]))  # 1 flip of 8 reaches 6: none but the data
+    Args:
+        differences: Sums of differences over the rows of each unit, (units, tests…).
+        counts: Number of rows of each unit, (units, tests…).
+        draws: Maximum number of sign flips.
+        seed: Seed of the random generator.
+
+    Returns:
+        p-values, (tests…).
+
+    >>> float(sign_flip_test([1., 2., 3.], [1, 1, 1]))  # only 1 of the 8 sign patterns, the data itself, reaches 6
     0.125
     """
     differences, counts = _sums_and_counts(differences, counts)
@@ -103,14 +135,26 @@ def max_t_test(
     seed: int = 0,
     min_units: int = MIN_UNITS,
 ) -> tuple[np.ndarray, int]:
-    """Family-wise p of many tests, sums against baseline sums over the same rows: (units, tests…) → p (tests…), family size.
+    """Compute family-wise p-values of many tests of sums against baseline sums with a max-T sign-flip test.
 
-    Each test's statistic is Σd / √Σd², d a unit's difference: the t-test's, with the spread taken about 0, which flips
-    leave alone; so tests with few units do not own the maximum, and a difference that never varies still counts. p is the
-    share of common sign flips whose largest statistic in the family reaches it, in a single step (Westfall and Young,
-    Resampling-Based Multiple Testing, 1993). Tests with fewer than `min_units` units, or with no difference anywhere, get
-    p = 1 and are not in the family. Flips take differences to be about symmetric: against a low baseline p errs on the safe
-    side, against a baseline near 1 it promises too much; hold such heads against a baseline on the same rows instead.
+    The statistic of a test is Σd / √Σd², where d is the difference of a unit. It is a t statistic with the spread measured
+    around 0, which sign flips do not change. So tests with few units do not dominate the maximum, and a constant difference
+    still counts. p is the fraction of sign flips, common to all tests, whose largest statistic in the family reaches the
+    observed one (single-step procedure; Westfall and Young, Resampling-Based Multiple Testing, 1993).
+
+    The test assumes that differences are roughly symmetric. It is conservative for a low baseline and anti-conservative for a
+    baseline near 1. Compare such heads with a baseline on the same rows instead.
+
+    Args:
+        sums: Sums over the rows of each unit, (units, tests…).
+        baselines: Baseline sums over the same rows, or a number.
+        counts: Number of rows of each unit, (units, tests…).
+        draws: Maximum number of sign flips.
+        seed: Seed of the random generator.
+        min_units: Tests with fewer units, or without any difference, get p = 1 and are not in the family.
+
+    Returns:
+        p-values, (tests…), and the number of tests in the family.
 
     >>> p, family = max_t_test(np.ones((8, 2)) * [1., 0.], 0.0, np.ones((8, 2)))
     >>> p.tolist(), family
@@ -129,15 +173,21 @@ def max_t_test(
     for tests in _chunks(scaled.shape[1], len(flips)):
         np.maximum(largest, (flips @ scaled[:, tests]).max(1), out=largest)
     threshold = scaled.sum(0) - _rounding_tolerance(scaled)
-    exceed_counts = len(flips) - np.searchsorted(np.sort(largest), threshold)  # how many are at least as large
+    exceed_counts = len(flips) - np.searchsorted(
+        np.sort(largest), threshold
+    )  # number of flips that reach the statistic
     p[eligible] = (exceed_counts + 1) / (len(flips) + 1)
     return p.reshape(shape), int(eligible.sum())
 
 
 def benjamini_hochberg(p: ArrayLike) -> np.ndarray:
-    """p-values adjusted for the false discovery rate, for screening lists; NaN stays NaN and is no test.
+    """Adjust p-values for the false discovery rate (https://doi.org/10.1111/j.2517-6161.1995.tb02031.x).
 
-    https://doi.org/10.1111/j.2517-6161.1995.tb02031.x
+    Args:
+        p: p-values of any shape. NaN stays NaN and does not count as a test.
+
+    Returns:
+        Adjusted p-values of the same shape.
 
     >>> benjamini_hochberg([0.01, 0.02, 0.03, 0.5]).round(4).tolist()
     [0.04, 0.04, 0.04, 0.5]
@@ -145,27 +195,38 @@ def benjamini_hochberg(p: ArrayLike) -> np.ndarray:
     p = np.asarray(p, float)
     adjusted, tested = np.full(p.shape, np.nan), ~np.isnan(p)
     if ((p[tested] < 0) | (p[tested] > 1)).any():
-        raise HeadwiseError(f"p-values lie in 0-1, got {p[tested].min():g} to {p[tested].max():g}.")
-    order = np.argsort(-p[tested])  # the largest first
+        raise ArgumentError(
+            f"p: p-values must be between 0 and 1. Got values from {p[tested].min():g} to {p[tested].max():g}."
+        )
+    order = np.argsort(-p[tested])  # descending
     ranked = p[tested][order] * len(order) / np.arange(len(order), 0, -1)
     sorted_adjusted = np.empty(len(order))
-    sorted_adjusted[order] = np.minimum.accumulate(ranked)  # never above that of a larger one
+    sorted_adjusted[order] = np.minimum.accumulate(ranked)  # adjusted values are monotone in p
     adjusted[tested] = sorted_adjusted
     return adjusted
 
 
 def holm_correction(p: ArrayLike) -> np.ndarray:
-    """p-values of a family adjusted so that one false alarm anywhere is as rare as told, whatever depends on what: (tests,).
+    """Adjust p-values of a family of tests with the Holm procedure.
 
-    The smallest is multiplied by the number of tests, the next by one less, and none is below a smaller one
-    (Holm, A simple sequentially rejective multiple test procedure, 1979).
+    It controls the family-wise error rate under any dependence. The smallest p-value is multiplied by the number of tests,
+    the next by one less, and so on; adjusted values never decrease (Holm, A simple sequentially rejective multiple test
+    procedure, 1979).
+
+    Args:
+        p: p-values, (tests,).
+
+    Returns:
+        Adjusted p-values, (tests,).
 
     >>> holm_correction([0.01, 0.04, 0.03, 0.005]).round(4).tolist()
     [0.03, 0.06, 0.06, 0.02]
     """
     p = np.asarray(p, float)
     if p.ndim != 1 or not ((p >= 0) & (p <= 1)).all():
-        raise HeadwiseError(f"a family is a list of p-values in 0-1, got {p.tolist()!r:.80}.")
+        raise ArgumentError(
+            f"p: a one-dimensional list of p-values between 0 and 1 is required. Got {p.tolist()!r:.80}."
+        )
     order = np.argsort(p)
     adjusted = np.empty(len(p))
     adjusted[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
@@ -181,9 +242,11 @@ def _interval(
     seed: int,
     level: float,
 ) -> Interval:
-    """The percentile interval of a statistic of how often each unit was drawn."""
+    """Compute the percentile interval of a statistic. It gets the number of times that each unit was drawn."""
     if not 0 < level < 1 or draws < 1:
-        raise HeadwiseError(f"an interval needs a level between 0 and 1 and some draws, got {level} and {draws}.")
+        raise ArgumentError(
+            f"level must be between 0 and 1, and draws at least 1. Got level={level} and draws={draws}."
+        )
     ends = np.full((2, len(enough)), np.nan)
     units = len(reference)
     if enough.any():
@@ -191,16 +254,16 @@ def _interval(
         for tests in _chunks(len(enough), draws):
             values = statistic(times, tests)  # (draws, some tests)
             defined = np.isfinite(values).any(0) & enough[tests]
-            # A draw in which a test met empty units alone says nothing about it.
+            # Ignore draws in which all units of a test are empty.
             quantile = np.nanquantile if np.isnan(values).any() else np.quantile
             ends[:, tests][:, defined] = quantile(values[:, defined], [(1 - level) / 2, (1 + level) / 2], axis=0)
     return ends[0].reshape(shape), ends[1].reshape(shape)
 
 
 def _flips(units: int, draws: int, seed: int) -> np.ndarray:
-    """Signs for every unit, (B, units): all but the data's own where they are few, else drawn."""
+    """Return signs of the units, (B, units): all patterns except the identity if there are few, otherwise random ones."""
     if draws < 1:
-        raise HeadwiseError(f"a permutation test needs some draws, got {draws}.")
+        raise ArgumentError(f"draws={draws}: a permutation test needs at least 1 draw.")
     if units < 60 and 2**units <= draws + 1:
         all_signs = np.arange(1, 2**units)[:, None] >> np.arange(units) & 1
         return 1.0 - 2.0 * all_signs
@@ -208,18 +271,26 @@ def _flips(units: int, draws: int, seed: int) -> np.ndarray:
 
 
 def _sums_and_counts(sums: ArrayLike, counts: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Both as arrays of one shape; what stands in an empty unit is nothing."""
+    """Return both as arrays of one shape. Sums of empty units are set to 0."""
     sums, counts = np.asarray(sums, float), np.asarray(counts, float)
     try:
         sums, counts = np.broadcast_arrays(sums, counts)
     except ValueError:
-        raise HeadwiseError(f"sums are {sums.shape} but counts {counts.shape}; both are (units, tests…).") from None
+        raise ArgumentError(
+            "sums, counts: must have the same shape, (units, tests…), where units are texts, for example. "
+            f"Got {sums.shape} and {counts.shape}."
+        ) from None
     if sums.ndim == 0:
-        raise HeadwiseError("sums and counts need an axis of units, (units, tests…); got single numbers.")
+        raise ArgumentError(
+            "sums, counts: must be arrays of shape (units, tests…), with one entry per unit (such as a text) on the first "
+            "axis. Got single numbers."
+        )
     if not (counts >= 0).all():
-        raise HeadwiseError("counts are how many rows were summed: 0 or more, and never NaN.")
+        raise ArgumentError("counts must be 0 or more and not NaN: they are the numbers of rows that were summed.")
     if not np.isfinite(sums[counts > 0]).all():
-        raise HeadwiseError("some sums are not finite; rows that could not be measured must not be counted.")
+        raise ArgumentError(
+            "sums: contains NaN or infinity where counts is above 0. Set counts to 0 for values that could not be measured."
+        )
     return np.where(counts > 0, sums, 0.0), counts
 
 
@@ -227,12 +298,14 @@ def _differences(sums: np.ndarray, baselines: ArrayLike, counts: np.ndarray) -> 
     try:
         baselines, _ = _sums_and_counts(np.broadcast_to(np.asarray(baselines, float), sums.shape), counts)
     except ValueError as error:
-        raise HeadwiseError(f"baselines do not fit sums of {sums.shape}: {error}") from None
+        raise ArgumentError(
+            f"baselines: must be finite numbers of a shape that can be broadcast to that of sums, {sums.shape}. Got: {error}"
+        ) from None
     return sums - baselines
 
 
 def _flatten_tests(arrays: list[np.ndarray], filled: np.ndarray) -> tuple[list[np.ndarray], tuple[int, ...]]:
-    """Arrays as (units, tests) without the units that are empty in every test; and the shape of the tests."""
+    """Reshape arrays to (units, tests) without units that are empty in every test. Return them and the test shape."""
     shape, units = filled.shape[1:], filled.reshape(len(filled), int(np.prod(filled.shape[1:]))).any(1)
     return [array[units].reshape(int(units.sum()), int(np.prod(shape))) for array in arrays], shape
 
@@ -243,7 +316,7 @@ def _chunks(tests: int, cells_per_test: int) -> Iterator[slice]:
 
 
 def _rounding_tolerance(summed: np.ndarray) -> np.ndarray:
-    """What rounding may add to a sum: equal sums must count as reached."""
+    """Return a bound on the rounding error of a sum, so that equal sums count as reached."""
     return 1e-12 * np.abs(summed).sum(0)
 
 

@@ -1,14 +1,19 @@
-"""Successor heads: shown a Monday, who writes Tuesday? (https://arxiv.org/abs/2312.09230)
+"""Successor heads: heads that map Monday to Tuesday (https://arxiv.org/abs/2312.09230).
 
-Of days, months, numbers and letters each that is followed by another is one case, if the model itself goes on with a list
-that ends with it: `Sunday, Monday,` with Tuesday. Two things make a hit. By weights: what the head would write if it looked
-at the word and nothing else (W_V, W_O, the last norm's gain, the unembedding) is largest, of all members of its class, for
-the one that comes next. And in the list: what the head does write there is largest for it as well, so that a head which
-rests elsewhere does not score. By weights, what it looks at is the word as the first layer leaves it, where it stands behind
-one other: what a model knows of a token's identity is there, and not yet what later layers expect to follow it. Heads of the
-first layer read the embedding. The baseline are shuffled pairs: the chance that a member drawn from the others, but for the
-word itself, is the one written most by weights. So a head that copies scores 0, and one that always writes the same member
-no more than its baseline. The value-weighted score is the second condition alone.
+Each day, month, number and letter with a successor is a sample if the model correctly continues a list that ends with it
+(`Sunday, Monday,` with Tuesday). A head scores a hit under two conditions:
+
+- By weights: if the head attends only to the word, its direct effect on the logits (W_V, W_O, gain of the final norm,
+  unembedding) is largest for the successor among all words of the class.
+- In the list: the actual direct effect of the head at the end of the list is largest for the successor too. So a head that
+  attends elsewhere does not score.
+
+The first condition uses the residual stream after the first layer, at the word preceded by one other word. It contains the
+identity of the token, and not yet the predictions of later layers. Heads of the first layer read the embedding.
+
+The baseline is the chance that a random other word of the class, without the word itself, has the largest effect by weights.
+So a head that copies scores 0, and a head that always writes the same word scores no more than its baseline. The
+value-weighted score is the second condition alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,9 +40,9 @@ from headwise.analysis.metrics.prompt_metric import (
 )
 from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.recording.batching import forward_ids, tokenizer_of
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import HookPoint
-from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import ModelProtocol, ResidualStream
 from headwise.text import Tokenizer
 
@@ -53,21 +58,28 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 LOWERCASE = tuple("abcdefghijklmnopqrstuvwxyz")
 CLASSES = (DAYS, MONTHS, NUMBERS, ORDINALS, LETTERS, LOWERCASE)
-CYCLIC = (DAYS, MONTHS)  # the last is followed by the first
-PREFIX_WORD, LIST_LENGTH = "The", 3  # the word before one that stands alone; members of a list that is gone on with
+CYCLIC = (DAYS, MONTHS)  # classes whose last word is followed by the first
+PREFIX_WORD, LIST_LENGTH = "The", 3  # word before a single word; number of words in a list
 
 
 class OrderedWord(NamedTuple):
-    """A word that is followed by another, by its class."""
+    """A word with a successor.
 
-    text: str  # a list that ends with it
+    Attributes:
+        text: List of words that ends with it.
+        token: Its token.
+        successor: Token of its successor.
+        others: Tokens of all words of the class except the successor.
+    """
+
+    text: str
     token: int
     successor: int
-    others: tuple[int, ...]  # the class but for the next
+    others: tuple[int, ...]
 
 
 class SuccessorMetric(PromptMetric):
-    """`hw.profile(model, prompts=True)`.
+    """Successor score. Computed by `hw.profile(model, prompts=True)`.
 
     >>> SuccessorMetric().names
     ('successor', 'successor baseline', 'successor value-weighted')
@@ -75,12 +87,12 @@ class SuccessorMetric(PromptMetric):
 
     def __init__(self) -> None:
         super().__init__(
-            "successor", "words of a list for which it writes the next", "writes what comes next in a list",
+            "successor", "words of lists whose successor it writes", "writes the next word of a list",
             "days, months, numbers and letters",
         )  # fmt: skip
 
     def measure(self, model: ModelProtocol, seed: int) -> tuple[SampleTotals, ExampleStore]:
-        """Each member alone, and at the end of a list."""
+        """Measure each word alone and at the end of a list."""
         residual, tokenizer = require_lm_residual_stream(model, "a successor head"), tokenizer_of(model)
         members = single_token_words(tokenizer)
         if len(members) < MIN_SAMPLES:
@@ -91,17 +103,18 @@ class SuccessorMetric(PromptMetric):
         responses = run_prompts(model, prompts, residual, self.score_spec.name)
         score, baseline = writes_successor(model, residual, members)
         correct = responses.correct[:, None]
-        score = score * responses.wins  # a head that would write it and never looks there does nothing
+        score = score * responses.wins  # the head must also write the successor in the list
         totals = SampleTotals(
             score * correct, baseline * correct, responses.wins * correct, responses.correct.astype(int)
         )
         return totals.require_enough_samples(
-            "lists of days, months, numbers and letters", "the model goes on with"
+            "lists of days, months, numbers and letters", "continues"
         ), responses.examples
 
 
 def single_token_words(tokenizer: Tokenizer) -> list[OrderedWord]:
-    """All whose list, whose next and who are single tokens; a class with fewer than three of them is left out."""
+    """Return the words that are single tokens and whose successors are, too. Classes with fewer than three such words are
+    left out."""
     members: list[OrderedWord] = []
     for words in CLASSES:
         tokens = {word: single_token_of_word(tokenizer, PREFIX_WORD, word) for word in words}
@@ -123,14 +136,15 @@ def single_token_words(tokenizer: Tokenizer) -> list[OrderedWord]:
 def writes_successor(
     model: ModelProtocol, residual: ResidualStream, members: Sequence[OrderedWord]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each head writes most for the next of each member when it looks at nothing else, and how often it would by
-    shuffled pairs: (members, heads) each."""
+    """Return whether each head writes the successor of each word by weights, and its baseline, (words, heads) each."""
     first, second = _residual_inputs(model, residual, members)  # (members, D) each
     score, baseline = [], []
     for hook_point in model.gathered_hook_points():
         step = residual.layers[hook_point.address.layer]
         if step.unsupported_reason:
-            raise HeadwiseError(f"what a head would write cannot be read off: {step.unsupported_reason}")
+            raise UnsupportedModelError(
+                f"the direct effect of heads on logits cannot be computed for this model: {step.unsupported_reason}"
+            )
         x = first if hook_point.address.layer == min(residual.layers) else second
         x = x if step.norm is None else step.norm(x)
         values = []
@@ -149,19 +163,19 @@ def writes_successor(
 def _successor_hits(
     members: Sequence[OrderedWord], values: Tensor, hook_point: HookPoint, residual: ResidualStream
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same for the heads of a site, from the values they would fetch, (members, H, e)."""
+    """Compute `writes_successor` for the heads of one hook point. `values` are their value vectors, (words, H, e)."""
     token_ids = sorted({token for member in members for token in (member.successor, *member.others)})
     column = {token: index for index, token in enumerate(token_ids)}
     tokens = torch.tensor(token_ids, device=values.device)
     token_scores = (
-        torch.einsum("nhe,hec->nhc", values, z_to_logits_matrix(residual, hook_point, tokens)).double().cpu().numpy()
+        to_float64(torch.einsum("nhe,hec->nhc", values, z_to_logits_matrix(residual, hook_point, tokens))).cpu().numpy()
     )
     score, baseline = np.zeros(token_scores.shape[:2]), np.zeros(token_scores.shape[:2])
     for index, member in enumerate(members):
         # (H, class)
         class_scores = token_scores[index][:, [column[token] for token in (member.successor, *member.others)]]
         best = class_scores == class_scores.max(1, keepdims=True)
-        best = best / best.sum(1, keepdims=True)  # of equals each has its share
+        best = best / best.sum(1, keepdims=True)  # divide ties equally
         self_fraction = best[:, 1 + member.others.index(member.token)]
         score[index], baseline[index] = best[:, 0], (1 - self_fraction) / len(member.others)
     return score, baseline
@@ -170,7 +184,7 @@ def _successor_hits(
 def _residual_inputs(
     model: ModelProtocol, residual: ResidualStream, members: Sequence[OrderedWord]
 ) -> tuple[Tensor, Tensor]:
-    """The stream where each member stands behind one other word, as it begins and as the first layer leaves it."""
+    """Return the residual stream at each word, preceded by one other word: the embedding and after the first layer."""
     tokenizer = tokenizer_of(model)
     prefix = [*tokenizer.template_ids[0], *tokenizer.encode(PREFIX_WORD, add_special_tokens=False)]
     ids = torch.tensor([[*prefix, member.token] for member in members], device=model.device)
@@ -183,7 +197,7 @@ def _residual_inputs(
 
 @contextmanager
 def _capture_norm_inputs(residual: ResidualStream, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """What enters the norms of some layers, while open."""
+    """Capture the inputs of the norms of some layers while the context is active."""
     inputs: dict[int, Tensor] = {}
     hooks = []
 
@@ -193,7 +207,10 @@ def _capture_norm_inputs(residual: ResidualStream, layers: Sequence[int]) -> Ite
     for layer in layers:
         norm = residual.layers[layer].norm
         if norm is None:
-            raise HeadwiseError("what a head would write cannot be read off: the stream is read without a norm.")
+            raise UnsupportedModelError(
+                "the direct effect of heads on logits cannot be computed for this model, because its layers read the "
+                "residual stream without a norm."
+            )
         hooks.append(norm.register_forward_pre_hook(partial(keep, layer=layer)))
     try:
         yield inputs
@@ -203,8 +220,10 @@ def _capture_norm_inputs(residual: ResidualStream, layers: Sequence[int]) -> Ite
 
 
 def list_prompt(tokenizer: Tokenizer, member: OrderedWord) -> PromptWithTargets:
-    """A list that ends with a member: its next is due, against the rest of the class."""
+    """Make a prompt from the list of a word. The target is its successor, the distractors are the rest of the class."""
     ids = (*tokenizer.template_ids[0], *tokenizer.encode(member.text, add_special_tokens=False))
     row = len(ids) - 1
-    position = row - 1 if ids[row - 1] == member.token else row  # its comma is a token, or a part of it
+    position = (
+        row - 1 if ids[row - 1] == member.token else row
+    )  # the comma is a token of its own, or part of the word's token
     return PromptWithTargets(ids, (ExpectedToken(row, position, member.successor, member.others),))

@@ -1,4 +1,4 @@
-"""Tasks: measures on texts or prompts of their own, whatever the corpus is."""
+"""Tasks: metrics on generated texts or prompts, independent of the corpus."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ from headwise.progress import Progress
 from headwise.text import Tokenizer
 from headwise.text.token_alignment import Alignment
 
-BATCH_TOKENS = 2048  # in a batch
-SCORE, BASELINE, VALUE_WEIGHTED = range(3)  # where they stand in a task's numbers, three by three
+BATCH_TOKENS = 2048  # tokens per batch
+SCORE, BASELINE, VALUE_WEIGHTED = range(3)  # columns of each group of three scores
 
 
 @dataclass(frozen=True, eq=False)
-class TaskResult:
+class TaskRunDetails:
     """Result of a task besides its sums.
 
     Attributes:
@@ -38,35 +38,37 @@ class TaskResult:
 
 
 class TaskMetric(MetricSpecMixin, ABC):
-    """A measure that reads what it needs by itself: three numbers, the score, its baseline and its value-weighted variant, or
-    several times three."""
+    """Base class of metrics that generate their own input.
+
+    The scores come in groups of three: score, baseline and value-weighted score.
+    """
 
     @abstractmethod
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskResult:
-        """Run the task on a model and add its numbers to an accumulator."""
+    ) -> TaskRunDetails:
+        """Run the task on a model and add its scores to an accumulator."""
 
 
 class ControlledTextMetric(TaskMetric, Metric):
-    """A measure on texts of its own.
+    """Base class of metrics on generated texts with controls.
 
-    The score and the variant are taken from some texts; the baseline is the score at the same places of others, which have
-    everything but what is looked for. Each pair of texts is a unit of the statistics.
+    The score and the value-weighted score are measured on the texts. The baseline is the score at the same positions of the
+    controls, which lack the structure that the metric is about. Each pair of text and control is one sample.
     """
 
     batch_tokens = BATCH_TOKENS
 
     @abstractmethod
     def texts_and_controls(self, model: ModelProtocol, seed: int) -> tuple[list[TextSample], list[TextSample]]:
-        """The texts, and the others, one for each. None at all where the model cannot be asked."""
+        """Return the texts and one control per text. Both are empty if the model is not supported."""
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskResult:
-        """Read both."""
+    ) -> TaskRunDetails:
+        """Run the texts and the controls."""
         run_task(model, self, accumulator, seed, progress=progress)
-        return TaskResult()
+        return TaskRunDetails()
 
 
 def run_task(
@@ -79,8 +81,17 @@ def run_task(
     observers: Sequence[AttentionObserver] = (),
     progress: Progress | None = None,
 ) -> None:
-    """Read the texts of a task and add up what it takes. `baseline`: and the others. `observers` see the
-    texts too."""
+    """Run a model on the texts of a task and add the scores to an accumulator.
+
+    Args:
+        model: The model.
+        task: The task.
+        accumulator: Destination of the sums and counts.
+        seed: Seed of the texts.
+        baseline: Whether to run the controls too.
+        observers: Observers of the attention calls on the texts.
+        progress: Called with the task name, finished samples and total samples.
+    """
     accumulator.register_metrics(task.names)
     group, (texts, others) = task.names[0], task.texts_and_controls(model, seed)
     total, accumulators = (
@@ -114,13 +125,13 @@ def run_task(
 
 
 def sample_from_ids(index: int, ids: tuple[int, ...], tokenizer: Tokenizer) -> TextSample:
-    """Ids as a text of their own, each in its own bucket; it is no text that anybody wrote."""
+    """Create a sample from token ids. Its bucket is its index, and it has no text."""
     token_texts = [tokenizer.token(i) for i in ids]
     return TextSample(index, index, ids, None, partial(Alignment.of, "", ids, token_texts, [(0, 0)] * len(ids)))
 
 
 def token_names(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, ...]:
-    """Tokens as they are shown, one by one.
+    """Return the display text of each token.
 
     >>> from headwise.text.build_tokenizers import word_tokenizer
     >>> token_names(word_tokenizer(["the", "cat"]), [1, 0])

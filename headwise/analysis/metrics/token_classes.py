@@ -1,4 +1,4 @@
-"""Classes of tokens that attention may rest on or look for, as marks on entries of the vocabulary."""
+"""Classes of tokens (punctuation, special, capitalized, digits) as features of vocabulary entries."""
 
 import re
 from functools import lru_cache
@@ -22,7 +22,10 @@ CLASS_SPECS = {
 
 
 def token_class_metrics(flags: Tensor) -> list[Metric]:
-    """The weight on each class; `flags` (V, 4) as `class_flags` gives them. Where a head rests is asked of all rows."""
+    """Return a metric for the weight on each class. `flags` (V, 4) is the result of `token_class_flags`.
+
+    For special tokens, which serve as attention sinks, all rows count.
+    """
     return [
         AttentionToTokens(
             name, flags[:, column], label=CLASS_SPECS[name].label, in_table=False, all_rows=name == SPECIAL
@@ -33,7 +36,7 @@ def token_class_metrics(flags: Tensor) -> list[Metric]:
 
 @lru_cache(maxsize=8)
 def token_class_flags(tokenizer: Tokenizer, vocab: int) -> Tensor:
-    """Which classes each token id belongs to: (V, 4) of 0 and 1, in the order of CLASSES."""
+    """Return the classes of each token id, (V, 4) of 0 and 1, in the order of CLASSES."""
     special = {i for i in tokenizer.special.values() if i is not None}
     special |= {i for i, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
     flags = {name: [0.0] * vocab for name in CLASSES}

@@ -1,4 +1,4 @@
-"""Where every head looked hardest, whatever for, kept as it streams by. What speaks for a role is in role_examples.py."""
+"""Largest attention weights of every head, with their contexts. Examples of roles are in `role_examples.py`."""
 
 import json
 from collections.abc import Sequence
@@ -15,13 +15,24 @@ from headwise.analysis.metrics.role_examples import make_marked_segments, render
 from headwise.analysis.metrics.row_blocks import RowBlock
 from headwise.analysis.recording.batching import TextSample
 from headwise.distributed.process_group import ProcessGroup
+from headwise.kernels.rounding_tolerance import to_float64
 
-CONTEXTS_PER_HEAD = 8  # contexts per head
+CONTEXTS_PER_HEAD = 8
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """One place: which token looked at which, how hard, and the text around with both marked."""
+    """One large attention weight and its context.
+
+    Attributes:
+        token: Query token.
+        attended: Key token.
+        weight: Attention weight.
+        sample: Number of the text in the corpus.
+        row: Position of the query.
+        column: Position of the key.
+        text: The text around both tokens, with marks.
+    """
 
     token: str
     attended: str
@@ -33,15 +44,16 @@ class AttentionContext:
 
 
 class TopContexts(AttentionObserver):
-    """The strongest contexts of every head. Rows that rest, on the first token or on themselves, are passed over."""
+    """Collect the rows with the largest weights of every head. Rows that attend to the first token or to themselves are
+    left out."""
 
     needs_full_detail = True
 
     def __init__(self, heads: int, contexts_per_head: int = CONTEXTS_PER_HEAD) -> None:
         self.weights = np.zeros((heads, contexts_per_head))
-        self.positions = np.full((heads, contexts_per_head, 3), -1, dtype=np.int64)  # unit, row, column
+        self.positions = np.full((heads, contexts_per_head, 3), -1, dtype=np.int64)  # sample, row, column
         self.samples: dict[int, TextSample] = {}
-        self._remote_texts: dict[tuple[int, int, int], list[str]] = {}  # what other processes found, in words
+        self._remote_texts: dict[tuple[int, int, int], list[str]] = {}  # contexts of other processes
 
     def on_call(self, call: AttentionCallContext) -> BlockListener:
         """Add the top rows of every block of the call."""
@@ -60,7 +72,7 @@ class TopContexts(AttentionObserver):
     def add_top_rows(
         self, heads: slice, block: RowBlock, idle: Tensor, samples: Sequence[TextSample], starts: Tensor
     ) -> None:
-        """Take the best rows of a block. `idle` (B, h, R) marks rows that do not count, `starts` (B,) the left padding."""
+        """Add the best rows of a block. `idle` (B, h, R) marks rows that do not count, `starts` (B,) the left padding."""
         confidence = torch.where(idle, 0.0, 1 / block.total)  # the largest e is 1: (B, h, R)
         B, h, R = confidence.shape
         own_weights = self.weights[heads]
@@ -75,7 +87,7 @@ class TopContexts(AttentionObserver):
         block_positions = torch.stack(
             (example, row + block.rows.start + block.past - first, column + block.cols.start - first), -1
         )
-        positions, weights = block_positions.cpu().numpy(), best.double().cpu().numpy()
+        positions, weights = block_positions.cpu().numpy(), to_float64(best).cpu().numpy()
         sample_ids = np.array([sample.index for sample in samples])
         positions = np.concatenate((sample_ids[positions[..., :1]], positions[..., 1:]), -1)
         weights, positions = (
@@ -86,13 +98,13 @@ class TopContexts(AttentionObserver):
         self.weights[heads] = np.take_along_axis(weights, order, 1)
         self.positions[heads] = np.take_along_axis(positions, order[..., None], 1)
         present_ids = set(self.positions[heads, :, 0].ravel().tolist())
-        # without what was worked out
+        # copy, so that cached properties are not kept in memory
         self.samples |= {sample.index: replace(sample) for sample in samples if sample.index in present_ids}
         if len(self.samples) > 2 * self.weights.size:
             self.drop_unused_samples()
 
     def gather_from_processes(self, process_group: ProcessGroup) -> None:
-        """The strongest of what all processes found; each tells the others what stands at its own places."""
+        """Select the largest weights of all processes and exchange the texts of their contexts."""
         heads, limit = self.weights.shape
         weights, all_positions = (
             np.zeros((process_group.size, heads, limit)),
@@ -113,7 +125,7 @@ class TopContexts(AttentionObserver):
         encoded = [json.dumps(words).encode() if words else b"" for words in own_texts]
         lengths[process_group.rank] = max(map(len, encoded))
         process_group.all_reduce_array_inplace(lengths)
-        # a text was read by one process: the rest is 0
+        # each text was read by one process; the others contribute zeros
         shared = np.zeros((len(positions), int(lengths.max())), dtype=np.uint8)
         for row, words in enumerate(encoded):
             shared[row, : len(words)] = np.frombuffer(words, dtype=np.uint8)
@@ -124,12 +136,12 @@ class TopContexts(AttentionObserver):
         }
 
     def drop_unused_samples(self) -> None:
-        """Forget the texts that no head's evidence is in."""
+        """Discard the texts that no context refers to."""
         used_ids = set(self.positions[..., 0].ravel().tolist())
         self.samples = {index: sample for index, sample in self.samples.items() if index in used_ids}
 
     def contexts(self) -> list[list[AttentionContext]]:
-        """For every head its contexts, strongest first, with their texts."""
+        """Return the contexts of every head, largest weight first."""
         self.drop_unused_samples()
         return [
             [
@@ -145,10 +157,10 @@ class TopContexts(AttentionObserver):
         return AttentionContext(token, attended, weight, index, row, column, text)
 
     def _describe(self, index: int, row: int, column: int) -> list[str]:
-        """Who looked, at what, and the text around."""
+        """Return the query token, the key token and the text around them."""
         names, image = self.samples[index].token_texts, self.samples[index].image
         if image is not None:
-            return [names[row], names[column], f"{image.name}: [{names[row]}] looks at *{names[column]}*"]
+            return [names[row], names[column], f"{image.name}: [{names[row]}] attends to *{names[column]}*"]
         return [
             names[row],
             names[column],

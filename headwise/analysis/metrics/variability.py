@@ -1,8 +1,8 @@
-"""Variability: how much of a head's attention depends on what is read, and not only on where it stands.
+"""Variability: how much the attention of a head depends on the text, and not only on positions.
 
-Texts of one length are read side by side, and at each place the weights are held against their mean over the texts:
-Σ|p − p̄| / 2Σp (https://arxiv.org/abs/1906.04284). 0 is a head that looks at the same places whatever the text; N texts
-that each send it to a place of its own give 1 − 1/N.
+For texts of equal length, the weights at each position are compared with their mean over the texts: Σ|p − p̄| / 2Σp
+(https://arxiv.org/abs/1906.04284). A head that attends to the same positions in every text scores 0. A head that attends to
+different positions in each of N texts scores 1 − 1/N.
 """
 
 from collections.abc import Iterable
@@ -21,13 +21,14 @@ from headwise.analysis.metrics.row_blocks import RowBlock
 from headwise.analysis.recording.batching import TextSample, make_batch, reachable_hook_points
 from headwise.analysis.recording.recording import select_heads
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads.head import HeadPattern
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 
-LENGTH, TEXTS = 16, 16  # tokens of each text, and how many texts: sentences are short, and a look must be cheap
+LENGTH, TEXTS = 16, 16  # tokens per text, and number of texts: sentences are short, and the metric must be cheap
 VARIABILITY = MetricSpec(
-    "variability", "how far weights depend on the text", high_means="depends on what is read", merge=LARGER
+    "variability", "dependence of weights on the text", high_means="depends on the text", merge=LARGER
 )
 
 
@@ -35,7 +36,17 @@ VARIABILITY = MetricSpec(
 def variability(
     model: ModelProtocol, corpus: Any = None, heads: HeadPattern = "*", *, length: int = LENGTH, texts: int = TEXTS
 ) -> dict[str, float]:
-    """For each head Σ|p − p̄| / 2Σp over the first so many texts that have so many tokens, cut to that length.
+    """Compute the variability of heads, Σ|p − p̄| / 2Σp.
+
+    Args:
+        model: The model.
+        corpus: A text, a list of texts, a path, a `Corpus` or a `TokenizedCorpus`. None selects the default corpus.
+        heads: Addresses or a pattern such as `"5.1,3.*"`.
+        length: Number of tokens of each text. Longer texts are truncated, shorter ones are left out.
+        texts: Number of texts, at least 2.
+
+    Returns:
+        The variability of each head by address, from 0 to 1.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -46,7 +57,10 @@ def variability(
     {'5.1': 0.0}
     """
     if length < 1 or texts < 2:
-        raise HeadwiseError(f"texts are compared with each other: two of one token at least; got {texts} of {length}.")
+        raise ArgumentError(
+            f"variability compares texts with each other, so it needs texts >= 2 and length >= 1. Got texts={texts} and "
+            f"length={length}."
+        )
     addresses = tuple(
         address for hook_point in reachable_hook_points(model, heads) for address in hook_point.head_addresses
     )
@@ -55,8 +69,9 @@ def variability(
         select_long_samples(TokenizedCorpus.of(model, corpus), length, texts),
     )
     if len(samples) < 2:
-        raise HeadwiseError(
-            f"{len(samples)} texts have {length} tokens, and two are needed; give more texts, or a shorter length."
+        raise ArgumentError(
+            f"corpus: {len(samples)} texts have at least {length} tokens, and two are needed. Give more texts or a smaller "
+            f"length."
         )
     accumulator = Accumulator(len(addresses))
     with eval_mode(model):
@@ -66,14 +81,14 @@ def variability(
 
 
 def select_long_samples(samples: Iterable[TextSample], length: int = LENGTH, texts: int = TEXTS) -> list[TextSample]:
-    """The first so many units that are long enough."""
+    """Return the first samples that have at least `length` tokens, at most `texts`."""
     return list(islice((sample for sample in samples if len(sample.ids) >= length), texts))
 
 
 def measure_variability(
     model: ModelProtocol, samples: list[TextSample], accumulator: Accumulator, length: int = LENGTH
 ) -> None:
-    """Read texts side by side, cut to one length, and count; of fewer than two nothing can be said."""
+    """Run the model on texts truncated to one length and add the variability. Fewer than two texts add nothing."""
     runner = MetricRunner(accumulator, [VariabilityMetric()])
     if len(samples) > 1:
         truncated = [replace(sample, ids=sample.ids[:length], source=()) for sample in samples]
@@ -81,12 +96,12 @@ def measure_variability(
 
 
 class VariabilityMetric(Metric):
-    """For texts of one length, read as one batch; what each text adds goes into its own bucket."""
+    """Variability of a batch of texts of equal length."""
 
     metric_specs = (VARIABILITY,)
 
     def make_accumulator(self, call: AttentionCallContext) -> "VariabilityAccumulator":
-        """One call at one site."""
+        """Return an accumulator for the blocks of one attention call."""
         return VariabilityAccumulator(call)
 
 
@@ -98,11 +113,11 @@ class VariabilityAccumulator(BlockAccumulator):
         self.deviation, self.weight = (torch.zeros(B, H, dtype=torch.float64) for _ in range(2))
 
     def add_block(self, block: RowBlock) -> None:
-        """One block of rows, the same places of every text."""
+        """Add one block of rows, which has the same positions of every text."""
         p = block.normalize(block.e)  # (B, h, R, C)
-        self.weight[:, block.heads] += p.sum((2, 3)).double().cpu()
-        self.deviation[:, block.heads] += (p - p.mean(0)).abs().sum((2, 3)).double().cpu()
+        self.weight[:, block.heads] += to_float64(p.sum((2, 3))).cpu()
+        self.deviation[:, block.heads] += to_float64(p - p.mean(0)).abs().sum((2, 3)).cpu()
 
     def sums_and_counts(self) -> tuple[Tensor, Tensor]:
-        """(B, H, 1) each."""
+        """Return Σ|p − p̄| and 2Σp, (B, H, 1) each."""
         return self.deviation[..., None], 2 * self.weight[..., None]

@@ -1,4 +1,4 @@
-"""Word-by-word attention of a batch, put together from blocks of rows: what heads do on the arcs between words."""
+"""Attention between words of a batch, accumulated from blocks of rows."""
 
 from functools import partial
 
@@ -15,8 +15,14 @@ from headwise.analysis.metrics.row_blocks import RowBlock
 
 
 class WordMapAccumulator(BlockAccumulator):
-    """Maps between the words of each text of a call, plain and weighted by what is fetched. `sampler` takes down what heads
-    do at some places."""
+    """Attention between the words of each text of a call, plain and value-weighted.
+
+    Args:
+        arcs: Gold arcs of the batch.
+        call: The attention call.
+        relations: Relations to measure.
+        sampler: Records the attention at some positions as examples.
+    """
 
     def __init__(
         self,
@@ -31,7 +37,7 @@ class WordMapAccumulator(BlockAccumulator):
         self.plain, self.value_weighted = torch.zeros(2, *size).unbind()  # (N, H, W, W + shared)
 
     def add_block(self, block: RowBlock) -> None:
-        """One block of rows."""
+        """Add one block of rows."""
         if not self.arcs.per_text:
             return
         rows, cols = (slice(span.start, span.stop) for span in (block.rows, block.cols))
@@ -44,14 +50,12 @@ class WordMapAccumulator(BlockAccumulator):
         for maps, p in ((self.plain, block.normalize(block.e)), (self.value_weighted, block.e * norms / row_norms)):
             if len(self.arcs.per_text) < len(p):
                 p = p[self.arcs.batch_rows]
-            if (
-                not self.arcs.batch.is_unpadded
-            ):  # what stands in rows of padding may be anything, and 0 times NaN is NaN
+            if not self.arcs.batch.is_unpadded:  # padded rows may contain NaN, and 0 times NaN is NaN
                 p.masked_fill_(~self.arcs.batch.real_tokens[self.arcs.batch_rows, None, rows, None], 0.0)
             maps[:, block.heads] += from_words @ (p.float().cpu() @ to_words)
 
     def sums_and_counts(self) -> tuple[Tensor, Tensor] | None:
-        """Sums over rows, by question and kind, (B, H, numbers), and how many rows there are, (B, 1, numbers)."""
+        """Return sums over rows by relation and kind, (B, H, scores), and the number of rows, (B, 1, scores)."""
         if not self.relations:
             return None
         arcs = self.arcs

@@ -1,1 +1,1 @@
-"""What a model reads, and what its heads did with it: recorded, or one sentence at once."""
+"""Tokenized corpora, batches, recordings of head activations, and attention maps of one text."""

@@ -1,4 +1,4 @@
-"""One sentence, now: which word looks at which, in any head."""
+"""Attention maps of one text or image, by word, token or patch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.analysis.recording.batching import forward_batch, make_batch, reachable_hook_points, tokenizer_of
 from headwise.analysis.recording.input_image import InputImage, image_sample, read_image
 from headwise.analysis.recording.recording import HeadCall, ModelRecording, record, select_heads
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError
 from headwise.heads.head import HeadPattern
 from headwise.model import ModelProtocol, eval_mode
 from headwise.spec import Address
@@ -23,7 +23,14 @@ WHITESPACE_SYMBOLS = str.maketrans({"\n": "⏎", "\t": "⇥", " ": "␣"})
 
 
 class AttentionEdge(NamedTuple):
-    """One word looking at another in one head."""
+    """Attention from one word to another in one head.
+
+    Attributes:
+        head: Address of the head.
+        word: Query word.
+        attended: Key word.
+        weight: Attention weight.
+    """
 
     head: str
     word: str
@@ -33,16 +40,23 @@ class AttentionEdge(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenGroups:
-    """What maps of a text have as rows and columns: its words and what belongs to no word, or its tokens one by one."""
+    """Rows and columns of an attention map: groups of tokens that form a word, or single tokens.
+
+    Attributes:
+        labels: Text of each group.
+        tokens: Token positions of each group.
+        special: Whether the group is a special token, which covers no text.
+    """
 
     labels: tuple[str, ...]
-    tokens: tuple[tuple[int, ...], ...]  # for each part, the places of its tokens
-    special: tuple[bool, ...]  # whether it is a token that stands for nothing in the text
+    tokens: tuple[tuple[int, ...], ...]
+    special: tuple[bool, ...]
 
     @staticmethod
     def of(alignment: Alignment, words: bool) -> "TokenGroups":
-        """The parts of one text, in the order of their first tokens. Words that share a token are one part: `,"`."""
-        groups: list[tuple[list[int], list[int]]] = []  # words and tokens of each part
+        """Group the tokens of a text by word, in the order of their first tokens. Words that share a token, such as `,"`,
+        form one group. With `words=False` each token is a group."""
+        groups: list[tuple[list[int], list[int]]] = []  # words and tokens of each group
         for token, token_words in enumerate(alignment.words_of_token):
             if words and token_words and groups and token_words[0] in groups[-1][0]:
                 groups[-1][0].extend(token_words)
@@ -58,7 +72,7 @@ class TokenGroups:
 
     @cached_property
     def unique_labels(self) -> tuple[str, ...]:
-        """The labels, with a number where one stands more than once: the#1, the#2."""
+        """The labels. Repeated labels have a number: the#1, the#2."""
         counts: dict[str, int] = {}
         names = []
         for label in self.labels:
@@ -67,12 +81,13 @@ class TokenGroups:
         return tuple(names)
 
     def find(self, word: Word) -> int:
-        """The place of a word: by its number, its text, or its text and which of several it is."""
+        """Return the index of a word, given as an index, as text, or as numbered text such as `the#2`."""
         if isinstance(word, int):
             if -len(self.labels) <= word < len(self.labels):
                 return word % len(self.labels)
-            raise HeadwiseError(
-                f"there is no word {word}; there are {len(self.labels)}: {', '.join(self.unique_labels)}."
+            raise ArgumentError(
+                f"word={word}: the text has {len(self.labels)} words: {', '.join(self.unique_labels)}. Use an index from 0 "
+                f"to {len(self.labels) - 1}, or the word itself."
             )
         if word in self.unique_labels:
             return self.unique_labels.index(word)
@@ -82,61 +97,69 @@ class TokenGroups:
             return matches[0]
         if matches:
             options = " or ".join(self.unique_labels[i] for i in matches)
-            raise HeadwiseError(f"{word!r} stands there {len(matches)} times; say which: {options}.")
-        raise HeadwiseError(f"the word {word!r} is not there; there are {', '.join(self.unique_labels)}.")
+            raise ArgumentError(f"word={word!r}: it occurs {len(matches)} times in the text. Use {options}.")
+        raise ArgumentError(f"word={word!r}: not in the text. The words are {', '.join(self.unique_labels)}.")
 
     def sum_matrix(self, like: Tensor) -> Tensor:
-        """A matrix that adds up the columns of each part: (tokens, parts)."""
+        """Return the matrix that sums the columns of each group, (tokens, groups)."""
         matrix = like.new_zeros(sum(map(len, self.tokens)), len(self.tokens))
         for group, token_ids in enumerate(self.tokens):
             matrix[list(token_ids), group] = 1.0
         return matrix
 
     def mean_matrix(self, like: Tensor) -> Tensor:
-        """A matrix that takes the mean over the rows of each part: (parts, tokens)."""
+        """Return the matrix that averages the rows of each group, (groups, tokens)."""
         matrix = self.sum_matrix(like).mT
         return matrix / matrix.sum(1, keepdim=True)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionView:
-    """A text as every head saw it. Maps are made when asked for; attention to a split word is the sum over its tokens, from
-    it the mean. Special tokens are words of their own, so rows sum to 1 (to less where a head has a sink)."""
+    """Attention maps of one text or image.
+
+    Maps are computed on demand. The weight on a word of several tokens is the sum over its tokens, the weight from it the
+    mean. Special tokens count as words, so rows sum to 1, or to less if a head has an attention sink.
+
+    Attributes:
+        text: The text, or the name of the image.
+        source: Source text of an encoder-decoder, otherwise None.
+        image: The image, or None for a text. Its words are patches named `row,column`.
+    """
 
     text: str
     source: str | None
     _groups: TokenGroups
     _source_groups: TokenGroups | None
     _recording: ModelRecording
-    _call_index: int | None = None  # which one, where a layer is called several times in a pass
-    image: InputImage | None = None  # what was looked at, where that is no text: its words are patches, `row,column`
+    _call_index: int | None = None  # call to show if a layer is called several times in one forward pass
+    image: InputImage | None = None
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words, or the tokens, of the text."""
+        """Words (or tokens, or patches) of the text."""
         return self._groups.labels
 
     @property
     def unique_words(self) -> tuple[str, ...]:
-        """The same, each with a number where it stands more than once."""
+        """Words of the text. Repeated words have a number: the#1, the#2."""
         return self._groups.unique_labels
 
     @property
     def source_words(self) -> tuple[str, ...]:
-        """The words of the source of an encoder-decoder; none in other models."""
+        """Words of the source text of an encoder-decoder. Empty for other models."""
         return () if self._source_groups is None else self._source_groups.labels
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The heads that were looked at."""
+        """Addresses of the heads in this view."""
         return tuple(map(str, self._recording.addresses))
 
     def resolve_head_pattern(self, heads: HeadPattern | Sequence[str]) -> tuple[str, ...]:
-        """Some of these heads, by pattern."""
+        """Return the addresses in this view that match a pattern."""
         return tuple(map(str, select_heads(heads, self._recording.addresses)))
 
     def query_key_groups(self, head: str | Address | None = None) -> tuple[TokenGroups, TokenGroups]:
-        """What looks and what is looked at in a head: the rows and the columns of its map."""
+        """Return the token groups of the queries (rows) and of the keys (columns) of a head."""
         stack = self._resolve_head(head).stack
         text, source = self._groups, self._source_groups
         if source is None or stack == "dec":
@@ -144,35 +167,54 @@ class AttentionView:
         return (text, source) if stack == "cross" else (source, source)
 
     def map(self, head: str | Address | None = None) -> Tensor:
-        """Who looks at whom, (words, words): row i says where word i looks."""
+        """Compute the attention map of a head, (words, words). Row i is the attention from word i.
+
+        Args:
+            head: Address of the head. It may be omitted if the view has a single head.
+        """
         query_groups, key_groups = self.query_key_groups(head)
         weights = self._head_call(self._resolve_head(head)).map()[0].float()  # (T, S)
         return query_groups.mean_matrix(weights) @ (weights @ key_groups.sum_matrix(weights))
 
     def image_map(self, head: str | Address | None = None, at: Word | tuple[int, int] | None = None) -> Tensor:
-        """A head's attention over the picture, (rows, columns): from a patch, (2, 3) or "2,3", from "[CLS]", or the mean
-        from all patches. What is on tokens that are no patches is left out."""
+        """Compute the attention of a head over the image, (rows, columns). Tokens that are not patches are left out.
+
+        Args:
+            head: Address of the head. It may be omitted if the view has a single head.
+            at: Query: a patch such as (2, 3) or "2,3", or a token such as "[CLS]". None selects the mean over all patches.
+        """
         if self.image is None:
-            raise HeadwiseError("what was looked at is a text; view.map(head) is its map.")
+            raise HeadwiseError("image_map: this is the view of a text, not of an image. Use view.map(head).")
         grid, address = self.image.grid, self._resolve_head(head)
         rows = grid.token_of_patch if at is None else (grid.token_index(at),)
         weights = self._head_call(address).map(rows=rows)[0].float().mean(0)  # (S,)
         return weights[list(grid.token_of_patch)].unflatten(0, (grid.rows, grid.columns))
 
     def attention_from_word(self, word: Word, head: str | Address | None = None) -> list[tuple[str, float]]:
-        """Where one word looks: (word, weight), the strongest first. A word is its text, "the#2", or its place."""
+        """Return the attention from one word to all words as (word, weight), largest weight first.
+
+        Args:
+            word: The word, a numbered word such as "the#2", or its index.
+            head: Address of the head. It may be omitted if the view has a single head.
+        """
         query_groups, key_groups = self.query_key_groups(head)
         weights = self._row(query_groups.find(word), self._resolve_head(head)).tolist()
         return sorted(zip(key_groups.unique_labels, weights, strict=True), key=lambda pair: -pair[1])
 
     def top_heads_for_pair(self, word: Word, attended: Word, k: int = 10) -> list[tuple[str, float]]:
-        """The heads in which one word looks hardest at another: (head, weight)."""
+        """Return the heads with the largest weight from one word to another as (head, weight), largest weight first.
+
+        Args:
+            word: Query word: its text, a numbered word such as "the#2", or its index.
+            attended: Key word, in the same form.
+            k: Number of heads.
+        """
         scores, last_error = [], None
         for address in self._recording.addresses:
             query_groups, key_groups = self.query_key_groups(address)
             try:
                 row, column = query_groups.find(word), key_groups.find(attended)
-            except HeadwiseError as error:  # in an encoder-decoder a word may be in one of the texts alone
+            except HeadwiseError as error:  # in an encoder-decoder, a word may occur in only one of the two texts
                 last_error = error
                 continue
             scores.append((str(address), self._row(row, address)[column].item()))
@@ -181,8 +223,14 @@ class AttentionView:
         return sorted(scores, key=lambda pair: -pair[1])[:k]
 
     def top_edges(self, k: int = 10, word: Word | None = None) -> list[AttentionEdge]:
-        """The hardest looks of all heads, or of one word: at other words, not at the first one or at special tokens, where
-        heads rest."""
+        """Return the largest attention weights between different words over all heads, largest first.
+
+        Attention to the first word and to special tokens is left out, because heads use them as attention sinks.
+
+        Args:
+            k: Number of edges.
+            word: Query word: its text, a numbered word such as "the#2", or its index. None selects all words.
+        """
         edges = []
         for address in self._recording.addresses:
             query_groups, key_groups = self.query_key_groups(address)
@@ -200,10 +248,15 @@ class AttentionView:
         return sorted(edges, key=lambda edge: -edge.weight)[:k]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """Return the text, the words and all maps as JSON-serializable data."""
         source = {} if self.source is None else {"source": self.source, "source_words": list(self.source_words)}
         maps = {head: self.map(head).tolist() for head in self.heads}
         return {"text": self.text, "words": list(self.words), **source, "maps": maps}
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import attention_table
+
+        return attention_table(self).as_text()
 
     def _repr_html_(self) -> str:
         from headwise.ui.notebook import attention_html
@@ -216,24 +269,23 @@ class AttentionView:
         return widget_mime_bundle(self)
 
     def _head_call(self, head: Address) -> HeadCall:
-        """The call of a head that was asked for, or the only one."""
+        """Return the recorded call of a head."""
         recorded = self._recording[head]
         if self._call_index is None and len(recorded.calls) > 1:
             raise HeadwiseError(
-                f"{head} is called {len(recorded.calls)} times in one pass of this model; say which: "
-                f"attention_maps(…, call_index=0), "
-                f"call_index=-1 for the last."
+                f"head {head} is called {len(recorded.calls)} times in one forward pass of this model. Select a call: "
+                f"attention_maps(…, call_index=0) for the first, call_index=-1 for the last."
             )
         return recorded.only_call if self._call_index is None else recorded.call(self._call_index)
 
     def _row(self, group: int, head: Address) -> Tensor:
-        """Where one part looks, (words,): no other row of the map is made."""
+        """Compute one row of the map of a head, (words,)."""
         query_groups, key_groups = self.query_key_groups(head)
         weights = self._head_call(head).map(rows=query_groups.tokens[group])[0].float()  # (its tokens, S)
         return weights.mean(0) @ key_groups.sum_matrix(weights)
 
     def _idle_mask(self, head: Address, rows: Sequence[int]) -> Tensor:
-        """Looks that say little: at the first word, at special tokens, at oneself. (rows, words)"""
+        """Mask attention to the first word, to special tokens and of a word to itself, (rows, words)."""
         query_groups, key_groups = self.query_key_groups(head)
         idle = torch.tensor([index == 0 or special for index, special in enumerate(key_groups.special)])
         self_edges = torch.tensor(rows)[:, None] == torch.arange(len(key_groups.labels))
@@ -243,7 +295,9 @@ class AttentionView:
     def _resolve_head(self, head: str | Address | None) -> Address:
         if head is None:
             if len(self._recording) > 1:
-                raise HeadwiseError(f"there are {len(self._recording)} heads; say which, e.g. head={self.heads[0]!r}.")
+                raise ArgumentError(
+                    f"head: this view has {len(self._recording)} heads. Select one, for example head={self.heads[0]!r}."
+                )
             return self._recording.addresses[0]
         return Address.parse(head) if isinstance(head, str) else head
 
@@ -257,13 +311,24 @@ def attention_maps(
     source: str | None = None,
     call_index: int | None = None,
 ) -> AttentionView:
-    """Run a model once on a text and keep where its heads looked; words=False keeps tokens apart.
+    """Run a model on one text or image and return its attention maps.
 
-    An encoder-decoder reads `source` and writes `text`; its maps have the words of one or both. Where a layer is called
-    several times in a pass, as ALBERT's one layer is, `call_index` says which is meant, from 0.
+    Args:
+        model: A `Transformer` or an attached model.
+        text: The text. For a model that reads images: a path, a Pillow image, or a preprocessed tensor (C, height, width).
+            The words of an image are its patches, named `row,column`.
+        heads: Addresses or a pattern such as `"5.1,3.*"`. The default `"*"` selects all heads.
+        words: Whether to merge the tokens of a word. If False, rows and columns are tokens.
+        source: Source text of an encoder-decoder; `text` is then the target. Self-attention maps have the words of one
+            text, cross-attention maps those of both.
+        call_index: Call to show if a layer is called several times in one forward pass, as in ALBERT. The first is 0, the
+            last -1.
 
-    A model that reads pixels looks at a picture: a path, a Pillow image, or a tensor (C, height, width) that is ready for it.
-    Its words are patches, `row,column`; `image_map` gives a head's attention over the picture.
+    Returns:
+        An `AttentionView`. `view.map("5.1")` is the map of one head; `view.image_map("5.1")` shows it on the image.
+
+    Raises:
+        HeadwiseError: If the text is empty, or if a text alone does not reach one of the heads.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
@@ -304,22 +369,20 @@ def _image_attention_maps(
 
 def _align_text(tokenizer: Tokenizer, text: str, name: str) -> Alignment:
     if not isinstance(text, str):
-        raise HeadwiseError(
-            f"{name} must be a string, got {type(text).__name__}; attention_maps looks at one text at a time."
-        )
+        raise ArgumentError(f"{name} must be a string. Got {type(text).__name__}. Call attention_maps once per text.")
     aligned = tokenizer.align(text)
-    if not aligned.ids or not text.strip():  # special tokens alone look at nothing worth seeing
-        raise HeadwiseError(f"{name} is empty; give at least one word.")
+    if not aligned.ids or not text.strip():
+        raise ArgumentError(f"{name} is empty. Give at least one word.")
     return aligned
 
 
 def _words_text(alignment: Alignment, word_ids: Sequence[int]) -> str:
-    """Words as they stand in the text."""
+    """Return the words as written in the text."""
     return alignment.text[alignment.word_spans[min(word_ids)][0] : alignment.word_spans[max(word_ids)][1]]
 
 
 def _token_label(alignment: Alignment, token: int) -> str:
-    """A token as a person reads it: its characters, or its name if it stands for none."""
+    """Return the characters of a token, or its vocabulary name if it covers no text."""
     start, end = alignment.spans[token]
     text = alignment.text[start:end]
     if not text:

@@ -1,4 +1,4 @@
-"""What a model reads while it is looked at: texts as units, units in batches."""
+"""Samples (tokenized texts or images) and padded batches of them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import HookPoint
 from headwise.heads.head import HeadPattern
 from headwise.model import ModelProtocol, eval_mode
@@ -22,39 +22,47 @@ from headwise.text.token_alignment import Alignment
 
 @dataclass(frozen=True, eq=False)
 class TextSample:
-    """One text as a model reads it: the unit of the statistics. Long texts are cut into several.
+    """One tokenized text: the sampling unit of all statistics. A long text is split into several samples.
 
-    Of a pair `ids` are the text behind the token a decoder starts from, and `source` is what the encoder reads.
+    Attributes:
+        index: Number of the sample in the corpus.
+        bucket: Bucket to which its sums are added. It is a hash of the text.
+        ids: Token ids. For a text pair, the decoder start token and the target text.
+        document: Words and relations, or None for plain text.
+        source: Encoder input of a text pair, as token ids.
+        text: The part of the text that the sample covers. For a text pair, the target text.
+        source_text: Source text of a text pair.
+        image: The `InputImage` if the tokens are patches.
     """
 
-    index: int  # where it stands in the corpus
-    bucket: int  # where its sums go, by its text
+    index: int
+    bucket: int
     ids: tuple[int, ...]
-    document: Document | None  # None: a piece of plain text
+    document: Document | None
     _align: Callable[[], Alignment]
     source: tuple[int, ...] = ()
-    text: str = ""  # what it covers; of a pair what is to be written
-    source_text: str = ""  # of a pair
-    image: Any = None  # the picture, where tokens are patches (image.py)
+    text: str = ""
+    source_text: str = ""
+    image: Any = None
 
     @property
     def num_batch_tokens(self) -> int:
-        """Tokens that it takes in a batch."""
+        """Number of tokens that the sample takes in a batch."""
         return max(len(self.ids), len(self.source))
 
     @property
     def corpus_item(self) -> "Document | TextPair | str":
-        """What a corpus would hold to give this unit again."""
+        """Corpus item from which this sample can be created again."""
         return self.document or (TextPair(self.source_text, self.text) if self.source else self.text)
 
     @cached_property
     def alignment(self) -> Alignment:
-        """Its tokens and words."""
+        """Alignment between the tokens and the words."""
         return self._align()
 
     @cached_property
     def token_texts(self) -> tuple[str, ...]:
-        """Its tokens as a person would write them."""
+        """Text of each token, without markers such as `##`. A token without text has its vocabulary name."""
         aligned = self.alignment
         spans = zip(aligned.spans, aligned.tokens, strict=True)
         return tuple(aligned.text[start:end].strip() or token for (start, end), token in spans)
@@ -62,28 +70,37 @@ class TextSample:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """Some units side by side, padded."""
+    """A padded batch of samples.
+
+    Attributes:
+        samples: The samples, in the order of the batch.
+        ids: Token ids, (B, T).
+        real_tokens: True at tokens, False at padding, (B, T).
+        source: Source ids of text pairs, (B, S).
+        source_real_tokens: True at source tokens, False at padding, (B, S).
+        pixels: Pixels of images, (B, C, height, width).
+    """
 
     samples: tuple[TextSample, ...]
-    ids: Tensor  # (B, T)
-    real_tokens: Tensor  # (B, T): True at tokens, False at padding
-    source: Tensor | None = None  # (B, S), of pairs
-    source_real_tokens: Tensor | None = None  # (B, S)
-    pixels: Tensor | None = None  # (B, C, height, width), of pictures
+    ids: Tensor
+    real_tokens: Tensor
+    source: Tensor | None = None
+    source_real_tokens: Tensor | None = None
+    pixels: Tensor | None = None
 
     @cached_property
     def first_token_positions(self) -> Tensor:
-        """Where each row's first token stands, (B,)."""
+        """Column of the first token of each sample, (B,)."""
         return self.real_tokens.long().argmax(1)
 
     @property
     def is_unpadded(self) -> bool:
-        """Whether there is no padding at all."""
+        """Whether the batch has no padding."""
         return bool(self.real_tokens.all())
 
     @property
     def source_attention_mask(self) -> Tensor | None:
-        """Which tokens of the sources are real, where there is padding among them."""
+        """Attention mask of the sources, or None if they have no padding."""
         return (
             None if self.source_real_tokens is None or bool(self.source_real_tokens.all()) else self.source_real_tokens
         )
@@ -92,7 +109,10 @@ class TokenBatch:
 def make_batches(
     samples: Iterable[TextSample], batch_tokens: int = 4096, side: str = "right", device: torch.device | str = "cpu"
 ) -> Iterator[TokenBatch]:
-    """Units in their order, as many as fit into so many tokens; sorted within a handful, so that little is padding."""
+    """Group samples into batches of at most `batch_tokens` tokens, padding included.
+
+    Samples are sorted by length within a window of eight batches to reduce padding.
+    """
     pending: list[TextSample] = []
     pending_tokens = 0
 
@@ -118,7 +138,7 @@ def make_batches(
 
 
 def make_batch(samples: list[TextSample], side: str = "right", device: torch.device | str = "cpu") -> TokenBatch:
-    """Units of any lengths, padded on one side; sources on the right."""
+    """Pad samples to one length. `side` is the padding side of the texts; sources are padded on the right."""
     ids, real_tokens = _pad_ids([sample.ids for sample in samples], side)
     batch = TokenBatch(tuple(samples), ids.to(device), real_tokens.to(device))
     if samples[0].image is not None:
@@ -130,8 +150,10 @@ def make_batch(samples: list[TextSample], side: str = "right", device: torch.dev
 
 
 def forward_batch(model: ModelProtocol, batch: TokenBatch, hidden: bool = True) -> Any:
-    """One forward pass over a batch; padding is named only where there is some, so that the plain path stays plain. Of
-    pictures the model's own output comes back."""
+    """Run one forward pass over a batch. Images return the output of the model itself.
+
+    An attention mask is passed only if the batch has padding.
+    """
     if batch.pixels is not None:
         untyped_model: Any = model
         return untyped_model(pixel_values=batch.pixels.to(next(iter(model.parameters())).dtype))
@@ -139,7 +161,7 @@ def forward_batch(model: ModelProtocol, batch: TokenBatch, hidden: bool = True) 
 
 
 def forward_ids(model: ModelProtocol, ids: Tensor, attention_mask: Tensor | None = None, hidden: bool = True) -> Tensor:
-    """One forward pass over texts, (B, T); an encoder-decoder reads each as its source and as its target."""
+    """Run one forward pass over token ids, (B, T). An encoder-decoder reads them as source and as target."""
     source_kwargs = (
         {"source": ids, "source_attention_mask": attention_mask} if model.spec.kind == "encoder-decoder" else {}
     )
@@ -147,22 +169,22 @@ def forward_ids(model: ModelProtocol, ids: Tensor, attention_mask: Tensor | None
 
 
 def tokenizer_of(model: ModelProtocol) -> Tokenizer:
-    """The model's tokenizer, or an error that says what to do."""
+    """Return the tokenizer of a model. Raise an error if it is missing or if the model reads images."""
     if model.image_input is not None:
-        raise HeadwiseError(
-            "this model reads pictures, not text; hw.attention_maps, hw.profile and hw.record look at them, what is "
-            "asked on texts "
-            "cannot be asked of it."
+        raise UnsupportedModelError(
+            "this model reads images, and this function needs a model that reads text. hw.attention_maps, hw.profile and "
+            "hw.record support images."
         )
     if not isinstance(model.tokenizer, Tokenizer):
-        raise HeadwiseError("this model has no tokenizer, so it cannot read text; set model.tokenizer.")
+        raise UnsupportedModelError("this model has no tokenizer, so it cannot read text. Set model.tokenizer.")
     return model.tokenizer
 
 
 def reachable_hook_points(model: ModelProtocol, heads: HeadPattern = "*") -> list[HookPoint]:
-    """Where attention happens when a model reads texts, or pictures: of several towers those that token ids alone reach.
+    """Return the hook points that run when the model reads a text or an image.
 
-    Found out by a call of a few tokens; a pattern that names heads of other towers is refused.
+    A model with several towers is called on a few tokens to find the layers that token ids reach. An error is raised if the
+    pattern `heads` selects a head that they do not reach.
     """
     hook_points = model.gathered_hook_points()
     if not model.spec.stacks or model.image_input is not None:
@@ -178,16 +200,16 @@ def reachable_hook_points(model: ModelProtocol, heads: HeadPattern = "*") -> lis
         ]
         if unreachable:
             reached = ", ".join(f"{stack or '*'}.*" for stack in dict.fromkeys(address.stack for address in called))
-            raise HeadwiseError(
-                f"a text alone does not reach head {unreachable[0]}: its tower reads something else. Heads it "
-                f"reaches: {reached}; "
-                f"for others call the model inside hw.record, or give hw.importance your own calls; name heads to cut."
+            raise ArgumentError(
+                f"heads: head {unreachable[0]} cannot be measured on texts, because its tower does not read text. Text "
+                f"reaches {reached}. To measure the head, call the model inside hw.record, or pass your own calls to "
+                f"hw.importance. To prune it without measuring, name it explicitly."
             )
     return [hook_point for hook_point in hook_points if hook_point.address in called]
 
 
 def _pad_ids(rows: Sequence[tuple[int, ...]], side: str = "right") -> tuple[Tensor, Tensor]:
-    """Ids of any lengths, padded on one side, and where they are real: (B, T) each."""
+    """Pad token ids to one length. Return the ids and a mask of the real tokens, (B, T) each."""
     max_length = max(map(len, rows))
     ids = torch.zeros(len(rows), max_length, dtype=torch.long)
     real_tokens = torch.zeros(len(rows), max_length, dtype=torch.bool)

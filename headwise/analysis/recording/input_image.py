@@ -1,4 +1,4 @@
-"""One picture as a model reads it: its tokens are patches, and have places in rows and columns."""
+"""Images as model input: the tokens are patches on a grid of rows and columns."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from headwise.analysis.recording.batching import TextSample
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.io.images import find_images, to_displayable, to_png
 from headwise.model import ModelProtocol
 from headwise.model.protocols import ImageInputProtocol
@@ -21,38 +21,45 @@ from headwise.text.token_alignment import Alignment
 
 @dataclass(frozen=True, eq=False)
 class InputImage:
-    """One picture: what it is called, what the model reads, and where each token stands in it."""
+    """One preprocessed image.
+
+    Attributes:
+        name: File name, or a label.
+        pixels: Preprocessed pixels, (C, height, width).
+        grid: Position of each token in the image.
+        preprocessing: Preprocessor that produced `pixels`, if known. It is used to undo the normalization for display.
+    """
 
     name: str
-    pixels: Tensor  # (C, height, width)
+    pixels: Tensor
     grid: PatchGrid
-    preprocessing: Any = None  # how pixels became that, if it is known
+    preprocessing: Any = None
 
     def png(self) -> bytes:
-        """As a person sees it."""
+        """Return the image for display, as PNG."""
         return to_png(to_displayable(self.pixels, self.preprocessing))
 
 
 def image_input_of(model: ModelProtocol) -> ImageInputProtocol:
-    """How a model reads pictures, or an error that says what it reads."""
+    """Return the image input of a model. Raise an error if the model reads text."""
     if model.image_input is None:
-        raise HeadwiseError(
-            "this model reads text, not pictures; give it a text, or attach one that reads pixel_values."
+        raise UnsupportedModelError(
+            "this model reads text, not images. Give it a text, or attach a model that reads pixel_values."
         )
     return model.image_input
 
 
 def read_image(model: ModelProtocol, image: Any, name: str = "") -> InputImage:
-    """A path, a Pillow image or a tensor (C, height, width) that is ready, as a picture."""
+    """Preprocess one image: a path, a Pillow image, or a preprocessed tensor (C, height, width)."""
     if isinstance(image, InputImage):
         return image
     image_input = image_input_of(model)
-    name = name or (Path(image).name if isinstance(image, str | Path) else "a picture")
+    name = name or (Path(image).name if isinstance(image, str | Path) else "image")
     return InputImage(name, image_input.read_image(image), image_input.token_patch_grid, image_input.preprocessor)
 
 
 def read_images(model: ModelProtocol, images: Any) -> Iterator[InputImage]:
-    """A folder of pictures, one picture, a list of them, or a tensor (N, C, height, width), one after the other."""
+    """Iterate over images: a folder, one image, a list of images, or a preprocessed tensor (N, C, height, width)."""
     if isinstance(images, str | Path):
         path = Path(images).expanduser()
         if not path.is_dir():
@@ -64,9 +71,9 @@ def read_images(model: ModelProtocol, images: Any) -> Iterator[InputImage]:
     items: Iterable[Any] = images if isinstance(images, Iterable) and not _is_single_image(images) else [images]
     index = -1
     for index, image in enumerate(items):
-        yield read_image(model, image, "" if isinstance(image, str | Path) else f"picture {index}")
+        yield read_image(model, image, "" if isinstance(image, str | Path) else f"image {index}")
     if index < 0:
-        raise HeadwiseError("there is no picture to look at; the list is empty.")
+        raise ArgumentError("images: the list is empty. Give at least one image.")
 
 
 def _is_single_image(image: Any) -> bool:
@@ -74,13 +81,13 @@ def _is_single_image(image: Any) -> bool:
 
 
 def image_sample(index: int, image: InputImage) -> TextSample:
-    """A picture as a unit of the statistics. Its tokens have no ids, so they are counted."""
+    """Create a sample from an image. Patches have no vocabulary ids, so the ids are 0, 1, 2, …"""
     ids, names = tuple(range(len(image.grid))), image.grid.token_names
     align = partial(Alignment.of, "", ids, names, [(0, 0)] * len(ids))
     return TextSample(index, _bucket(image.pixels), ids, None, align, text=image.name, image=image)
 
 
 def _bucket(pixels: Tensor) -> int:
-    """Where a picture's sums go: by its pixels, the same wherever it stands."""
+    """Return the bucket of an image, a hash of its pixels."""
     data = np.ascontiguousarray(pixels.detach().float().cpu().numpy()).tobytes()
     return hashlib.blake2b(data, digest_size=1).digest()[0]

@@ -1,4 +1,4 @@
-"""What a recording keeps of a layer: copies of the heads asked for, and keys once for all the steps that look at them."""
+"""Storage of a recording: copies of the selected heads, with keys and values stored once for all decoding steps."""
 
 from dataclasses import dataclass, field, replace
 
@@ -11,22 +11,23 @@ from headwise.kernels.score_params import ScoreParams
 
 
 class GrowingBuffer:
-    """Keys, or values, of one sequence: columns are added behind, and none is ever written again."""
+    """Append-only buffer for the keys or values of one sequence."""
 
     def __init__(self, initial: Tensor) -> None:
-        self.buffer, self.length = initial.clone(), initial.shape[2]  # (B, K, room, d)
+        self.buffer, self.length = initial.clone(), initial.shape[2]  # (B, K, capacity, d)
 
     def find_or_append(self, full: Tensor, new_length: int) -> range | None:
-        """Which columns hold `full`, whose last `new_length` are added if need be; None where it is another sequence's.
+        """Return the columns that contain `full`. Append its last `new_length` columns if they are new.
 
-        A dynamic cache shows all that came before, a sliding one the end of it, a source the same at every step. What is
-        compared is the numbers: a cache may have been reordered or set back meanwhile.
+        Returns None if `full` belongs to another sequence. A dynamic cache passes all previous keys, a sliding cache the
+        last ones, cross-attention the same keys at every step. The values are compared, because a cache may have been
+        reordered or reset between two steps.
         """
         B, K, S, d = full.shape
         if (B, K, d) != (*self.buffer.shape[:2], self.buffer.shape[3]) or self.buffer.dtype != full.dtype:
             return None
         if self.buffer.is_inference() and not torch.is_inference_mode_enabled():
-            return None  # torch lets nobody write into it here
+            return None  # torch forbids writing to an inference tensor outside inference mode
         if self.length == S and torch.equal(full, self.buffer[:, :, :S]):
             return range(S)
         past_length = S - new_length
@@ -36,7 +37,7 @@ class GrowingBuffer:
         if not torch.equal(full[:, :, :past_length], self.buffer[:, :, start : self.length]):
             return None
         if self.length + new_length > self.buffer.shape[2]:
-            # twice the room, so that a step costs the same however many came before
+            # Double the capacity, so that the cost of a step does not depend on the number of previous steps.
             capacity = max(2 * self.buffer.shape[2], self.length + new_length)
             larger = full.new_empty(B, K, capacity, d)
             larger[:, :, : self.length] = self.buffer[:, :, : self.length]
@@ -48,24 +49,24 @@ class GrowingBuffer:
 
 @dataclass(frozen=True, eq=False)
 class BufferSlice:
-    """Some columns of a sequence that may have grown since."""
+    """A range of columns of a buffer, which may have grown since."""
 
     storage: GrowingBuffer
     cols: range
 
     def select_head(self, head: int) -> Tensor:
-        """One key/value head, (B, S, ·)."""
+        """Return one KV head, (B, S, ·)."""
         return self.storage.buffer[:, head, self.cols.start : self.cols.stop]
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedLayerCall:
-    """One call of one layer, the heads asked for."""
+    """Recorded tensors of one call of one layer, for the selected heads."""
 
     sizes: tuple[int, int]  # T, S
     params: ScoreParams  # of all heads of the layer
-    W_O: Tensor | HeadwiseError  # (H, e, D): the weights themselves, not a copy; or why they cannot be shown
-    weights_version: int | None  # their version when the call was made
+    W_O: Tensor | HeadwiseError  # (H, e, D): the weights themselves, not a copy; or the reason why they cannot be read
+    weights_version: int | None  # version counter of W_O at the time of the call
     q: Tensor | None  # (B, h, T, d)
     k: BufferSlice | None  # (B, k, S, d)
     v: BufferSlice | None  # (B, k, S, e)
@@ -77,13 +78,13 @@ class LayerRecord:
     """All calls of one layer."""
 
     hook_point: HookPoint
-    heads: tuple[int, ...]  # on the head axis
+    heads: tuple[int, ...]  # indices on the head axis
     tensor_names: frozenset[str]
     calls: list[RecordedLayerCall] = field(default_factory=list)
     _buffers: dict[str, GrowingBuffer] = field(default_factory=dict)
 
     def on_call(self, call: AttentionCall) -> None:
-        """Keep what was asked for of one call."""
+        """Store the selected tensors and heads of one call."""
         T, S = call.q.shape[2], call.k.shape[2]
         with torch.no_grad():
             q = self._copy_heads(call.q, "q")
@@ -91,7 +92,7 @@ class LayerRecord:
             k, v = self._store_kv(call.k, "k", call, T), self._store_kv(call.v, "v", call, T)
         try:
             W_O = call.hook_point.W_O.detach()
-        except HeadwiseError as error:  # only what heads write needs it
+        except HeadwiseError as error:  # only head outputs need W_O
             W_O = error
         self.calls.append(RecordedLayerCall((T, S), _copy_params(call.params), W_O, tensor_version(W_O), q, k, v, z))
 
@@ -114,16 +115,16 @@ class LayerRecord:
         return BufferSlice(buffer, cols)
 
     def recorded_kv_heads(self, kv_of_head: tuple[int, ...]) -> tuple[int, ...]:
-        """The key/value heads that the heads asked for read, on their axis."""
+        """Return the indices of the KV heads that the selected heads use."""
         return tuple(sorted({kv_of_head[head] for head in self.heads}))
 
 
 def _copy_params(params: ScoreParams) -> ScoreParams:
-    """Learned tensors among them may change later: they are copied."""
+    """Copy the learned tensors, which may change after the call."""
     bias = None if params.bias is None else params.bias.detached_copy()
     return replace(params, bias=bias, sink=None if params.sink is None else params.sink.detach().clone())
 
 
 def tensor_version(weight: Tensor | HeadwiseError) -> int | None:
-    """How often a tensor was written into, as far as torch counts."""
+    """Return the version counter of torch, which increases with each in-place write. None for an inference tensor."""
     return None if isinstance(weight, HeadwiseError) or weight.is_inference() else weight._version

@@ -1,7 +1,7 @@
-"""Record what heads do: q, k, v and z of every call, and from them what each head wrote and where it looked, on demand.
+"""Record q, k, v and z of heads while a model runs. Head outputs and attention maps are computed from them on demand.
 
-Kept are copies, without their graphs, of the heads asked for alone. Keys that came with a cache are kept once, however many
-steps look at them. Maps are never kept: rows of them are rebuilt from q and k when somebody asks.
+A recording stores detached copies of the selected heads only. Cached keys and values are stored once, not once per decoding
+step. Attention maps are not stored: the requested rows are recomputed from q and k.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from headwise.analysis.recording.recorded_tensors import LayerRecord, RecordedLayerCall, tensor_version
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, HeadwiseError, suggest_names
 from headwise.heads.head import HeadPattern
 from headwise.heads.hook_point import HookPoint
 from headwise.kernels.rounding_tolerance import at_least_float32
@@ -20,66 +20,84 @@ from headwise.kernels.score_params import masked_scores, raw_scores, softmax_wei
 from headwise.spec import Address, select
 
 RECORDABLE = ("q", "k", "v", "z", "output", "map")
-# which tensors each is made from
+# the stored tensors that each result is computed from, one letter each
 REQUIRED_TENSORS = {"q": "q", "k": "k", "v": "v", "z": "z", "output": "z", "map": "qk"}
-BLOCK_ROWS = 128  # rows of a map rebuilt at once
+BLOCK_ROWS = 128  # rows of a map that are recomputed at once
 Indices = int | slice | range | Sequence[int] | None
 X = TypeVar("X")
 
 
 class HasHookPoints(Protocol):
-    """A model whose attention can be listened to."""
+    """A model with attention hook points."""
 
     def gathered_hook_points(self) -> list[HookPoint]:
-        """Every place where attention happens, with all heads."""
+        """Return one hook point per attention layer, with all heads."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class HeadCall:
-    """One head during one call of the model. B is the batch, T the queries of this call, S the keys they could see."""
+    """Activations of one head in one call of the model.
+
+    Shapes: B is the batch size, T the number of queries of the call, S the number of keys (cached keys included), d the key
+    dimension, e the value dimension, D the width of the residual stream.
+
+    Attributes:
+        address: Address of the head.
+    """
 
     address: Address
     _record: LayerRecord
     _call: RecordedLayerCall
 
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import head_call_text
+
+        return head_call_text(self)
+
     @property
     def q(self) -> Tensor:
-        """(B, T, d), after positions."""
+        """Queries after position embeddings such as rotary, (B, T, d)."""
         return _require_recorded(self._call.q, "q")[:, self._recorded_index]
 
     @property
     def k(self) -> Tensor:
-        """(B, S, d), after positions: all keys of then, those in a cache included."""
+        """Keys after position embeddings such as rotary, cached keys included, (B, S, d)."""
         return _require_recorded(self._call.k, "k").select_head(self._recorded_kv_index)
 
     @property
     def v(self) -> Tensor:
-        """(B, S, e)"""
+        """Values, cached values included, (B, S, e)."""
         return _require_recorded(self._call.v, "v").select_head(self._recorded_kv_index)
 
     @property
     def z(self) -> Tensor:
-        """(B, T, e): what the head found, as it entered W_O, gates and edits included."""
+        """Head output before W_O, after gates and edits, (B, T, e)."""
         return _require_recorded(self._call.z, "z")[:, self._recorded_index]
 
     @property
     def output(self) -> Tensor:
-        """(B, T, D): what the head added to the stream, z W_O[h]."""
+        """Output of the head to the residual stream, z W_O[h], (B, T, D)."""
         W_O = self._call.W_O
         if isinstance(W_O, HeadwiseError):
             raise W_O
         if tensor_version(W_O) != self._call.weights_version:
             raise HeadwiseError(
-                f"W_O of {self.address} has changed since the call was recorded; take .output before the weights change."
+                f"W_O of head {self.address} has changed since the call was recorded, so .output cannot be computed. Read "
+                f".output before the weights change, or record again."
             )
         return _require_recorded(self._call.z, "output")[:, self._recorded_index] @ W_O[self._index]
 
     def map(self, rows: Indices = None, cols: Indices = None) -> Tensor:
-        """Who looked at whom, (B, R, C): all queries and keys, or those asked for. No other row is rebuilt.
+        """Compute attention weights, (B, R, C). Only the requested rows are computed.
 
-        With a sink rows sum to less than 1: the rest is the sink's. Dropout on weights is left out. Weights are at
-        least float32.
+        Args:
+            rows: Query positions: an index, a slice, a list, or None for all.
+            cols: Key positions: an index, a slice, a list, or None for all.
+
+        Returns:
+            Attention weights, at least float32, without attention dropout. Rows sum to less than 1 if the head has an
+            attention sink.
         """
         q = at_least_float32(_require_recorded(self._call.q, "map")[:, self._recorded_index])  # (B, T, d)
         k = _require_recorded(self._call.k, "map").select_head(self._recorded_kv_index).to(q)
@@ -115,71 +133,114 @@ class HeadCall:
 
 @dataclass(frozen=True, eq=False)
 class HeadRecording:
-    """What was recorded of one head. With one call `.q`, `.map()` and the others are that call's; with several take one."""
+    """Recording of one head.
+
+    If the model was called once, `.q`, `.k`, `.v`, `.z`, `.output` and `.map()` belong to that call. If it was called
+    several times, select a call with `.call(index)`.
+
+    Attributes:
+        address: Address of the head.
+        calls: One entry per call of the model, in order.
+    """
 
     address: Address
     calls: tuple[HeadCall, ...]
 
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import head_recording_table
+
+        return head_recording_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import head_recording_table
+
+        return head_recording_table(self).as_html()
+
     def call(self, index: int) -> HeadCall:
-        """One call of several, from 0; −1 is the last."""
+        """Return one call. The first has index 0, the last -1."""
         if not -len(self.calls) <= index < len(self.calls):
-            raise HeadwiseError(f"there is no call {index} of {self.address}; {len(self.calls)} were recorded.")
+            raise ArgumentError(
+                f"index={index}: {len(self.calls)} calls of head {self.address} were recorded. Use an index from 0 to "
+                f"{len(self.calls) - 1}, or -1 for the last call."
+            )
         return self.calls[index]
 
     @property
     def only_call(self) -> HeadCall:
-        """The call, where there was just one."""
+        """The recorded call, if there is exactly one."""
         if len(self.calls) != 1:
             raise HeadwiseError(
-                f"{self.address} was called {len(self.calls)} times while it was recorded; say which: .call(0), .call(-1)."
+                f"{len(self.calls)} calls of head {self.address} were recorded. Select one: .call(0) for the first, "
+                f".call(-1) for the last."
             )
         return self.calls[0]
 
     @property
     def q(self) -> Tensor:
-        """(B, T, d)"""
+        """Queries, (B, T, d)."""
         return self.only_call.q
 
     @property
     def k(self) -> Tensor:
-        """(B, S, d)"""
+        """Keys, (B, S, d)."""
         return self.only_call.k
 
     @property
     def v(self) -> Tensor:
-        """(B, S, e)"""
+        """Values, (B, S, e)."""
         return self.only_call.v
 
     @property
     def z(self) -> Tensor:
-        """(B, T, e)"""
+        """Head output before W_O, (B, T, e)."""
         return self.only_call.z
 
     @property
     def output(self) -> Tensor:
-        """(B, T, D)"""
+        """Output of the head to the residual stream, (B, T, D)."""
         return self.only_call.output
 
     def map(self, rows: Indices = None, cols: Indices = None) -> Tensor:
-        """(B, R, C)"""
+        """Compute attention weights, (B, R, C). See `HeadCall.map`."""
         return self.only_call.map(rows, cols)
 
 
 class ModelRecording:
-    """What `record` keeps, by head: recording["5.1"]."""
+    """Recordings of the selected heads: `recording["5.1"]` is the `HeadRecording` of head 5.1.
+
+    Iteration yields one `HeadRecording` per head; `len` is the number of heads.
+
+    Attributes:
+        addresses: Addresses of the recorded heads.
+    """
 
     def __init__(self, records: Iterable[LayerRecord], addresses: tuple[Address, ...]) -> None:
         self._records = {record.hook_point.address: record for record in records}
         self.addresses = addresses
 
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import recording_table
+
+        return recording_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import recording_table
+
+        return recording_table(self).as_html()
+
     def __getitem__(self, head: str | Address) -> HeadRecording:
         address = Address.parse(head) if isinstance(head, str) else head
         if address not in self.addresses:
             listed = ", ".join(map(str, self.addresses[:8])) + (", …" if len(self.addresses) > 8 else "")
-            raise HeadwiseError(f"{address} was not recorded; recorded are {listed}.")
+            raise ArgumentError(
+                f"head {address} was not recorded. Recorded heads: {listed}. Add it to `heads` of hw.record."
+            )
         record = self._records[address.layer_address]
         if not record.calls:
-            raise HeadwiseError(f"nothing was recorded of {address}; call the model inside the with block.")
+            raise HeadwiseError(
+                f"head {address}: nothing was recorded, because the model was not called. Call the model inside the "
+                f"`with` block."
+            )
         return HeadRecording(address, tuple(HeadCall(address, record, call) for call in record.calls))
 
     def __iter__(self) -> Iterator[HeadRecording]:
@@ -190,7 +251,7 @@ class ModelRecording:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """Memory of the recorded tensors in bytes."""
         tensors_by_id: dict[int, Tensor] = {}
         for record in self._records.values():
             for call in record.calls:
@@ -207,7 +268,19 @@ class ModelRecording:
 def record(
     model: HasHookPoints, heads: HeadPattern = "*", tensors: str | Iterable[str] = RECORDABLE
 ) -> Iterator[ModelRecording]:
-    """Keep q, k, v and z of some heads while the model is called; outputs stay bitwise what they are.
+    """Record q, k, v and z of heads while the model is called. The outputs of the model do not change.
+
+    Args:
+        model: A `Transformer` or an attached model.
+        heads: Addresses or a pattern: `"5.1"`, `"3.*"`, `"5.1,3.*"`. The default `"*"` selects all heads.
+        tensors: Any of `"q"`, `"k"`, `"v"`, `"z"`, `"output"` (output of the head to the residual stream) and `"map"`
+            (attention weights). Fewer tensors need less memory. Default: all.
+
+    Yields:
+        A `ModelRecording` with the activations of each head by address. It stays valid after the `with` block.
+
+    Raises:
+        HeadwiseError: If the pattern selects no head of the model or a tensor name is unknown.
 
     >>> import torch
     >>> from headwise.model import Transformer
@@ -237,7 +310,7 @@ def record(
 
 
 def select_heads(heads: HeadPattern | Iterable[str], addresses: Iterable[Address]) -> tuple[Address, ...]:
-    """The heads a pattern names; `*` is all of them, in models of several stacks too."""
+    """Return the addresses that match a pattern. `*` matches all heads of all stacks."""
     return tuple(addresses) if isinstance(heads, str) and heads.strip() == "*" else select(heads, addresses)
 
 
@@ -245,15 +318,17 @@ def _required_tensors(tensors: str | Iterable[str]) -> frozenset[str]:
     names = (tensors,) if isinstance(tensors, str) else tuple(tensors)
     for name in names:
         if name not in REQUIRED_TENSORS:
-            raise HeadwiseError(f"{name!r} cannot be recorded; {suggest_names(str(name), RECORDABLE)}")
+            raise ArgumentError(f"tensors: {name!r} cannot be recorded; {suggest_names(str(name), RECORDABLE)}")
     if not names:
-        raise HeadwiseError(f"nothing is to be recorded; name some of {', '.join(RECORDABLE)}.")
+        raise ArgumentError(f"tensors: the list is empty. Name at least one of {', '.join(RECORDABLE)}.")
     return frozenset("".join(REQUIRED_TENSORS[name] for name in names))
 
 
 def _require_recorded(tensor: X | None, name: str) -> X:
     if tensor is None:
-        raise HeadwiseError(f'{name} was not recorded; ask for it: record(model, heads, tensors=("{name}",)).')
+        raise HeadwiseError(
+            f'{name} was not recorded. Add it to `tensors`: hw.record(model, heads, tensors=("{name}",)).'
+        )
     return tensor
 
 
@@ -265,12 +340,15 @@ def _resolve_indices(indices: Indices, length: int, kind: str) -> list[int]:
     requested = [indices] if isinstance(indices, int) else [int(index) for index in indices]
     for index in requested:
         if not -length <= index < length:
-            raise HeadwiseError(f"there is no {kind} {index}; this call has {length}.")
+            raise ArgumentError(
+                f"{kind} index {index} is out of range. The call has {length} {'queries' if kind == 'query' else 'keys'}; "
+                f"use an index from {-length} to {length - 1}."
+            )
     return [index % length for index in requested]
 
 
 def _contiguous_runs(indices: list[int]) -> Iterator[range]:
-    """Neighbouring places together, not too many at once."""
+    """Group consecutive indices into ranges of at most BLOCK_ROWS."""
     start = 0
     for i in range(1, len(indices) + 1):
         if i == len(indices) or indices[i] != indices[i - 1] + 1 or i - start == BLOCK_ROWS:

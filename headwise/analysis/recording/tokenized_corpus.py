@@ -1,4 +1,4 @@
-"""A reading: a corpus as a model reads it, tokenised once and passed on from one question to the next."""
+"""A corpus tokenized for one model. It is tokenized once and can be passed to several analyses."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 from headwise.analysis.recording.batching import TextSample, tokenizer_of
 from headwise.analysis.recording.text_hash_split import bucket_of_text
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
 from headwise.text import Tokenizer
 from headwise.text.annotated_document import Document
@@ -20,44 +20,60 @@ from headwise.text.synthetic import VOCABULARY
 from headwise.text.token_alignment import Alignment
 from headwise.text.tokenizer import trim_leading_space
 
-DEFAULT_DOCUMENTS = 500  # of the synthetic language, where no text is given
-DEFAULT_MAX_LENGTH = 512  # tokens of a unit of plain text, where nobody says it
-MAX_CACHED_TOKENS = 1 << 16  # tokens that are kept; a larger corpus is read again from where it lies
-# characters tokenised at once; those compared where a text is parted; how often
-CHUNK_CHARS, CONTEXT_CHARS, MAX_TRIES = 1 << 15, 64, 8
+DEFAULT_DOCUMENTS = 500  # documents of the synthetic language that are read if no corpus is given
+DEFAULT_MAX_LENGTH = 512  # default maximum length of a plain-text sample, in tokens
+MAX_CACHED_TOKENS = 1 << 16  # a corpus with more tokens is not cached; each pass reads it from its files
+CHUNK_CHARS = 1 << 15  # characters that are tokenized at once
+CONTEXT_CHARS = 64  # characters on each side of a split that must tokenize equally with and without the split
+MAX_TRIES = 8  # split positions that are tried
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkingConfig:
-    """How a model cuts texts into units: what else a reading depends on beside the corpus and the tokenizer."""
+    """Settings that determine how texts are split into samples for one model.
 
-    max_length: int  # tokens of a unit of plain text
-    context_length: int  # tokens the model can read at once
-    decoder_start_token: int | None  # what a decoder that is given pairs starts from
+    Attributes:
+        max_length: Maximum number of tokens of a plain-text sample.
+        context_length: Maximum number of tokens of one forward pass.
+        decoder_start_token: First token of the decoder input of a text pair, or None for other texts.
+    """
+
+    max_length: int
+    context_length: int
+    decoder_start_token: int | None
 
     @staticmethod
     def of(model: ModelProtocol, max_length: int | None, default_length: int, paired: bool) -> "ChunkingConfig":
-        """For a model: `max_length` as it is asked for, or the default."""
+        """Return the settings for a model. `default_length` applies if `max_length` is None."""
         prefix, suffix = tokenizer_of(model).template_ids
         context_length = (
             model.spec.context if model.spec.positions == "learned" else max(model.spec.context, max_length or 0)
         )
         if max_length is not None and max_length > context_length:
-            raise HeadwiseError(
-                f"{max_length} tokens are more than the {context_length} positions of the model; choose a smaller length."
+            raise ArgumentError(
+                f"max_length={max_length}: larger than the context of the model ({context_length} positions). "
+                f"Set max_length to at most {context_length}."
             )
         max_length = min(default_length if max_length is None else max_length, context_length)
         if max_length <= len(prefix) + len(suffix):
-            raise HeadwiseError(f"a length of {max_length} tokens leaves no room for text; choose a longer one.")
+            raise _too_short_error(max_length, len(prefix) + len(suffix))
         return ChunkingConfig(max_length, context_length, model.decoder_start_token if paired else None)
 
 
 class TokenizedCorpus:
-    """The units of a corpus, one after the other, as often as asked. Taken wherever a corpus is.
+    """A corpus tokenized for one model. Iterate over it to get its `TextSample` objects.
 
-    What is small is kept, so it is tokenised once, whoever asks. A large corpus streams: each pass reads it from where it
-    lies, and only what is under way is held.
+    Every function with a `corpus` argument accepts it, so that several analyses share one tokenization. A corpus of up to
+    65,536 tokens is cached in memory after the first pass. A larger one is read from its source in every pass and is never
+    held in memory as a whole.
+
+    Create one with `TokenizedCorpus.of`.
+
+    Attributes:
+        corpus: The texts.
+        tokenizer: Tokenizer of the model.
+        chunking: How texts are split into samples.
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import AttentionSpec, ModelSpec
@@ -82,7 +98,7 @@ class TokenizedCorpus:
         self._make_samples = make_samples
         self._cached: list[TextSample] | None = None
         self._lookahead: Iterator[TextSample] | None = None
-        self._counts: tuple[int, int, str] | None = None  # known when all was read: texts, tokens, digest
+        self._counts: tuple[int, int, str] | None = None  # samples, tokens, digest; set after the first full pass
 
     @staticmethod
     def of(
@@ -93,12 +109,28 @@ class TokenizedCorpus:
         needs_targets: bool = False,
         default_length: int = DEFAULT_MAX_LENGTH,
     ) -> "TokenizedCorpus":
-        """A text, a list of texts, a path or a Corpus, as this model reads it; None: `default_corpus`. A reading for the
-        same tokenizer stays as it is; where units shall be shorter they are cut, and not tokenised anew.
+        """Tokenize a corpus for a model.
 
-        Plain text is cut into units of at most `max_length` tokens (None: `default_length`, or the model's context);
-        documents and pairs stay whole. With `needs_targets` a model is judged by the text it should give: then an
-        encoder-decoder reads pairs, and only those.
+        Plain text is split into samples of at most `max_length` tokens. Annotated documents and text pairs are never
+        split.
+
+        Args:
+            model: Model whose tokenizer and context length are used.
+            corpus: A text, a list of texts, a path, a `Corpus`, or a `TokenizedCorpus` with the same tokenizer, which is
+                reused without tokenizing again. None selects the default corpus: the synthetic language if the
+                tokenizer knows its words, otherwise the probe set.
+            max_length: Maximum number of tokens of a plain-text sample. None selects `default_length`, or the context
+                length of the model if that is smaller.
+            needs_targets: Whether the model is evaluated on the text that it should produce. If True, an encoder-decoder
+                accepts text pairs only.
+            default_length: Length used if `max_length` is None.
+
+        Returns:
+            The tokenized corpus. Tokenization happens on the first iteration.
+
+        Raises:
+            HeadwiseError: If the corpus was tokenized with another tokenizer, if `max_length` does not fit the model, or
+                if the model cannot read this kind of corpus.
         """
         if isinstance(corpus, TokenizedCorpus):
             corpus._check(model, needs_targets)
@@ -110,13 +142,13 @@ class TokenizedCorpus:
 
     def __iter__(self) -> Iterator[TextSample]:
         if self._cached is not None:
-            yield from map(replace, self._cached)  # copies: what is worked out about one goes with it
+            yield from map(replace, self._cached)  # copies, so that cached properties are freed with each copy
             return
         if self._lookahead is not None:
             lookahead, self._lookahead = self._lookahead, None
             yield from lookahead
             return
-        cached: list[TextSample] | None = [] if self._counts is None else None  # what was too much once is so again
+        cached: list[TextSample] | None = [] if self._counts is None else None  # counted but not cached: too large
         num_samples, num_tokens, held_tokens, digest = 0, 0, 0, hashlib.sha256()
         for sample in self._make_samples():
             digest.update(f"{', ' if num_samples else '['}{sample.ids!r}".encode())
@@ -130,55 +162,65 @@ class TokenizedCorpus:
                 cached = cached if held_tokens <= MAX_CACHED_TOKENS else None
             yield sample
         if not num_samples:
-            raise HeadwiseError("there is no text to look at; the corpus is empty.")
+            raise ArgumentError(f"corpus: {self.corpus.name} is empty. Give at least one text.")
         digest.update(b"]")
         self._counts, self._cached = (num_samples, num_tokens, digest.hexdigest()), cached
 
     @property
     def num_samples(self) -> int:
-        """How many units there are. Like `num_tokens` and `fingerprint` it is counted while the corpus is first read."""
+        """Number of samples. The first access to this, `num_tokens` or `fingerprint` reads the full corpus."""
         return self._count_all()[0]
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens they have, sources of pairs not counted."""
+        """Number of tokens. The source tokens of text pairs are not counted."""
         return self._count_all()[1]
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all ids: whether two readings are of the same units."""
+        """SHA-256 digest of all token ids. It is equal for two corpora with the same samples."""
         return self._count_all()[2]
 
     def count_if_small(self) -> int | None:
-        """How many units there are, if they are few enough to be kept: those are read now. None: only a whole pass tells."""
+        """Return the number of samples if the corpus is small enough to be cached, otherwise None.
+
+        Reads at most 65,536 tokens, which the next pass reuses.
+        """
         if self._counts is None and self._lookahead is None:
             samples, buffered, held_tokens = iter(self), [], 0
             for sample in samples:
                 buffered.append(sample)
                 held_tokens += _token_count(sample)
                 if held_tokens > MAX_CACHED_TOKENS:
-                    self._lookahead = chain(buffered, samples)  # the next pass begins with these
+                    self._lookahead = chain(buffered, samples)  # the next pass starts with the buffered samples
                     break
         return None if self._counts is None else self._counts[0]
 
     def relation_documents(self) -> Iterator[Document]:
-        """The documents with relations among the texts; they are not tokenised for it."""
+        """Iterate over the documents with annotated relations. Does not tokenize."""
         if self._cached is not None:
             return (sample.document for sample in self._cached if sample.document is not None)
         return (item for item in self.corpus.items() if isinstance(item, Document))
 
     def first(self, max_samples: int) -> "TokenizedCorpus":
-        """The first so many units, or all if there are not more; they are kept."""
+        """Return the first samples as a cached corpus.
+
+        Args:
+            max_samples: Maximum number of samples, at least 1.
+        """
         if max_samples < 1:
-            raise HeadwiseError(f"at least one text must be read; got a limit of {max_samples}.")
+            raise ArgumentError(f"the maximum number of texts must be at least 1. Got {max_samples}.")
         return self.subset(list(islice(self, max_samples)))
 
     def halves(self) -> "tuple[TokenizedCorpus, TokenizedCorpus]":
-        """Some texts to choose heads on, some to judge the choice by: dealt in turn, in the order of a hash of them.
+        """Split the texts into two halves: one to select heads on, one to evaluate the selection.
 
-        What was chosen on a text looks better on it than it is; so nobody is judged by the texts of the choice. The order
-        they stand in decides nothing: in a file of pairs every other line may be of one kind. A text that comes twice stays
-        together.
+        Heads that were selected on a text score too well on that text, so the evaluation needs other texts. Texts are
+        assigned alternately in the order of their hash. The order of the corpus has no effect, and duplicate texts go to
+        the same half.
+
+        Returns:
+            The half for selection and the half for evaluation.
         """
         samples = list(self)
         keys = [
@@ -187,14 +229,21 @@ class TokenizedCorpus:
         ]
         ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
         if len(ranks) < 2:
-            raise HeadwiseError("a single text cannot both choose heads and judge the choice; give more text.")
+            raise ArgumentError(
+                "corpus: it has a single text, and heads are selected on one half of the texts and evaluated on the "
+                "other half. Give at least two different texts."
+            )
         split = [
             [sample for sample, key in zip(samples, keys, strict=True) if ranks[key] % 2 == half] for half in (0, 1)
         ]
         return self.subset(split[0]), self.subset(split[1])
 
     def subset(self, samples: Sequence[TextSample]) -> "TokenizedCorpus":
-        """A reading of some of these units alone, counted from 0 on; nothing is tokenised."""
+        """Return a cached corpus of some of the samples, renumbered from 0. Does not tokenize.
+
+        Args:
+            samples: Samples of this corpus.
+        """
         numbered = [replace(sample, index=index) for index, sample in enumerate(samples)]
         items = [sample.corpus_item for sample in samples]
         same_kind = len({isinstance(item, Document) for item in items}) == 1
@@ -206,22 +255,26 @@ class TokenizedCorpus:
         )
         for _ in tokenized:
             pass
-        tokenized._cached = numbered  # whatever their size: they are here
+        tokenized._cached = numbered  # cached at any size: the samples are in memory already
         return tokenized
 
     def rechunk(self, max_length: int) -> "TokenizedCorpus":
-        """The same with units of plain text of at most so many tokens."""
+        """Split plain-text samples further, without tokenizing again.
+
+        Args:
+            max_length: Maximum number of tokens of a plain-text sample. At most the current maximum.
+        """
         if max_length == self.chunking.max_length:
             return self
         if max_length > self.chunking.max_length:
-            raise HeadwiseError(
-                f"this reading has units of at most {self.chunking.max_length} tokens, so none of {max_length} can be "
-                f"made of it; "
-                f"give the corpus itself."
+            raise ArgumentError(
+                f"max_length={max_length}: the corpus is already split into samples of at most "
+                f"{self.chunking.max_length} tokens, which cannot be joined. Pass the original corpus instead of the "
+                f"TokenizedCorpus."
             )
         template_length = len(self.tokenizer.template_ids[0]) + len(self.tokenizer.template_ids[1])
         if max_length <= template_length:
-            raise HeadwiseError(f"a length of {max_length} tokens leaves no room for text; choose a longer one.")
+            raise _too_short_error(max_length, template_length)
         return TokenizedCorpus(
             self.corpus,
             self.tokenizer,
@@ -237,32 +290,39 @@ class TokenizedCorpus:
         return self._counts
 
     def _check(self, model: ModelProtocol, needs_targets: bool) -> None:
-        """Whether a model can be given these units."""
+        """Raise an error if a model cannot read these samples."""
         own_tokenizer, model_tokenizer = self.tokenizer, tokenizer_of(model)
         if own_tokenizer is not model_tokenizer and own_tokenizer.backend.to_str() != model_tokenizer.backend.to_str():
-            raise HeadwiseError(
-                f"this reading of {self.corpus.name} was made with another tokenizer than this model's; make one for it, "
-                f"TokenizedCorpus.of(model, corpus), or give the corpus itself."
+            raise ArgumentError(
+                f"corpus: this TokenizedCorpus of {self.corpus.name} was made with another tokenizer. Create one for this "
+                f"model with TokenizedCorpus.of(model, corpus), or pass the original corpus."
             )
         _check_kind(model, self.corpus, needs_targets)
         context_length = model.spec.context if model.spec.positions == "learned" else None
         if self.corpus.paired and self.chunking.decoder_start_token != model.decoder_start_token:
-            raise HeadwiseError(
-                "this reading is of pairs for a decoder that starts from another token; make one for it."
+            raise ArgumentError(
+                f"corpus: this TokenizedCorpus of text pairs was made for a model with another decoder start token "
+                f"({self.chunking.decoder_start_token}, this model has {model.decoder_start_token}). Create one for this "
+                f"model with TokenizedCorpus.of(model, corpus), or pass the original corpus."
             )
         if (
             context_length is not None
             and self.chunking.context_length > context_length
             and max(sample.num_batch_tokens for sample in self) > context_length
         ):
-            raise HeadwiseError(
-                f"this reading has units of more than the {context_length} positions of the model; make one for it."
+            raise ArgumentError(
+                f"corpus: this TokenizedCorpus has samples that are longer than the context of the model "
+                f"({context_length} positions). Create one for this model with TokenizedCorpus.of(model, corpus), or pass "
+                f"the original corpus."
             )
 
 
 def default_corpus(model: ModelProtocol) -> Corpus:
-    """What a model reads where nothing is given: the synthetic language, if it knows its words, or the probe set; of these
-    the documents that fit into its context, or, where none does, their texts, to be cut."""
+    """Return the corpus that is read if none is given.
+
+    It is the synthetic language if the tokenizer knows all its words, otherwise the probe set. Documents that do not fit
+    into the context are left out. If none fits, the result is plain text, which can be split.
+    """
     vocab = set(tokenizer_of(model).backend.get_vocab())
     corpus = (
         Corpus.synthetic("held-out", documents=DEFAULT_DOCUMENTS, seed=1)
@@ -273,18 +333,25 @@ def default_corpus(model: ModelProtocol) -> Corpus:
 
 
 def documents_within_context(model: ModelProtocol, corpus: Corpus, max_documents: int | None = None) -> Corpus:
-    """The documents of a corpus that fit into a model's context, or so many of them; where none does, texts that are cut."""
+    """Return the documents that fit into the context, at most `max_documents`. If none fits, return their plain texts."""
     documents = [item for item in corpus.items() if isinstance(item, Document)]
     fitting_documents = [
         document for document in documents if 0 < len(tokenizer_of(model).encode(document.text)) <= model.spec.context
     ]
     if max_documents is None:
         if len(fitting_documents) == len(documents):
-            return replace(corpus, _iterate=lambda: iter(fitting_documents))  # as it is, and not made a second time
+            return replace(corpus, _iterate=lambda: iter(fitting_documents))  # do not generate the documents again
         return Corpus.of(fitting_documents or [document.text for document in documents])
     return Corpus.of(
         fitting_documents[:: max(1, len(fitting_documents) // max_documents)][:max_documents]
         or [document.text for document in documents[:max_documents]]
+    )
+
+
+def _too_short_error(max_length: int, template_length: int) -> ArgumentError:
+    return ArgumentError(
+        f"max_length={max_length}: too short, because the special tokens around a text take {template_length} tokens. "
+        f"Set max_length to at least {template_length + 1}."
     )
 
 
@@ -296,11 +363,14 @@ def _check_kind(model: ModelProtocol, corpus: Corpus, needs_targets: bool) -> No
     if needs_targets or (corpus.paired and model.spec.kind != "encoder-decoder"):
         corpus.check_model_kind(model.spec.kind)
     elif corpus.paired:
-        raise HeadwiseError("pairs are for what is asked of an encoder-decoder; give texts: each is source and target.")
+        raise ArgumentError(
+            f"corpus: this analysis does not support text pairs. Got {corpus.name}. Give plain texts; an encoder-decoder "
+            f"reads each text as source and as target."
+        )
 
 
 def _tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer, chunking: ChunkingConfig) -> Iterator[TextSample]:
-    """Every text of a corpus, tokenised as it comes."""
+    """Tokenize the texts of a corpus one by one."""
     index = 0
     for item in corpus.items():
         if isinstance(item, TextChunk):
@@ -316,17 +386,16 @@ def _tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer, chunking: ChunkingCon
         )
         if sample.num_batch_tokens > chunking.context_length:
             label = f"pair {index + 1}" if is_pair else f"document {index}"
-            raise HeadwiseError(
-                f"{label} has {sample.num_batch_tokens} tokens, more than the "
-                f"{chunking.context_length} positions of the model: "
-                f"{item.text[:60]!r}…; leave it out or cut it."
+            raise ArgumentError(
+                f"corpus: {label} has {sample.num_batch_tokens} tokens, more than the context of the model "
+                f"({chunking.context_length} positions). It begins with {item.text[:60]!r}. Remove or shorten it."
             )
         yield sample
         index += 1
 
 
 def _chunk_text(index: int, text: str, tokenizer: Tokenizer, max_length: int) -> Iterator[TextSample]:
-    """A text in units, tokenised part by part: what is not full at the end of a part goes on in the next."""
+    """Split a text into samples. It is tokenized span by span; an incomplete sample continues in the next span."""
     prefix, suffix = tokenizer.template_ids
     step = max_length - len(prefix) - len(suffix)
     tokens: list[int] = []
@@ -344,8 +413,8 @@ def _chunk_text(index: int, text: str, tokenizer: Tokenizer, max_length: int) ->
 
 
 def _text_spans(text: str, tokenizer: Tokenizer) -> Iterator[Span]:
-    """Where a long text can be parted so that the tokens are those of the whole: a tokenizer takes a hundred times the room
-    of what it reads at once."""
+    """Split a long text into spans that tokenize like the full text. A tokenizer needs about 100 times the memory of the
+    text it encodes at once, so long texts are encoded in spans."""
     start = 0
     while len(text) - start > CHUNK_CHARS:
         split_at = _find_split(text, start + CHUNK_CHARS, start + CHUNK_CHARS // 2, tokenizer)
@@ -357,8 +426,8 @@ def _text_spans(text: str, tokenizer: Tokenizer) -> Iterator[Span]:
 
 
 def _find_split(text: str, position: int, min_position: int, tokenizer: Tokenizer) -> int | None:
-    """A place between two words, at which what stands around it has the same tokens parted and whole; None: there is none
-    nearby, for this tokenizer puts something before whatever it reads."""
+    """Find a space at which a split does not change the tokens around it. Return None if there is none nearby, for example
+    because the tokenizer adds a prefix to every text."""
     for _ in range(MAX_TRIES):
         position = text.rfind(" ", min_position, position)
         if position < 0:
@@ -373,7 +442,7 @@ def _find_split(text: str, position: int, min_position: int, tokenizer: Tokenize
 def _plain_text_sample(
     index: int, text: str, ids: tuple[int, ...], spans: Sequence[Span], tokenizer: Tokenizer
 ) -> TextSample:
-    """A unit of plain text. It holds the part of the text it covers, and nothing of what is around."""
+    """Create a plain-text sample. It stores only the part of the text that it covers."""
     covered = [span for span in spans if span[1] > span[0]]
     low, high = (covered[0][0], covered[-1][1]) if covered else (0, 0)
     relative_spans = np.array([(a - low, b - low) if b > a else (0, 0) for a, b in spans], dtype=np.int32).reshape(
@@ -405,7 +474,7 @@ def _pair_sample(index: int, pair: TextPair, tokenizer: Tokenizer, start_token: 
 
 
 def _rechunk(corpus: TokenizedCorpus, max_length: int) -> Iterator[TextSample]:
-    """The units of a reading, those of plain text cut further."""
+    """Iterate over the samples of a corpus, with long plain-text samples split further."""
     prefix_length, suffix_length = (len(part) for part in corpus.tokenizer.template_ids)
     index, step = 0, max_length - prefix_length - suffix_length
     for sample in corpus:
@@ -425,6 +494,6 @@ def _rechunk(corpus: TokenizedCorpus, max_length: int) -> Iterator[TextSample]:
 def _align(
     tokenizer: Tokenizer, text: str, ids: tuple[int, ...], spans: np.ndarray, words: Sequence[str] | None = None
 ) -> Alignment:
-    """The tokens and words of a unit."""
+    """Align the tokens and words of a sample."""
     tokens = [tokenizer.token(i) for i in ids]
     return Alignment.of(text, ids, tokens, [trim_leading_space(text, (a, b)) for a, b in spans.tolist()], words)

@@ -1,1 +1,1 @@
-"""Every head over a corpus: measures, roles with their evidence, saved, merged, and over training."""
+"""Profiles: metrics and roles of every head over a corpus, with their evidence; saving, merging and training history."""

@@ -1,6 +1,7 @@
-"""The best head for each relation beside the best fixed offset (after https://arxiv.org/abs/1906.04341), and for coreference.
+"""The best head for each relation, compared with the best fixed offset (after https://arxiv.org/abs/1906.04341).
 
-The head, its direction and the offset are chosen on one half of the texts and reported on the other.
+Also the best head for coreference. Head, direction and offset are selected on one half of the texts and evaluated on the
+other half.
 """
 
 from collections.abc import Iterable
@@ -24,34 +25,60 @@ from headwise.analysis.recording.batching import reachable_hook_points
 from headwise.analysis.recording.text_hash_split import BUCKETS, REPORTING, SELECTION, buckets_in_half
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.profile_result import Profile
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads.hook_point import AttentionCall
 from headwise.model import ModelProtocol, eval_mode
 from headwise.text.treebank import GAPExample
 
 
 class BestHead(NamedTuple):
-    """One relation: its best head and direction, their accuracy on the half for reporting, and the best offset's there."""
+    """The best head and direction for one relation, evaluated on the reporting half of the texts.
+
+    Attributes:
+        relation: Name of the relation.
+        direction: ">" from the first word of a gold arc to the second, "<" from the second to the first.
+        arcs: Number of arcs on the reporting half.
+        head: Address of the best head.
+        accuracy: Fraction of arcs whose target receives the largest attention weight.
+        low: Lower bound of the 95% confidence interval of `accuracy`.
+        high: Upper bound of the 95% confidence interval of `accuracy`.
+        offset: The best fixed offset.
+        offset_accuracy: Accuracy of the best fixed offset (baseline).
+        excess: Attention weight above other pairs of the same text at the same distance.
+        coverage: Fraction of arcs that have such pairs.
+        p: p-value of the head against the offset, family-wise over relations.
+    """
 
     relation: str
-    direction: str  # > from the first word of a gold arc to the second, < from the second to the first
-    arcs: int  # words that have the relation, on the half for reporting
+    direction: str
+    arcs: int
     head: str
     accuracy: float
     low: float
     high: float
     offset: int
     offset_accuracy: float
-    excess: float  # weight above other pairs of the same text at the same distance
-    coverage: float  # the share of words for which there are such pairs
-    p: float  # head above offset, family-wise over relations
+    excess: float
+    coverage: float
+    p: float
 
 
 def best_relation_heads(profile: Profile, min_arcs: int = 40) -> list[BestHead]:
-    """A row for every relation with enough arcs, the most frequent first."""
+    """Find the best head for every relation with enough arcs.
+
+    Args:
+        profile: A profile on documents with relations.
+        min_arcs: Minimum number of arcs on the reporting half.
+
+    Returns:
+        One row per relation, most frequent relation first.
+    """
     relation_metric = profile.relation_metric
     if relation_metric is None:
-        raise HeadwiseError("this profile has no relations; make it on documents that have some.")
+        raise ArgumentError(
+            "profile: contains no relations. Create it from documents with annotated relations between words, for example "
+            "hw.profile(model, relations=...)."
+        )
     rows, tests = [], []
     for name in dict.fromkeys(relation.relation for relation in relation_metric.relations):
         candidates = [
@@ -79,7 +106,7 @@ def _best_head(profile: Profile, relation: DirectedRelation) -> tuple[BestHead, 
     choosing, reporting = (buckets_in_half(counts, half) for half in (SELECTION, REPORTING))
     if not reporting.any():
         return None
-    accuracy = hits[choosing].sum(0) / np.maximum(counts[choosing].sum(0), 1)  # cross-attention is not asked
+    accuracy = hits[choosing].sum(0) / np.maximum(counts[choosing].sum(0), 1)  # cross-attention has no counts
     head = int(accuracy.argmax())
     fixed = relation_metric.offsets[:, index]  # (buckets, offsets)
     offset = int(fixed[choosing].sum(0).argmax())
@@ -96,28 +123,38 @@ def _best_head(profile: Profile, relation: DirectedRelation) -> tuple[BestHead, 
         float(fixed[reporting, offset].sum() / arcs.sum()),
         float(excess), float(matched_count / arcs.sum()), float("nan"),
     )  # fmt: skip
-    test_arrays = (hits[:, head], fixed[:, offset], counts[:, head])  # relations have halves of their own
+    test_arrays = (hits[:, head], fixed[:, offset], counts[:, head])  # each relation has its own split
     # (buckets,): the other half is empty
     return row, float(accuracy[head]), [values * reporting for values in test_arrays]
 
 
 class CoreferenceResult(NamedTuple):
-    """Does a pronoun look harder at the right one of two names? The best head, chosen on one half, told on the other."""
+    """The best head for coreference: a pronoun should attend more to the correct one of two names.
+
+    Attributes:
+        head: Address of the best head, selected on one half of the cases.
+        num_cases: Number of cases on the reporting half.
+        accuracy: Fraction of cases in which the correct name receives more attention.
+        low: Lower bound of the 95% confidence interval of `accuracy`.
+        high: Upper bound of the 95% confidence interval of `accuracy`.
+        nearer_accuracy: Accuracy of always choosing the nearer name (baseline).
+        difference_interval: 95% confidence interval of the paired difference between head and baseline.
+    """
 
     head: str
     num_cases: int
     accuracy: float
     low: float
     high: float
-    nearer_accuracy: float  # the baseline: the nearer name
-    difference_interval: tuple[float, float]  # the interval of head minus baseline, paired
+    nearer_accuracy: float
+    difference_interval: tuple[float, float]
 
 
 @torch.no_grad()
 def best_coreference_head(model: ModelProtocol, cases: Iterable[GAPExample]) -> CoreferenceResult:
-    """Cases of GAP (https://arxiv.org/abs/1810.05201) where one of the names is the right one."""
+    """Find the best coreference head on the GAP cases in which one name is correct (https://arxiv.org/abs/1810.05201)."""
     eligible = [case for case in cases if case.answer is not None]
-    if model.spec.kind == "decoder":  # what is not seen yet cannot be looked at
+    if model.spec.kind == "decoder":  # a decoder cannot attend to later names
         eligible = [case for case in eligible if max(*case.a, *case.b) < case.pronoun]
     samples = list(TokenizedCorpus.of(model, [case.document for case in eligible]))
     addresses = [address for hook_point in reachable_hook_points(model) for address in hook_point.head_addresses]
@@ -142,7 +179,7 @@ def best_coreference_head(model: ModelProtocol, cases: Iterable[GAPExample]) -> 
         choice = torch.cat(weights).cpu().numpy()  # (heads, 2)
         bucket = sample.bucket
         margin = choice[:, 0] - choice[:, 1] if case.answer == "A" else choice[:, 1] - choice[:, 0]
-        correct[bucket] += np.where(margin == 0, 0.5, margin > 0)  # a tie is half right, as a coin would be
+        correct[bucket] += np.where(margin == 0, 0.5, margin > 0)  # a tie counts as half correct
         counts[bucket] += 1
         nearer[bucket] += case.nearest_name_answer == case.answer
     head = int(correct[buckets_in_half(counts, SELECTION)].sum(0).argmax())

@@ -1,24 +1,26 @@
-"""The last evidence level: a head is taken away, and the model is asked what the head's role is good for.
+"""Causal test, the last evidence level: ablate a head and measure the loss of the answers that need its role.
 
-What is asked is the log-probability of certain tokens: the second copy of a list for heads that look back at the first, the
-closing bracket for heads that look at the opening one, and so on; and the same tokens where they are reached another way
-(causal_cases.py). A head is taken away by what it gives on another case of the same kind: what all cases share stays, such as
-that a list is being repeated, and only what it says about this one goes. A head is causal if its loss
+The answers are tokens that depend on the role: the second copy of a list for heads that attend to the first copy, the closing
+bracket for heads that attend to the opening one, and so on. Controls are the same tokens in texts in which they follow for
+another reason (causal_trials.py). The ablated head outputs its z of another case of the same kind (resample ablation): common
+information, such as that a list is repeated, is preserved, and only the information about the current case is removed.
 
-    is above what the same answers lose where they are reached another way: the 95 % interval over cases lies above 0;
-    is .01 nats an answer at least, and a hundredth of what an answer costs the whole model: so much that it matters;
-    is above what the other heads of its layer cost on average: the 95 % interval over cases lies above 0;
-    is above what three in four of those others cost: beside idle ones any head would be above the average;
-    is so much, and its interval above 0, with the mean over the cases in the head's place: another case's answer misleads,
-    and a head that others could do without would be told for that alone;
+A head is causal if its cost (the loss increase of the answers)
 
-and if these are no accident: p < .05 by sign flips over cases, corrected for all heads and token sets that are tried (Holm);
-roles on prompts are corrected by themselves. What comes later is not asked of heads that fail, and their p is 1. Of a head
-that holds answers back all this is asked of what they gain without it.
+    exceeds the cost of the same answers in the controls: the 95% interval over cases is above 0;
+    is at least 0.01 nats per answer and 1% of the loss of an answer in the unmodified model;
+    exceeds the mean cost of the other heads of its layer: the 95% interval over cases is above 0;
+    exceeds the cost of 75% of the other heads of its layer, because any head exceeds the mean of mostly idle heads;
+    reaches the same minimum, with an interval above 0, under mean ablation: z of another case misleads the model, so
+    resample ablation alone can report a head that the model does not need;
 
-Roles about two names are judged by the lead: log-probability of the name due minus that of the other. A head that lifts any
-earlier name changes the lead only if the other name is absent. So single-name prompts are a second control: the loss must be
-above a share of the loss there (prompt_cases.py), with its 95% interval above 0.
+and if the result is significant: p < 0.05 by sign flips over cases, corrected for all tested heads and token sets (Holm).
+Roles on prompts are a separate family. Later conditions are not tested for heads that fail an earlier one; their p is 1.
+For roles that suppress answers, the cost is the loss decrease.
+
+Roles about two names are measured by the lead: log-probability of the correct name minus that of the other name. A head that
+promotes any earlier name changes the lead only if the other name is absent. So single-name prompts are a second control: the
+cost must exceed a fraction of the cost there (prompt_trials.py), with its 95% interval above 0.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +36,7 @@ from headwise.analysis.ablation.ablation_sweep import ablation_sweep
 from headwise.analysis.ablation.head_outputs import HeadOutputs, mean_of_outputs, record_z
 from headwise.analysis.metrics.statistics import bootstrap_interval, holm_correction, sign_flip_test
 from headwise.analysis.recording.batching import TextSample, make_batch
-from headwise.analysis.roles.causal_effects import RANDOM_TOKENS, RUNNING_TEXT, CausalEffect
+from headwise.analysis.roles.causal_test_results import RANDOM_TOKENS, RUNNING_TEXT, CausalEffect
 from headwise.analysis.roles.causal_trials import (
     CausalTrial,
     TrialPrompt,
@@ -53,14 +55,15 @@ from headwise.analysis.roles.roles import (
     RoleEvidence,
     sort_evidence,
 )
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.spec import Address
 
-LAYER_QUANTILE = 0.75  # the share of the layer's other heads that must cost less
-# The least loss that counts: in nats an answer, and as a share of the whole model's surprise.
+LAYER_QUANTILE = 0.75  # fraction of the layer's other heads that must have a lower cost
+# Minimum cost: in nats per answer, and as a fraction of the unmodified model's loss.
 MIN_LOSS, MIN_LOSS_FRACTION = 0.01, 0.01
-SIGN_FLIPS = (1 << 16) - 1  # of signs; up to sixteen cases all of them are made
+SIGN_FLIPS = (1 << 16) - 1  # random sign flips; exhaustive for up to 16 cases
 
 
 def supports_causal_test(model: ModelProtocol) -> bool:
@@ -80,25 +83,32 @@ def causal_test(
     """Return the evidence with causal tests added.
 
     A head is tested on its best role if that has the level `value-weighted` and a probe, and on each of its roles on prompts
-    that has both. Roles on prompts are a family of tests of their own. Roles on repeated tokens are tested on two token sets,
+    that has both. Roles on prompts are a separate family of tests. Roles on repeated tokens are tested on two token sets:
     random tokens and running text.
 
-    `documents` have relations, `texts` are those in which answers are looked for that a list can be made of.
+    Args:
+        model: A decoder with an output layer.
+        addresses: All heads.
+        evidence: Evidence for the roles of each head, in the order of `addresses`.
+        documents: Documents with relations.
+        texts: Texts for repeated-token cases and their controls.
+        seed: Seed of the cases.
+        progress: Progress callback.
     """
-    heads_by_probe: dict[tuple[str, str], list[tuple[int, RoleEvidence]]] = {}  # a probe and its role: the heads
-    sets: dict[tuple[str, str], int] = {}  # a probe and its role: the number of token sets
+    heads_by_probe: dict[tuple[str, str], list[tuple[int, RoleEvidence]]] = {}  # (probe, role) → heads
+    sets: dict[tuple[str, str], int] = {}  # (probe, role) → number of token sets
     for head, head_evidence in enumerate(evidence):
         best = [entry for entry in head_evidence if not entry.family_size][:1]
         for entry in (*best, *(entry for entry in head_evidence if entry.family_size)):
             if entry.evidence_level == "value-weighted" and entry.probe:
                 uses_lists = entry.probe in (REPEATS_PROBE, SUPPRESSION_PROBE)
                 heads_by_probe.setdefault((entry.probe, "" if uses_lists else entry.role), []).append((head, entry))
-    effects: dict[tuple[int, str], list[CausalEffect]] = {}  # a head and its role: for each token set that was tried
+    effects: dict[tuple[int, str], list[CausalEffect]] = {}  # (head, role) → one effect per tested token set
     for index, (key, candidates) in enumerate(heads_by_probe.items()):
         progress("ablations", index, len(heads_by_probe))
         trials = _trials(model, documents, texts, *key, seed)
         sets[key] = len(trials)
-        heads = list(dict.fromkeys(head for head, _ in candidates))  # one may have two roles that are tried alike
+        heads = list(dict.fromkeys(head for head, _ in candidates))  # a head can have two roles with the same trial
         for tokens, trial in trials.items():
             if len(trial.cases) > 1:
                 results = ablation_effects(model, addresses, [addresses[head] for head in heads], trial)
@@ -137,7 +147,7 @@ def _correct(effects: Sequence[list[CausalEffect]]) -> None:
 def _trials(
     model: ModelProtocol, related: Iterable[TextSample], texts: Sequence[TextSample], probe: str, role: str, seed: int
 ) -> dict[str, CausalTrial]:
-    """Trials of a role by token set; of a role with cases of its own there is one, without a name."""
+    """Return the trials of a role by token set. A role with its own cases has one trial, with an empty name."""
     if probe in (REPEATS_PROBE, SUPPRESSION_PROBE):
         return {
             tokens: replace(make(model, texts, seed), is_suppression=probe == SUPPRESSION_PROBE)
@@ -155,8 +165,8 @@ def _trials(
 def ablation_effects(
     model: ModelProtocol, addresses: Sequence[Address], heads: Sequence[Address], trial: CausalTrial
 ) -> list[CausalEffect]:
-    """What some heads cost the cases; their controls; then, of those that may still be causal, the others of their layer, and
-    their means. p is not corrected yet."""
+    """Measure the effect of ablating heads: on cases and controls, then, for heads that may still be causal, compared with
+    the other heads of the layer and under mean ablation. p is not corrected yet."""
 
     def measure_loss(
         ablated_heads: Sequence[Address], rows: Sequence[TrialPrompt], ablation: AblationMethod = "resample"
@@ -165,7 +175,9 @@ def ablation_effects(
         return -lost if trial.is_suppression else lost, clean
 
     lost, clean = measure_loss(heads, trial.cases)
-    costs = CausalTest(_counts(trial.cases), float(clean.sum()), _counts(trial.matched) if trial.matched else None)
+    costs = CausalEffectEstimator(
+        _counts(trial.cases), float(clean.sum()), _counts(trial.matched) if trial.matched else None
+    )
     control = trial.sum_controls_by_case(measure_loss(heads, trial.controls)[0]) if trial.controls else None
     matched = measure_loss(heads, trial.matched)[0] if trial.matched else None
     single_name = measure_loss(heads, trial.single_name_prompts)[0] if trial.single_name_prompts else None
@@ -198,20 +210,27 @@ def _counts(rows: Sequence[TrialPrompt]) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class CausalTest:
-    """How what a head costs is judged: over how many answers of each case, and what all of them cost the whole model."""
+class CausalEffectEstimator:
+    """Conditions of the causal test for one trial.
 
-    counts: np.ndarray  # (cases,)
-    clean_loss: float  # nats
-    matched: np.ndarray | None = None  # (cases,): answers that have a control; None: all have one
+    Attributes:
+        counts: Number of answers of each case, (cases,).
+        clean_loss: Summed loss of the answers in the unmodified model, in nats.
+        matched: Number of answers with a control, (cases,). None if all have one.
+    """
+
+    counts: np.ndarray
+    clean_loss: float
+    matched: np.ndarray | None = None
 
     def compare_with_control(
         self, lost: np.ndarray, control: np.ndarray | None, matched: np.ndarray | None = None
     ) -> CausalEffect:
-        """What the cases lose by a head, summed over their answers, beside what their controls do: (cases,) each. `matched`:
-        what the answers lose that have a control, if not all have one.
+        """Compare the loss increase of the cases with that of their controls, summed over answers: (cases,) each.
 
-        >>> test = CausalTest(np.ones(20), clean_loss=40.0)
+        `matched` is the loss increase of the answers that have a control, if not all have one.
+
+        >>> test = CausalEffectEstimator(np.ones(20), clean_loss=40.0)
         >>> effect = test.compare_with_control(np.full(20, 0.5), np.full(20, 0.25))
         >>> effect.cost, effect.cost_threshold, effect.control_cost, effect.excess_interval, effect.p < 0.001
         (0.5, 0.02, 0.25, (0.25, 0.25), True)
@@ -219,7 +238,7 @@ class CausalTest:
         effect = CausalEffect(self._mean(lost), self.min_loss)
         if control is None:
             return effect
-        paired = self if self.matched is None else CausalTest(self.matched, self.clean_loss)
+        paired = self if self.matched is None else CausalEffectEstimator(self.matched, self.clean_loss)
         excess = (lost if matched is None else matched) - control
         interval, is_large = paired._interval(excess), effect.cost > self.min_loss
         p = paired._p(excess) if is_large and interval[0] > 0 else 1.0
@@ -236,9 +255,9 @@ class CausalTest:
         return replace(effect, single_name_cost=self._mean(single), single_name_excess_interval=interval, p=p)
 
     def compare_with_layer(self, effect: CausalEffect, lost: np.ndarray, others: np.ndarray) -> CausalEffect:
-        """The same beside what the cases lose by the other heads of its layer, (cases, heads).
+        """Compare the loss increase with that of the other heads of the layer, (cases, heads).
 
-        All must be so, and the largest p is that of all: a head that fails one is found by it as rarely as told.
+        All conditions must be met. The result's p is the largest p, so the false positive rate is at most that of one test.
         """
         excess = lost - (others.mean(1) if others.shape[1] else 0.0)
         quantile = float(np.quantile(others.sum(0) / self._answers, LAYER_QUANTILE)) if others.shape[1] else 0.0
@@ -247,14 +266,14 @@ class CausalTest:
         return replace(effect, effect=self._mean(excess), effect_interval=interval, cost_threshold=cost_threshold, p=p)
 
     def with_mean_ablation(self, effect: CausalEffect, lost: np.ndarray) -> CausalEffect:
-        """The same with what the cases lose when the head's mean stands in its place, (cases,)."""
+        """Add the loss increase under mean ablation, (cases,)."""
         cost, is_positive = self._mean(lost), self._interval(lost)[0] > 0
         p = max(effect.p, self._p(lost)) if is_positive and cost > self.min_loss else 1.0
         return replace(effect, mean_ablation_cost=cost, p=p)
 
     @property
     def min_loss(self) -> float:
-        """The least loss that counts; of leads, the surprises minus those of the rivals, `clean_loss` is negative."""
+        """Minimum cost in nats per answer. `clean_loss` can be negative for leads, so its absolute value is used."""
         return max(MIN_LOSS, MIN_LOSS_FRACTION * abs(self.clean_loss) / self._answers)
 
     @property
@@ -275,10 +294,10 @@ class CausalTest:
 def loss_increase_by_head(
     model: ModelProtocol, heads: Sequence[Address], rows: Sequence[TrialPrompt], ablation: AblationMethod = "resample"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What each row loses by each head, summed over its answers, (rows, heads); and what they cost the whole model, (rows,).
+    """Return the loss increase of each row and head, summed over answers, (rows, heads), and the clean loss, (rows,).
 
-    resample: a head gives what it gives on the row before, at the same places; the first borrows from the last.
-    mean: it gives its mean over all tokens of the rows.
+    resample: z is that of the previous row at the same positions; the first row uses the last row.
+    mean: z is its mean over all tokens of the rows.
     """
     lost, clean = np.zeros((len(rows), len(heads))), np.zeros(len(rows))
     if not heads:
@@ -296,7 +315,7 @@ def loss_increase_by_head(
             make_replacement_fn, ablation=ablation, means=means, other=other, attention_mask=batch.real_tokens
         )
         loss_per_head, untouched = ablation_sweep(model, batch, heads, make_replacement)  # (heads, B), (B,)
-        lost[indices], clean[indices] = loss_per_head.T.double().cpu().numpy(), untouched.double().cpu().numpy()
+        lost[indices], clean[indices] = to_float64(loss_per_head.T).cpu().numpy(), to_float64(untouched).cpu().numpy()
     return lost, clean
 
 
@@ -307,7 +326,7 @@ def _donors(
     donor_ids: list[int],
     batch_ids: list[int],
 ) -> Tensor | HeadOutputs:
-    """The rows to borrow from: their places where all are read in the same batch, otherwise what heads give on them."""
+    """Return the donors: row indices if all donors are in the batch, otherwise the recorded z of the heads on them."""
     if {*donor_ids} <= {*batch_ids}:
         return torch.tensor([batch_ids.index(index) for index in donor_ids], device=model.device)
     donors = make_batch([rows[index].truncated_sample for index in donor_ids], device=model.device)

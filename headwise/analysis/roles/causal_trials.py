@@ -1,15 +1,15 @@
-"""What the last evidence level asks: cases of a role, and beside each the same answers reached another way.
+"""Cases of the causal test: prompts whose answers need a role, and controls with the same answers for another reason.
 
-    lists    tokens in random order, said twice (induction, duplicate, previous token). Half of them or more are drawn from
-             the vocabulary. The answers are tokens that the whole model foresees in a text, each where it is said for the
-             first time; that text is the control
-    texts    the beginning of a text, said twice, for the same roles. The answers are the tokens of the second copy. Those
-             that the model foresees in the text as well have a control: the text, read once
-    words    documents with a relation (brackets, quotes, if-then …): the later word of the arc, or what is said of the noun
-             meant. The control is another text in which the same token is foreseen and the role has no part
+    lists    tokens in random order, repeated (induction, duplicate, previous token). At least half of them are drawn from the
+             vocabulary. The answers are tokens that the model predicts in a text at their first occurrence; that text is the
+             control
+    texts    the beginning of a text, repeated, for the same roles. The answers are the tokens of the second copy. Answers
+             that the model also predicts in the text read once have a control: that text
+    words    documents with a relation (brackets, quotes, if-then …): the later word of the arc, or the word that depends on
+             the referent. The control is another text in which the same token is predicted without the role
 
-Both answers are foreseen by the whole model, so that there is something to lose on either side. Why the same answer: a head
-that hurts whatever is asked, or that writes answers however they were found, costs as much there
+The unmodified model predicts the answers in cases and controls, so both can get worse. Controls have the same answers because
+a head that harms all predictions, or that promotes answers however they were found, costs as much there
 (https://arxiv.org/abs/2606.08292).
 """
 
@@ -41,61 +41,74 @@ from headwise.model.loss import IGNORE_INDEX
 from headwise.text.annotated_document import Document
 from headwise.text.synthetic.cloze_probes import PROBE_CHOICES
 
-MAX_LISTS = 16  # lists said twice, at most
-MAX_DOCUMENTS = 20  # documents with a relation, at most
-MAX_TEXTS = 64  # texts in which answers to put into lists are looked for, at most
+MAX_LISTS = 16  # maximum number of repeated lists
+MAX_DOCUMENTS = 20  # maximum number of documents with a relation
+MAX_TEXTS = 64  # maximum number of texts searched for predicted tokens
 LIST_LENGTH = 8  # tokens in a list
-REPEATED_TEXT_TOKENS = 16  # tokens of a text that is said twice
-MAX_TEXT_TOKENS = 24  # tokens of a text that are read for its answers
-MAX_NLL = (
-    3.0  # an answer counts as foreseen if it costs the whole model no more (p is .05), and a nat less than guessing
-)
-BATCH_TOKENS = 512  # in a batch: as a rule all cases, so that what one borrows from another is at hand
-# Relations that every sentence has, so that only gold arcs can tell a word that has no part in them.
+REPEATED_TEXT_TOKENS = 16  # tokens of a repeated text
+MAX_TEXT_TOKENS = 24  # tokens of a text searched for answers
+# An answer is predicted if its loss is at most 3 nats (p = 0.05) and at least 1 nat below that of a uniform guess.
+MAX_NLL = 3.0
+BATCH_TOKENS = 512  # usually fits all cases, so that resample donors are in the same batch
+# Relations of nearly every sentence: only gold arcs identify words outside them.
 NEEDS_GOLD_ARCS = {"subject-verb", "nsubj", "coreference"}
 
 
 class TrialPrompt(NamedTuple):
-    """A text, and the tokens asked for, by their places; nothing behind the last of them is read."""
+    """A text and its target tokens. Tokens after the last target are not run.
+
+    Attributes:
+        sample: The text.
+        targets: Position → target token.
+        rivals: Position → token whose loss is subtracted, so that the result is a lead.
+    """
 
     sample: TextSample
     targets: Mapping[int, int]
-    rivals: Mapping[int, int] = {}  # by place, a token whose surprise is subtracted: then the answer is a lead
+    rivals: Mapping[int, int] = {}
 
     @property
     def truncated_sample(self) -> TextSample:
-        """The text as it is read."""
+        """The text up to its last target."""
         return replace(self.sample, ids=self.sample.ids[: max(self.targets)])
 
 
 @dataclass(frozen=True, eq=False)
 class CausalTrial:
-    """Cases of a role, and for each the rows that ask for the same answers another way; no controls: none were found."""
+    """Cases of a role, with controls that have the same answers for another reason.
+
+    Attributes:
+        cases: Prompts whose answers need the role.
+        controls: Control prompts. Empty if none were found.
+        controls_of_case: Indices of the controls of each case.
+        is_suppression: Whether the role suppresses the answers, so that the cost is the loss decrease.
+        single_name_prompts: One single-name prompt per case, for roles about two names.
+        single_name_fraction: Fraction of the cost in single-name prompts that the cost of a case must exceed.
+        matched: The cases with only the answers that have a control. Empty if all answers have one.
+    """
 
     cases: tuple[TrialPrompt, ...]
     controls: tuple[TrialPrompt, ...] = ()
-    controls_of_case: tuple[tuple[int, ...], ...] = ()  # for each case its controls
-    is_suppression: bool = (
-        False  # whether the role holds answers back: then what counts is what they gain without a head
-    )
-    single_name_prompts: tuple[TrialPrompt, ...] = ()  # one for each case
-    single_name_fraction: float = 1.0  # of the loss in single-name prompts that the loss of a case must exceed
-    matched: tuple[TrialPrompt, ...] = ()  # the cases with the answers that have a control; none: all answers have one
+    controls_of_case: tuple[tuple[int, ...], ...] = ()
+    is_suppression: bool = False
+    single_name_prompts: tuple[TrialPrompt, ...] = ()
+    single_name_fraction: float = 1.0
+    matched: tuple[TrialPrompt, ...] = ()
 
     def sum_controls_by_case(self, values: np.ndarray) -> np.ndarray:
-        """Sums over the controls of each case: (controls, heads) → (cases, heads)."""
+        """Sum over the controls of each case: (controls, heads) → (cases, heads)."""
         return np.stack([values[list(indices)].sum(0) for indices in self.controls_of_case])
 
 
 class DocumentSample:
-    """The documents asked about, kept while a corpus streams by: of each role, and of each control, the first so many."""
+    """The first documents of a streamed corpus for each role and each control."""
 
     def __init__(self) -> None:
         self.samples: dict[int, TextSample] = {}
         self._counts: Counter[str] = Counter()
 
     def add_if_needed(self, sample: TextSample) -> None:
-        """Keep a text if it is needed."""
+        """Store a text if a role or control needs it."""
         if sample.document is None:
             return
         relation_names = {name for name, _, _ in sample.document.relations}
@@ -111,8 +124,8 @@ class DocumentSample:
 
 
 def repeated_list_trial(model: ModelProtocol, texts: Sequence[TextSample], seed: int) -> CausalTrial:
-    """Lists of random tokens said twice. The model foresees the answers in one of the texts as well, where they were not said
-    before; at least half of a list is drawn from the vocabulary."""
+    """Build cases of repeated random tokens. The control is a text in which the model predicts the answers at their
+    first occurrence. At least half of a list is drawn from the vocabulary."""
     rng = np.random.default_rng(seed)
     answered = _predicted_in_texts(model, [texts[i] for i in rng.permutation(len(texts))])
     tokenizer = tokenizer_of(model)
@@ -126,7 +139,7 @@ def repeated_list_trial(model: ModelProtocol, texts: Sequence[TextSample], seed:
         answers = [int(token) for token in rng.permutation(list(row.targets.values()))][: length // 2]
         sampled = rng.permutation(ordinary)[: length + len(answers)].tolist()
         first, *others = [token for token in sampled if token not in answers][: length - len(answers)]
-        # The first token of a list cannot be foreseen: it is not asked for.
+        # The first token of a list cannot be predicted, so it is not a target.
         remaining = [*answers, *others]
         list_tokens = [first, *(remaining[i] for i in rng.permutation(len(remaining)))]
         start = len(prefix) + len(list_tokens)
@@ -138,9 +151,9 @@ def repeated_list_trial(model: ModelProtocol, texts: Sequence[TextSample], seed:
 
 
 def repeated_text_trial(model: ModelProtocol, texts: Sequence[TextSample], seed: int) -> CausalTrial:
-    """Beginnings of texts said twice, in their own order. The control is the same text, read once: it asks for the answers
-    that the model foresees there too. Whether the second copy depends on a head is asked of all its tokens, because what the
-    text itself foretells needs no copy."""
+    """Build cases of repeated beginnings of texts. The control is the text read once, with the answers that the model
+    predicts there too. The cost is measured on all tokens of the second copy, because tokens predicted by the text itself do
+    not need the copy."""
     rng, tokenizer, ordinary = np.random.default_rng(seed), tokenizer_of(model), _ordinary(model)
     answered = _predicted_in_texts(model, [texts[i] for i in rng.permutation(len(texts))])
     prefix, suffix = tokenizer.template_ids
@@ -171,7 +184,7 @@ def repeated_text_trial(model: ModelProtocol, texts: Sequence[TextSample], seed:
 def relation_trial(
     model: ModelProtocol, samples: Iterable[TextSample], texts: Sequence[TextSample], role: str, where: str
 ) -> CausalTrial:
-    """Documents with a relation: the word that depends on it; beside it, where the same token comes for another reason."""
+    """Build cases from documents with a relation: the word that depends on it, with controls that have the same token."""
     samples = list(samples)
     prompts = [
         TrialPrompt(sample, {position: sample.ids[position] for position in target_positions(sample, role, where)})
@@ -180,7 +193,7 @@ def relation_trial(
     ][:MAX_DOCUMENTS]
     costs = answer_nll(model, prompts)
     limit = _max_nll(model)
-    partners: dict[int, set[str]] = {}  # for each answer the words that the role would look at
+    partners: dict[int, set[str]] = {}  # answer → words that the role would attend to
     for row in prompts:
         for position, partner in target_positions(row.sample, role, where).items():
             partners.setdefault(row.sample.ids[position], set()).add(partner)
@@ -192,7 +205,7 @@ def relation_trial(
         for sample in {id(sample): sample for sample in (*control_samples, *samples, *texts)}.values()
         for position in _control_positions(model, sample, role, where, partners)
     ]
-    pool: dict[int, list[tuple[float, int]]] = {}  # for each answer what it costs there, and where
+    pool: dict[int, list[tuple[float, int]]] = {}  # answer → (loss, index) of its controls
     for index, (row, cost) in enumerate(zip(control_prompts, answer_nll(model, control_prompts), strict=True)):
         for position, nats in cost.items():
             if nats <= limit:
@@ -202,7 +215,7 @@ def relation_trial(
     for row, cost in zip(prompts, costs, strict=True):
         targets, control_ids = {}, []
         for position, token in row.targets.items():
-            if cost[position] <= limit and token in pool:  # those used least, then the one that costs the model as much
+            if cost[position] <= limit and token in pool:  # prefer rarely used controls, then the most similar loss
                 selected = min(
                     pool[token], key=lambda option: (use_counts[option[1]], abs(option[0] - cost[position]))
                 )[1]
@@ -223,7 +236,7 @@ def relation_trial(
 
 
 def target_positions(sample: TextSample, role: str, answer_kind: str) -> dict[int, str]:
-    """The tokens of a text that are asked for, and for each the word at the other end of the arc."""
+    """Return the target positions of a text, each with the word at the other end of the arc."""
     if sample.document is None:
         return {}
     words = sample.alignment.tokens_of_word
@@ -234,7 +247,7 @@ def target_positions(sample: TextSample, role: str, answer_kind: str) -> dict[in
 
 
 def answer_nll(model: ModelProtocol, rows: Sequence[TrialPrompt]) -> list[dict[int, float]]:
-    """What each answer costs the whole model, in nats, by its place."""
+    """Return the loss of each answer in the unmodified model, in nats, by position."""
     nll_by_position: list[dict[int, float]] = [{} for _ in rows]
     assert model.output is not None
     for batch in target_batches(rows, model.device, batch_tokens=2048):
@@ -250,8 +263,8 @@ def answer_nll(model: ModelProtocol, rows: Sequence[TrialPrompt]) -> list[dict[i
 def target_batches(
     rows: Sequence[TrialPrompt], device: torch.device | str = "cpu", batch_tokens: int = BATCH_TOKENS
 ) -> Iterator[TargetBatch]:
-    """Rows side by side; `sample_ids` says which they are. A decoder never sees the padding behind them, so it is not told of
-    it: the plain causal kernel serves."""
+    """Yield rows in batches; `sample_ids` are their indices. No attention mask is needed, because a decoder does not attend
+    to padding on the right."""
     numbered = [replace(row.truncated_sample, index=index) for index, row in enumerate(rows)]
     for batch in make_batches(numbered, batch_tokens, device=device):
         targets, rivals = torch.full_like(batch.ids, IGNORE_INDEX), torch.full_like(batch.ids, IGNORE_INDEX)
@@ -266,10 +279,10 @@ def target_batches(
 
 
 def _predicted_in_texts(model: ModelProtocol, texts: Sequence[TextSample]) -> list[TrialPrompt]:
-    """Of the first texts that have some: the tokens that the model foresees there and that were not said before."""
+    """Return the first texts with tokens that the model predicts at their first occurrence."""
     ordinary = _ordinary(model)
     answered: list[TrialPrompt] = []
-    for start in range(0, len(texts), MAX_LISTS):  # no more are read than needed
+    for start in range(0, len(texts), MAX_LISTS):  # stop as soon as there are enough
         truncated = [replace(sample, ids=sample.ids[:MAX_TEXT_TOKENS]) for sample in texts[start : start + MAX_LISTS]]
         candidates = [TrialPrompt(sample, _first_occurrences(sample.ids, ordinary)) for sample in truncated]
         answered += [
@@ -288,7 +301,7 @@ def _ordinary(model: ModelProtocol) -> torch.Tensor:
 
 
 def _first_occurrences(ids: Sequence[int], ordinary: torch.Tensor) -> dict[int, int]:
-    """Ordinary tokens where they are said for the first time, by their places; nobody is asked for the first of all."""
+    """Return the first occurrences of ordinary tokens by position, except position 0, which has no prediction."""
     return {
         position: token
         for position, token in enumerate(ids)
@@ -297,7 +310,7 @@ def _first_occurrences(ids: Sequence[int], ordinary: torch.Tensor) -> dict[int, 
 
 
 def drop_unpredicted_targets(model: ModelProtocol, rows: Sequence[TrialPrompt]) -> list[TrialPrompt]:
-    """The same rows, with the answers that the whole model foresees."""
+    """Drop the targets that the unmodified model does not predict."""
     limit = _max_nll(model)
     return [
         row._replace(targets={position: token for position, token in row.targets.items() if cost[position] <= limit})
@@ -308,7 +321,7 @@ def drop_unpredicted_targets(model: ModelProtocol, rows: Sequence[TrialPrompt]) 
 def make_controlled_trial(
     rows: Sequence[TrialPrompt], predicted_rows: Sequence[TrialPrompt], control_rows: Sequence[TrialPrompt]
 ) -> CausalTrial:
-    """Each row beside its control, with the answers foreseen in both; `answered` are the rows with those foreseen there."""
+    """Pair each row with its control and reduce both to the answers predicted in both."""
     cases, controls = [], []
     for prompt, control in zip(predicted_rows, control_rows, strict=True):
         shared = {*prompt.targets.values()} & {*control.targets.values()}
@@ -329,7 +342,7 @@ def make_controlled_trial(
 
 
 def _random_lists(model: ModelProtocol, seed: int) -> CausalTrial:
-    """Lists of any tokens, where the texts give no answers: what a head costs is told, and no more."""
+    """Build lists of arbitrary tokens without controls, if the texts have no suitable answers."""
     repeats = make_repeated_sequences(model, MAX_LISTS, LIST_LENGTH, seed)
     rows = []
     for index, ids in enumerate(repeats.repeated.tolist()):
@@ -351,13 +364,13 @@ def _target_words(document: Document, role: str, where: str) -> Iterator[tuple[i
         if where == "later word":
             yield max(source, target), words[min(source, target)]
         elif where == "referent" and words[source + 2 : source + 3] and words[source + 2] in PROBE_CHOICES[where]:
-            yield source + 2, words[target]  # they are tired: what is said of the one meant
+            yield source + 2, words[target]  # the predicate of the referent, as in "they are tired"
 
 
 def _control_positions(
     model: ModelProtocol, sample: TextSample, role: str, where: str, partners: Mapping[int, set[str]]
 ) -> Iterator[int]:
-    """Where an answer comes for another reason: gold says so, or what the role would look at does not stand before it."""
+    """Yield positions where an answer follows for another reason: by gold arcs, or because the role's word is absent."""
     candidates = [position for position, token in enumerate(sample.ids) if position and token in partners]
     if not candidates:
         return
@@ -385,7 +398,7 @@ def _control_positions(
 
 
 def _contains_word(text: str, word: str) -> bool:
-    """Whether a text has a word; marks count wherever they stand.
+    """Return whether a text contains a word. Punctuation matches anywhere.
 
     >>> _contains_word("a different one", "if"), _contains_word("see (above", "(")
     (False, True)

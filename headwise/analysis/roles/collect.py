@@ -1,4 +1,4 @@
-"""Collect: one streaming pass over a corpus, in which the metrics sum the attention of every head."""
+"""Collect: one streaming pass over a corpus that sums the metrics of every head."""
 
 import hashlib
 import re
@@ -38,21 +38,21 @@ from headwise.analysis.roles.causal_trials import DocumentSample
 from headwise.analysis.roles.profile_result import OWN_RELATIONS, ProfileSums
 from headwise.distributed.model_shard import ShardedTransformer, check_same_across_processes
 from headwise.distributed.process_group import ProcessGroup
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.text.corpus import Corpus
 from headwise.text.token_alignment import Alignment
 
-TEXTS_DIFFER_MESSAGE = "the processes do not read the same texts; give every machine the same files."
-# Many short sequences of repeated tokens: a sequence is a unit of the statistics, and 10,000 tests need more than a dozen.
+TEXTS_DIFFER_MESSAGE = "corpus: the processes have different texts. Give every machine the same files."
+# Many short sequences of repeated tokens: a sequence is a unit of the statistics, and 10,000 tests need many units.
 NUM_REPEATED_SEQUENCES, REPEATED_LENGTH = 64, 16
 
 SampleListener = Callable[[TextSample], None]
 
 
 def ignore_progress(stage: str, done: int, total: int | None) -> None:
-    """Report progress to nobody."""
+    """Discard progress reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,13 @@ class CollectOptions:
     """Options of a pass over a corpus.
 
     Attributes:
-        relations: Documents with gold arcs. None: those of the corpus, or the default ones. False: no relations.
+        relations: Documents with gold arcs. None uses those of the corpus, or the default ones. False measures no relations.
         control: Name of the control that is profiled. `shuffled` shuffles the tokens of each text.
-        max_length: Maximum number of tokens per unit of plain text.
-        batch_tokens: Number of tokens per batch.
-        row_stride: One block of 64 rows in `row_stride` is measured.
-        detail: `full` visits every cell. `light` measures only what the fused kernel gives.
-        keep_texts: Keep the texts that the causal test needs.
+        max_length: Plain text is split into chunks of this many tokens.
+        batch_tokens: Maximum number of tokens per batch.
+        row_stride: One of every `row_stride` blocks of 64 query rows is measured.
+        detail: `full` computes all attention weights. `light` uses only the statistics of the fused kernel.
+        keep_texts: Store the texts that the causal test needs.
         seed: Seed of repeated tokens, shuffling and tasks.
         progress: Progress callback.
     """
@@ -83,14 +83,22 @@ class CollectOptions:
 
     def __post_init__(self) -> None:
         if self.detail not in ("full", "light") or self.row_stride < 1:
-            raise HeadwiseError(
-                f"detail is 'full' or 'light' and row_stride at least 1, got {self.detail!r} and {self.row_stride}."
+            raise ArgumentError(
+                f"detail, row_stride: detail must be 'full' or 'light', and row_stride at least 1. "
+                f"Got detail={self.detail!r}, row_stride={self.row_stride}."
             )
 
 
 @dataclass(frozen=True, eq=False)
 class MetricSelection:
-    """Metrics of a profile: those of the corpus, repeated tokens, and tasks with texts or prompts of their own."""
+    """Metrics of a profile.
+
+    Attributes:
+        corpus_metrics: Metrics of the corpus.
+        induction: Metric of repeated tokens.
+        tasks: Tasks with their own texts or prompts.
+        metric_specs: Specs of all metrics, by name.
+    """
 
     corpus_metrics: tuple[Metric, ...]
     induction: InductionMetric
@@ -101,7 +109,7 @@ class MetricSelection:
 def select_metrics(
     model: ModelProtocol, metrics: Sequence[Metric | TaskMetric] = (), detail: str = "full", seed: int = 0
 ) -> MetricSelection:
-    """Return the default metrics and the given ones."""
+    """Return the default metrics and the additional ones."""
     defaults = default_metrics(token_class_flags(tokenizer_of(model), model.spec.vocab))
     tasks = [metric for metric in metrics if isinstance(metric, TaskMetric)]
     given_metrics = [metric for metric in metrics if not isinstance(metric, TaskMetric)]
@@ -114,12 +122,14 @@ def select_metrics(
 
 
 def metric_specs_by_name(metrics: Iterable[MetricSpecMixin]) -> dict[str, MetricSpec]:
-    """Return all numbers by name. Two of one name raise HeadwiseError: they would be summed as one."""
+    """Return all metric specs by name. Raise if a name occurs twice, because both would be summed as one."""
     metric_specs = [metric_spec for metric in metrics for metric_spec in metric.metric_specs]
     counts = Counter(metric_spec.name for metric_spec in metric_specs)
     duplicates = sorted(name for name, count in counts.items() if count > 1)
     if duplicates:
-        raise HeadwiseError(f"there is a metric {duplicates[0]!r} already; give yours another name.")
+        raise ArgumentError(
+            f"metrics: the name {duplicates[0]!r} is already used by another metric. Choose another name."
+        )
     return {metric_spec.name: metric_spec for metric_spec in metric_specs}
 
 
@@ -129,22 +139,22 @@ def collect(
     selection: MetricSelection,
     options: CollectOptions,
     process_group: ProcessGroup,
-) -> tuple[ProfileSums, "ProfileSampleCollector"]:
-    """Read a corpus once and sum every metric at every hook point.
+) -> tuple[ProfileSums, "RetainedTextCollector"]:
+    """Run the model over a corpus once and sum every metric at every hook point.
 
     Args:
         model: Model in eval mode, without gradients.
-        corpus: Texts, as `hw.profile` takes them.
+        corpus: Texts, in any form that `hw.profile` accepts.
         selection: Metrics to sum.
         options: Options of the pass.
-        process_group: Processes that share the texts. Each reads some, and all get the sums of all.
+        process_group: Processes that share the texts. Each runs a part of them and receives the total sums.
 
     Returns:
         The sums, and the texts that the causal test needs.
     """
     texts = TokenizedCorpus.of(model, corpus, options.max_length)
     process_group.check_equal(texts.corpus.fingerprint, TEXTS_DIFFER_MESSAGE)
-    if isinstance(model, ShardedTransformer):  # the processes read all texts together
+    if isinstance(model, ShardedTransformer):  # all processes run each text together
         check_same_across_processes(model.collectives, texts.corpus.fingerprint, "text")
     hook_points = reachable_hook_points(model)
     addresses = tuple(address for hook_point in hook_points for address in hook_point.head_addresses)
@@ -152,7 +162,7 @@ def collect(
     sampler = _make_sampler(model, selection, len(addresses))
     relation_corpus = _relation_corpus(model, texts, options)
     relation_metric = _relation_metric(model, relation_corpus, accumulator, sampler, options)
-    samples = ProfileSampleCollector(keep_for_causal_test=options.keep_texts)
+    samples = RetainedTextCollector(keep_for_causal_test=options.keep_texts)
     text_metrics: list[Metric] = [*selection.corpus_metrics]
     text_listeners: list[SampleListener] = [sampler.draw_token_examples, samples.add_text]
     document_listeners: list[SampleListener] = []
@@ -197,7 +207,7 @@ def collect(
 
 
 def _make_sampler(model: ModelProtocol, selection: MetricSelection, heads: int) -> ExampleSampler:
-    """Return the sampler of a pass, with the positions that are shown of repeated tokens."""
+    """Return the example sampler of a pass, with the repeated-token positions that are shown as examples."""
     repeats = selection.induction.repeats
     names = [token_names(tokenizer_of(model), ids) for ids in repeats.repeated.tolist()]
     repeat_examples = repeated_token_examples(names, repeats.start, repeats.length)
@@ -222,7 +232,7 @@ def _relation_metric(
     sampler: ExampleSampler,
     options: CollectOptions,
 ) -> RelationMetric | None:
-    """Return the metric of all relations in a corpus. Shuffled texts have none: arcs mean nothing if the words moved."""
+    """Return the metric of all relations in a corpus. None for shuffled texts, whose gold arcs are meaningless."""
     if corpus is None or options.control == "shuffled" or next(corpus.relation_documents(), None) is None:
         return None
     is_causal = model.spec.kind != "encoder"
@@ -238,7 +248,7 @@ def _read_batches(
     num_samples: int | None,
     stage: str,
 ) -> Iterator[TokenBatch]:
-    """Yield this process's share of the texts in batches. The listeners see the texts of all processes."""
+    """Yield this process's texts in batches. The listeners receive the texts of all processes."""
     num_seen, done = 0, 0
     total = None if num_samples is None else len(range(process_group.rank, num_samples, process_group.size))
 
@@ -256,8 +266,9 @@ def _read_batches(
         yield batch
         done += len(batch.samples)
     if 0 < num_seen < process_group.size:  # each process needs a text, to register the metrics
-        raise HeadwiseError(
-            f"{num_seen} {stage} cannot be shared out over {process_group.size} processes; start fewer."
+        raise ArgumentError(
+            f"corpus: {num_seen} {stage} cannot be split over {process_group.size} processes. "
+            f"Start at most {num_seen} processes."
         )
     options.progress(stage, done, done)
 
@@ -297,18 +308,18 @@ def run_tasks(
     return {"skipped": skipped, "chosen_offsets": choices}, examples
 
 
-class ProfileSampleCollector:
-    """Texts that are needed again after the pass: a few of them, and counts."""
+class RetainedTextCollector:
+    """Texts that are needed again after the pass, and counts."""
 
     def __init__(self, *, keep_for_causal_test: bool) -> None:
         self.keep_for_causal_test = keep_for_causal_test
-        self.long_samples: list[TextSample] = []  # the first that are long enough to be compared place by place
-        self.first_samples: list[TextSample] = []  # in which the causal test looks for answers
+        self.long_samples: list[TextSample] = []  # the first long texts, for variability
+        self.first_samples: list[TextSample] = []  # texts in which the causal test searches for answers
         self.relation_documents = DocumentSample()
         self.num_documents, self._digest = 0, hashlib.sha256()
 
     def add_text(self, sample: TextSample) -> None:
-        """One text."""
+        """Add one text."""
         if len(self.long_samples) < TEXTS and len(sample.ids) >= LENGTH:
             self.long_samples.append(sample)
         if self.keep_for_causal_test and len(self.first_samples) < MAX_ANSWER_TEXTS:
@@ -316,27 +327,27 @@ class ProfileSampleCollector:
 
     @property
     def is_full(self) -> bool:
-        """Whether further texts would change nothing."""
+        """Whether further texts are not needed."""
         return len(self.long_samples) == TEXTS and (
             not self.keep_for_causal_test or len(self.first_samples) == MAX_ANSWER_TEXTS
         )
 
     def add_document(self, sample: TextSample) -> None:
-        """One text that relations are asked about."""
+        """Add one document with relations."""
         self._digest.update(f"{', ' if self.num_documents else '['}{sample.ids!r}".encode())
         self.num_documents += 1
         if self.keep_for_causal_test:
             self.relation_documents.add_if_needed(sample)
 
     def documents_digest(self) -> str:
-        """Digest of the documents: two profiles that read the same documents have the same."""
+        """Return a digest of the documents, equal for profiles of the same documents."""
         hasher = self._digest.copy()
         hasher.update(b"]" if self.num_documents else b"[]")
         return hasher.hexdigest()[:16]
 
 
 def _describe_model(model: ModelProtocol) -> str:
-    """Describe a model, pruned or not: heads of one address are the same head if the descriptions are equal."""
+    """Describe a model, pruned or not. Heads with one address are the same head if the descriptions are equal."""
     spec = model.spec
     layers = f"{spec.encoder_layers} + {spec.layers}" if spec.encoder_layers else str(spec.layers)
     return (
@@ -345,21 +356,21 @@ def _describe_model(model: ModelProtocol) -> str:
 
 
 def describe_corpus(corpus: Corpus) -> str:
-    """Describe a corpus, as it is shown with the roles that were found on it.
+    """Describe a corpus, as shown with the roles that were found on it.
 
     >>> describe_corpus(Corpus.probe_set()), describe_corpus(Corpus.of(["A text."]))
     ('the probe set', 'the texts given')
     """
     if corpus.name.endswith(".tsv"):
         return "names in GAP"  # the only files of this kind
-    match = re.fullmatch(r"a list of \d+ (\w+)", corpus.name)  # how many there are is told elsewhere
+    match = re.fullmatch(r"a list of \d+ (\w+)", corpus.name)  # the number is shown elsewhere
     return f"the {match[1]} given" if match else ", ".join(Path(part).name for part in corpus.name.split(", "))
 
 
 def _shuffle_tokens(sample: TextSample, seed: int) -> TextSample:
     """Shuffle the tokens of a text, except the first and the last, which may be special tokens."""
     n = len(sample.ids)
-    inner = np.random.default_rng([seed, *sample.ids]).permutation(max(0, n - 2)) + 1  # wherever in a corpus it stands
+    inner = np.random.default_rng([seed, *sample.ids]).permutation(max(0, n - 2)) + 1  # independent of the text's index
     order = [0, *inner.tolist(), n - 1][:n]
     return replace(
         sample,
@@ -370,7 +381,7 @@ def _shuffle_tokens(sample: TextSample, seed: int) -> TextSample:
 
 
 def _reorder_alignment(sample: TextSample, order: list[int]) -> Alignment:
-    """The tokens of a unit in another order, as a text of its own."""
+    """Return the alignment of a text with reordered tokens."""
     alignment = sample.alignment
     token_texts = [alignment.text[slice(*alignment.spans[i])].strip() or alignment.tokens[i] for i in order]
     ends = np.cumsum([len(token_text) + 1 for token_text in token_texts])

@@ -1,6 +1,7 @@
-"""A history: every head's measures again and again while a model is trained, on the same few texts.
+"""History of head metrics during training, measured on the same few texts at each step.
 
-Heads begin alike and find their work at different times, some of them suddenly (https://arxiv.org/abs/2209.11895).
+Heads are similar at initialization and specialize at different times, some of them suddenly
+(https://arxiv.org/abs/2209.11895).
 """
 
 import hashlib
@@ -31,7 +32,7 @@ from headwise.analysis.metrics.task_metric import run_task
 from headwise.analysis.metrics.token_classes import token_class_flags
 from headwise.analysis.recording.batching import TextSample, make_batches, tokenizer_of
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus, documents_within_context
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, FileFormatError, UnsupportedModelError, suggest_names
 from headwise.io.atomic_write import write_atomic
 from headwise.model import Transformer, eval_mode
 from headwise.spec import Address
@@ -43,26 +44,47 @@ DEFAULT_METRICS = tuple(
     for metric_spec in (ENTROPY, CONFIDENCE, DISTANCE, FIRST_TOKEN, OFFSET_SPECS[1], INDUCTION[0], DUPLICATE[0])
 )
 VERSION = 3
-MAX_DOCUMENTS = 48  # a look must be cheap beside the steps between two looks
+MAX_DOCUMENTS = 48  # keeps a measurement cheap compared with the training steps in between
 
 
 class MetricEmergence(NamedTuple):
-    """What became of one measure: the head with most of it, beside the most any head had at the first look."""
+    """Final value of one metric and its emergence during training.
+
+    Attributes:
+        metric: Name of the metric.
+        head: Head with the largest value at the last step.
+        value: Value of this head at the last step.
+        baseline: Largest value of any head at the first step.
+        num_rows: Number of rows or arcs in the mean.
+        half_step: First step at which the head reached half of `value`. None if `value` is not positive.
+    """
 
     metric: str
     head: str
     value: float
-    baseline: float  # the most of any head at the first look
-    num_rows: int  # rows or arcs it is a mean over
-    half_step: int | None  # the step at which that head first had half of it
+    baseline: float
+    num_rows: int
+    half_step: int | None
 
 
 class HeadHistory:
-    """Give it to `hw.train(…, callback=history, callback_every=100)`, or call it with a model and a step.
+    """Records metrics of every head during training.
 
-    The texts are made at the first look and stay: `corpus`, or some documents of the synthetic language for models that read
-    it, or some of the probe set. `relations`: ask for gold arcs too, where the corpus has some; `coreference > hits` is the
-    share of arcs whose target is the word looked at most.
+    Pass it to `hw.train(…, callback=history, callback_every=100)`, or call it with a model and a step. The texts are selected
+    at the first measurement and stay the same.
+
+    Args:
+        corpus: Texts to measure on. None uses documents of the synthetic language for models trained on it, else documents of
+            the probe set.
+        relations: Also measure gold arcs, if the corpus has them. `coreference > hits` is the fraction of arcs whose target
+            receives the largest attention weight.
+
+    Attributes:
+        steps: Measured steps.
+        addresses: Addresses of the heads.
+        metric_names: Names of the metrics.
+        counts: Number of rows or arcs in the mean of each metric.
+        path: File to which the history is saved after each measurement. None saves nothing.
 
     >>> from headwise.spec import AttentionSpec, ModelSpec
     >>> from headwise.training import Recipe, train
@@ -79,15 +101,19 @@ class HeadHistory:
         self.steps: list[int] = []
         self.addresses: tuple[str, ...] = ()
         self.metric_names: tuple[str, ...] = ()
-        self.counts: tuple[int, ...] = ()  # rows or arcs each measure is a mean over
-        self._rows: list[np.ndarray] = []  # for each step (heads, measures)
-        self._digest = ""  # of the texts, so that two sets of them never share a curve
+        self.counts: tuple[int, ...] = ()
+        self._rows: list[np.ndarray] = []  # (heads, metrics) for each step
+        self._digest = ""  # of the texts, so that a history never mixes two sets of texts
         self._probe: tuple[list[TextSample], RepeatedSequences] | None = None
-        self.path: Path | None = None  # a file that is written at every look
+        self.path: Path | None = None
 
     @staticmethod
     def load_or_create(path: str | Path, corpus: Any = None) -> "HeadHistory":
-        """One that is saved at every look, in a file; what a stopped run left there is gone on with.
+        """Return a history that is saved to a file after each measurement. An existing file is continued.
+
+        Args:
+            path: File of the history (.npz).
+            corpus: Texts to measure on. An existing file needs the corpus it was created with.
 
         >>> import tempfile
         >>> HeadHistory.load_or_create(tempfile.mkdtemp() + "/heads.npz").steps
@@ -98,43 +124,72 @@ class HeadHistory:
         return history
 
     def __call__(self, model: Transformer, step: int) -> None:
-        """Look at a model as it is at a step; a step that was seen before is seen anew."""
+        """Measure a model and store the result for a step. An existing result of the step is replaced.
+
+        Args:
+            model: The model to measure.
+            step: Training step.
+        """
         if model.spec.kind == "encoder-decoder":
-            raise HeadwiseError("a history reads one text at a time; an encoder-decoder needs two.")
+            raise UnsupportedModelError(
+                "model: HeadHistory does not support encoder-decoder models, because it uses single texts. "
+                "Use a decoder or an encoder."
+            )
         addresses = tuple(
             str(address) for hook_point in model.gathered_hook_points() for address in hook_point.head_addresses
         )
         if self.addresses and addresses != self.addresses:
-            raise HeadwiseError(
-                f"this history is of {len(self.addresses)} heads, {self.addresses[0]} to {self.addresses[-1]}; the model "
-                f"has {len(addresses)} heads that are not the same. Begin another for it."
+            raise ArgumentError(
+                f"model: its heads differ from those of this history. Got {len(addresses)} heads, expected "
+                f"{len(self.addresses)} heads (from {self.addresses[0]} to {self.addresses[-1]}). Create a new HeadHistory."
             )
         with eval_mode(model), torch.no_grad():
             samples, repeats = self._probe_samples(model)
             metric_names, counts, row = _measure_metrics(model, len(addresses), samples, repeats, self.relations)
         if self.metric_names and metric_names != self.metric_names:
-            raise HeadwiseError(
-                f"this history keeps {len(self.metric_names)} metrics, this look gave {len(metric_names)}; begin another."
+            raise ArgumentError(
+                f"model: the measured metrics differ from those of this history. Got {len(metric_names)} metrics, expected "
+                f"{len(self.metric_names)}. Create a new HeadHistory."
             )
         self.addresses, self.metric_names, self.counts = addresses, metric_names, counts
         self._insert(step, row)
         if self.path is not None:
             self.save(self.path)
 
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import history_table
+
+        return history_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import history_table
+
+        return history_table(self).as_html()
+
     @property
     def values(self) -> np.ndarray:
-        """Everything: (steps, heads, measures), float32."""
+        """All values, (steps, heads, metrics), float32."""
         empty = np.zeros((0, len(self.addresses), len(self.metric_names)), dtype=np.float32)
         return np.stack(self._rows) if self._rows else empty
 
     def curve(self, head: str, metric: str) -> list[float]:
-        """One head's life in one measure: a number for each of `steps`."""
+        """Return one metric of one head: a value for each of `steps`.
+
+        Args:
+            head: Address of the head.
+            metric: Name of the metric.
+        """
         if head not in self.addresses:
-            raise HeadwiseError(f"there is no head {head!r} here; {suggest_names(head, self.addresses)}")
+            raise ArgumentError(f"head: unknown head {head!r}; {suggest_names(head, self.addresses)}")
         return self.values[:, self.addresses.index(head), self._metric_index(metric)].tolist()
 
     def first_step_reached(self, metric: str, threshold: float) -> dict[str, int]:
-        """The first step at which each head reached a threshold; heads that never did are left out."""
+        """Return the first step at which each head reached a threshold. Heads below it are omitted.
+
+        Args:
+            metric: Name of the metric.
+            threshold: Minimum value.
+        """
         reached = self.values[..., self._metric_index(metric)] >= threshold  # (steps, heads)
         return {
             head: self.steps[int(reached[:, i].argmax())]
@@ -143,31 +198,34 @@ class HeadHistory:
         }
 
     def best_head(self, metric: str) -> tuple[str, float]:
-        """The head with the most of a measure at the last step, and how much."""
+        """Return the head with the largest value of a metric at the last step, and the value."""
         index = self._metric_index(metric)
         last = self._rows[-1][:, index]  # (heads,)
         if np.isnan(last).all():
-            raise HeadwiseError(f"{metric!r} has no number for any head; the texts never ask for it.")
+            raise ArgumentError(
+                f"metric: {metric!r} has no value for any head, because it applies to no token of the texts. "
+                f"Choose another metric, or other texts."
+            )
         head = int(np.nanargmax(last))
         return self.addresses[head], float(last[head])
 
     def initial_max(self, metric: str) -> float:
-        """The most any head had of a measure at the first look: of a new model, what one sees that has learned nothing."""
+        """Return the largest value of any head at the first step: for a new model, the value without training."""
         first = self._rows[0][:, self._metric_index(metric)]
         return float("nan") if np.isnan(first).all() else float(np.nanmax(first))
 
     def metric_emergence(self) -> list[MetricEmergence]:
-        """For each measure the head with most of it, how much, and the step at which it first had half of that."""
+        """Return, for each metric, the head with the largest value, and the step at which it reached half of it."""
         trajectories = []
         for metric, count in zip(self.metric_names, self.counts, strict=True) if self.steps else ():
             head, value = self.best_head(metric)
-            # half of nothing is no news
+            # half of zero is not a meaningful threshold
             half_step = self.first_step_reached(metric, value / 2).get(head) if value > 0 else None
             trajectories.append(MetricEmergence(metric, head, value, self.initial_max(metric), count, half_step))
         return trajectories
 
     def save(self, path: str | Path) -> Path:
-        """Write one compressed file; `HeadHistory.load` brings it back."""
+        """Write one compressed file and return its path. Load it with `HeadHistory.load`."""
         header = {
             "version": VERSION, "steps": self.steps, "heads": self.addresses, "metrics": self.metric_names,
             "counts": self.counts,
@@ -181,27 +239,41 @@ class HeadHistory:
 
     @staticmethod
     def load(path: str | Path, corpus: Any = None) -> "HeadHistory":
-        """Read a file written by `save`. To go on with it, give the corpus it was made with, if there was one."""
+        """Load a file written by `save`.
+
+        Args:
+            path: File of the history.
+            corpus: Texts of the history. Required to continue a history that was created with a corpus.
+
+        Raises:
+            FileFormatError: If the file is missing, damaged or of another version.
+        """
         try:
             data = BytesIO(Path(path).read_bytes())  # numpy leaves a damaged file open
             with np.load(data, allow_pickle=False) as file:
                 values, header = file["values"], json.loads(file["header"].tobytes())
             if header["version"] != VERSION:
-                raise HeadwiseError(f"it is of version {header['version']}, this is {VERSION}")
+                raise FileFormatError(
+                    f"the file has format version {header['version']}, and this Headwise reads version {VERSION}"
+                )
             return _history_from_stored(values, header, corpus)
         except FileNotFoundError:
-            raise HeadwiseError(f"there is no file {path}.") from None
+            raise FileFormatError(
+                f"{path}: file not found. Create it with headwise train, or check the path."
+            ) from None
         except Exception as error:  # zipfile, zlib, numpy and json each have their own
-            raise HeadwiseError(
-                f"{path} is not a history that can be read here ({error}); move it away and make it again: "
-                f"headwise train."
+            raise FileFormatError(
+                f"{path}: not a head history, damaged, or of another version ({error}). Move it away and create it again "
+                f"with headwise train."
             ) from None
 
     def _metric_index(self, metric: str) -> int:
         if not self.steps:
-            raise HeadwiseError("this history is empty; give it to hw.train(…, callback=history), or call it.")
+            raise ArgumentError(
+                "history: empty. Pass it to hw.train(..., callback=history), or call it with a model and a step."
+            )
         if metric not in self.metric_names:
-            raise HeadwiseError(f"{metric!r} was not measured; {suggest_names(metric, self.metric_names)}")
+            raise ArgumentError(f"metric: {metric!r} was not measured; {suggest_names(metric, self.metric_names)}")
         return self.metric_names.index(metric)
 
     def _insert(self, step: int, row: np.ndarray) -> None:
@@ -211,7 +283,7 @@ class HeadHistory:
         self._rows[index : index + exists] = [row]
 
     def _probe_samples(self, model: Transformer) -> tuple[list[TextSample], RepeatedSequences]:
-        """The texts, the same at every look."""
+        """Return the texts, which are the same at every step."""
         if self._probe is None:
             corpus = _default_corpus(model) if self.corpus is None else self.corpus
             samples = list(TokenizedCorpus.of(model, corpus))
@@ -221,13 +293,15 @@ class HeadHistory:
             )
             digest = hashlib.sha256(fingerprint_text.encode()).hexdigest()
             if self._digest not in ("", digest):
-                raise HeadwiseError("this history was made with other texts; load it with the same corpus=….")
+                raise ArgumentError(
+                    "corpus: the texts differ from those of this history. Load it with the corpus= it was created with."
+                )
             self._probe, self._digest = (samples, repeats), digest
         return self._probe
 
 
 def _default_corpus(model: Transformer) -> Corpus:
-    """Documents in a language the model may know; where none fits into its context, their texts, to be cut."""
+    """Return documents in the model's language. If none fits into its context, their texts are split into chunks."""
     tokenizer = tokenizer_of(model)
     is_synthetic = set(tokenizer.backend.get_vocab()) >= set(VOCABULARY)
     corpus = Corpus.synthetic("held-out", documents=MAX_DOCUMENTS, seed=7) if is_synthetic else Corpus.probe_set()
@@ -237,7 +311,7 @@ def _default_corpus(model: Transformer) -> Corpus:
 def _measure_metrics(
     model: Transformer, heads: int, samples: list[TextSample], repeats: RepeatedSequences, with_relations: bool
 ) -> tuple[tuple[str, ...], tuple[int, ...], np.ndarray]:
-    """One look: the names of the measures, what they are means over, and (heads, measures)."""
+    """Measure once: metric names, number of rows of each metric, and values (heads, metrics)."""
     accumulator = Accumulator(heads)
     metrics = default_metrics(token_class_flags(tokenizer_of(model), model.spec.vocab))
     documents = [sample.document for sample in samples if sample.document is not None]
@@ -248,7 +322,7 @@ def _measure_metrics(
     run_task(model, InductionMetric(repeats), accumulator, baseline=False)
     metric_names = DEFAULT_METRICS
     if relation_metric is not None:
-        present = relation_metric.arcs.sum(0) > 0  # a decoder is never asked about words to come
+        present = relation_metric.arcs.sum(0) > 0  # a decoder has no arcs to later words
         metric_names += tuple(
             relation.metric_specs[HITS].name
             for relation, is_present in zip(relation_metric.relations, present, strict=True)
@@ -266,6 +340,9 @@ def _history_from_stored(values: np.ndarray, stored: dict[str, Any], corpus: Any
     history.counts = tuple(map(int, stored["counts"]))
     shape = (len(history.steps), len(history.addresses), len(history.metric_names))
     if values.shape != shape or values.dtype != np.float32 or history.steps != sorted(set(history.steps)):
-        raise HeadwiseError(f"its numbers are {values.dtype} {values.shape}, not float32 {shape} in the order of steps")
+        raise FileFormatError(
+            f"the values must be float32 of shape {shape}, with steps in increasing order; got {values.dtype} of shape "
+            f"{values.shape}"
+        )
     history._rows = list(values)
     return history

@@ -17,45 +17,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadProfile:
-    """One head: its best-supported role with evidence level, score, baseline and interval; all its roles; its idle pattern;
-    its evidence."""
+    """Profile of one head: its best-supported role, all its roles, idle patterns, metrics and examples.
+
+    Attributes:
+        address: Address of the head.
+        role: Best-supported role. `unclear` if no role is supported.
+        evidence_level: Evidence level of the role: `none`, `attention`, `value-weighted` or `causal`.
+        score: Score of the role. None if unclear.
+        baseline: Baseline of the role. None if unclear.
+        interval: 95% confidence interval of the score. None if unclear.
+        detail: Offset or direction of the role.
+        effect: Cost of ablating the head, minus that of the other heads of its layer, in nats per answer.
+        roles: All supported roles, best first.
+        evidence: Evidence for the supported roles and for those with level `none`, which random heads also have.
+        idle_pattern: Names of its idle patterns.
+        corpus_label: Texts on which the role was found.
+        examples: Examples of its role from the reporting half. Hits are as frequent as in the texts.
+        examples_by_role: Examples of each role.
+        top_contexts: Positions with its largest attention weights.
+        metrics: All displayed metrics, by name.
+    """
 
     address: Address
-    role: str  # `unclear` where nothing is supported
+    role: str
     evidence_level: str
     score: float | None
     baseline: float | None
     interval: tuple[float, float] | None
     detail: str
     effect: float | None
-    roles: tuple[RoleEvidence, ...]  # all that stand, best first
-    evidence: tuple[RoleEvidence, ...]  # the same and mere patterns, which random heads show too
+    roles: tuple[RoleEvidence, ...]
+    evidence: tuple[RoleEvidence, ...]
     idle_pattern: tuple[str, ...]
-    corpus_label: str  # the texts on which its role was shown
-    examples: tuple[RoleExample, ...]  # cases of its role, from the half for reporting: hits as often as they are
-    examples_by_role: dict[str, tuple[RoleExample, ...]]  # the same for each of its roles
-    top_contexts: tuple[AttentionContext, ...]  # where it looked hardest, whatever for
+    corpus_label: str
+    examples: tuple[RoleExample, ...]
+    examples_by_role: dict[str, tuple[RoleExample, ...]]
+    top_contexts: tuple[AttentionContext, ...]
     metrics: dict[str, float]
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import head_profile_table
+
+        return head_profile_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import head_profile_table
+
+        return head_profile_table(self).as_html()
 
     @property
     def causal_on(self) -> tuple[str, ...]:
-        """Token sets, or prompts, on which the causal test of its first role holds."""
+        """Token sets or prompts on which its first role passes the causal test."""
         return self.roles[0].causal_on if self.roles else ()
 
     @property
     def evidence_label(self) -> str:
-        """Evidence level of its first role in words, with the token sets on which the causal test holds."""
+        """Evidence level of its first role in words, with the token sets on which it passes the causal test."""
         return self.roles[0].evidence_label if self.roles else self.evidence_level
 
     @property
     def role_label(self) -> str:
-        """Its first role, and how many more it has: `possessive > +4`."""
+        """Its first role and the number of further roles: `possessive > +4`."""
         return " ".join(
             (self.role, *[self.detail] * bool(self.detail), *[f"+{len(self.roles) - 1}"] * (len(self.roles) > 1))
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return plain data for JSON."""
         data = asdict(self)
         data["address"] = str(self.address)
         data["metrics"] = {name: value for name, value in self.metrics.items() if np.isfinite(value)}
@@ -70,7 +98,7 @@ def head_profile(profile: "Profile", index: int) -> HeadProfile:
     examples_by_role = {entry.role: _examples(profile, entry, index) for entry in roles}
     return HeadProfile(
         address=profile.addresses[index],
-        role=best.role if best else "unclear",  # level `none` is not reported as a role: random heads have it too
+        role=best.role if best else "unclear",  # level `none` is not reported, because random heads have it too
         evidence_level=best.evidence_level if best else "none",
         score=best.score if best else None,
         baseline=best.baseline if best else None,
@@ -89,9 +117,9 @@ def head_profile(profile: "Profile", index: int) -> HeadProfile:
 
 
 def _examples(profile: "Profile", evidence: RoleEvidence, head: int) -> tuple[RoleExample, ...]:
-    """Return the examples of one role. Their hit rate is known if it is the score of the role."""
+    """Return the examples of one role. They are sampled at the hit rate if this is the score of the role."""
     scores = profile.scores.get((evidence.role, evidence.detail))
-    if scores is None:  # the offset was chosen on prompts
+    if scores is None:  # the offset was selected on prompts
         return ()
     return profile.examples.examples_for_head(
         scores.role.metric_spec.target,

@@ -1,4 +1,4 @@
-"""A profile over pictures: every head of a model that reads pixels, in the same stages as over texts."""
+"""Profile over images: the stages of a text profile, for models with pixel input."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,12 +17,12 @@ from headwise.analysis.recording.input_image import image_input_of, image_sample
 from headwise.analysis.roles.collect import CollectOptions, metric_specs_by_name
 from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
 from headwise.analysis.roles.roles import DEFAULT_ROLES, Role, assess, check_roles, score
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.randomize_attention_weights import control_model
 
-# What a head may be said to do with a picture. Rows and columns are told above a head that looks as far in all directions
-# alike.
+# Roles of heads of image models. Baselines of rows and columns are those of a head without preferred direction at the same
+# distances.
 IMAGE_ROLES = (
     Role("local", image_patches.LOCAL_PATCHES.score_spec, 0.3, None, f"within {image_patches.LOCAL_RADIUS}"),
     Role("row", image_patches.SAME_ROW.score_spec, 0.2),
@@ -41,16 +41,20 @@ def profile_images(
     roles: Sequence[Role],
     options: CollectOptions,
 ) -> Profile:
-    """Profile every head over pictures: a folder, a list of paths, Pillow images or tensors, or a tensor (N, C, H, W)."""
+    """Profile every head over images: a folder, a list of paths, Pillow images or tensors, or a tensor (N, C, H, W)."""
     if images is None:
-        raise HeadwiseError("this model reads pictures, and none come along; give a folder of them, or a list.")
+        raise ArgumentError(
+            "corpus: this model has image input and needs images. Pass a folder of images, or a list of paths, Pillow images "
+            "or tensors."
+        )
     if options.control not in (None, "random-init", "random-attention"):
-        raise HeadwiseError(
-            f"control={options.control!r}: pictures have no tokens to shuffle. Use random-init or random-attention."
+        raise ArgumentError(
+            f"control={options.control!r}: not available for images, which have no tokens to shuffle. "
+            f"Use random-init or random-attention."
         )
     given_metrics = [metric for metric in metrics if not isinstance(metric, TaskMetric)]
     if len(given_metrics) < len(metrics):
-        raise HeadwiseError("tasks read texts of their own; this model reads pictures.")
+        raise ArgumentError("metrics: task metrics use texts, but this model has image input. Remove the task metrics.")
     model = control_model(model, options.control, options.seed)
     all_metrics = [*image_patches.image_metrics(image_input_of(model).token_patch_grid), *given_metrics]
     metric_specs = metric_specs_by_name(all_metrics)
@@ -66,7 +70,7 @@ def profile_images(
 def collect_images(
     model: ModelProtocol, images: Any, metrics: Sequence[Metric], options: CollectOptions
 ) -> ProfileSums:
-    """Read the images once and sum the metrics at every hook point."""
+    """Run the model over the images once and sum the metrics at every hook point."""
     grid, hook_points, spec = image_input_of(model).token_patch_grid, model.gathered_hook_points(), model.spec
     addresses = tuple(address for hook_point in hook_points for address in hook_point.head_addresses)
     accumulator, top_contexts, count = Accumulator(len(addresses)), TopContexts(len(addresses)), 0

@@ -1,7 +1,7 @@
-"""Two profiles of one model as one: what was counted over two corpora, as if one pass had read them one after the other.
+"""Merge two profiles of one model, as if one pass had run over both corpora.
 
-A text falls into a bucket by a hash of it, so buckets add up, and the halves for choosing and for reporting are those of the
-one pass. What both read alike, such as the repeated tokens, counts once.
+A text is assigned to a bucket by its hash, so buckets add up, and the selection and reporting halves equal those of a single
+pass. Inputs that are the same in both profiles, such as the repeated tokens, count once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,18 @@ from headwise.analysis.metrics.top_contexts import CONTEXTS_PER_HEAD, AttentionC
 from headwise.analysis.recording.text_hash_split import BUCKETS
 from headwise.analysis.roles.profile_result import OWN_RELATIONS, Profile, ProfileSums, build_profile
 from headwise.analysis.roles.roles import DEFAULT_ROLES, RoleEvidence, assess, score, sort_evidence
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 
-DIFFERENT_METRICS_MESSAGE = "profiles with different metrics or roles cannot be merged; measure both alike."
+DIFFERENT_METRICS_MESSAGE = (
+    "other: profiles with different metrics or roles cannot be merged. "
+    "Create both profiles with the same metrics= and roles=."
+)
 
 
 def merge_profiles(first: Profile, second: Profile) -> Profile:
-    """Merge the sums of two profiles, and assess the roles on the merged sums. Roles keep their causal tests."""
+    """Merge the sums of two profiles and assess the roles on the merged sums. Causal test results are preserved."""
     if first.extra_roles != second.extra_roles:
-        raise HeadwiseError(DIFFERENT_METRICS_MESSAGE)
+        raise ArgumentError(DIFFERENT_METRICS_MESSAGE)
     sums = merge_sums(first, second)
     scores = score(sums.accumulator, sums.relation_metric, (*DEFAULT_ROLES, *first.extra_roles))
     assessed, family_size = assess(scores, len(sums.addresses), sums.metadata)
@@ -39,7 +42,7 @@ def merge_profiles(first: Profile, second: Profile) -> Profile:
 
 
 def merge_sums(first: ProfileSums, second: ProfileSums) -> ProfileSums:
-    """Return the sums of one pass over both corpora. Documents with relations that both have read count once."""
+    """Merge the sums of two passes. Documents with relations that are the same in both count once."""
     check_mergeable(first, second)
     relation_source, same_documents = merge_relation_sources(first.metadata, second.metadata)
     relation_parts = [
@@ -65,33 +68,37 @@ def merge_sums(first: ProfileSums, second: ProfileSums) -> ProfileSums:
 
 
 def check_mergeable(first: ProfileSums, second: ProfileSums) -> None:
-    """Raise HeadwiseError unless both are of one model and measured in one way: repeated tokens have the same numbers."""
+    """Raise unless both profiles have the same heads, model and options. Equal models have equal repeated-token scores."""
     if first.addresses != second.addresses:
-        raise HeadwiseError(
-            f"profiles of {len(first.addresses)} and of {len(second.addresses)} heads that are not the same cannot be "
-            f"merged; see diff."
+        raise ArgumentError(
+            f"other: profiles with different heads cannot be merged. Got {len(first.addresses)} and "
+            f"{len(second.addresses)} heads. Use profile.diff(other) to compare them."
         )
     for key in ("control", "seed", "detail", "row_stride"):
         if first.metadata[key] != second.metadata[key]:
-            raise HeadwiseError(
-                f"profiles with {key}={first.metadata[key]!r} and {second.metadata[key]!r} cannot be merged; make both alike."
+            raise ArgumentError(
+                f"other: profiles with different {key} cannot be merged. Got {first.metadata[key]!r} and "
+                f"{second.metadata[key]!r}. Create both profiles with the same {key}."
             )
     names = [
         {name for name, spec in sums.metric_specs.items() if spec.series != "relation"} for sums in (first, second)
     ]
     if names[0] != names[1]:
-        raise HeadwiseError(DIFFERENT_METRICS_MESSAGE)
-    induction = INDUCTION[0].name if INDUCTION[0].name in first.metric_specs else None  # pictures are not said twice
+        raise ArgumentError(DIFFERENT_METRICS_MESSAGE)
+    induction = INDUCTION[0].name if INDUCTION[0].name in first.metric_specs else None  # not measured on images
     repeats = [sums.accumulator.bucket_sums_and_counts(induction)[0] for sums in (first, second)] if induction else []
     same_repeats = not induction or np.allclose(*repeats, rtol=1e-4, atol=1e-5)
     if first.metadata["model"] != second.metadata["model"] or not same_repeats:
-        raise HeadwiseError("these are profiles of two models, which cannot be merged; compare them by diff.")
+        raise ArgumentError(
+            "other: profiles of two different models cannot be merged. "
+            "Pass a profile of the same model. To compare two training steps of one model, use profile.diff(other)."
+        )
 
 
 def merge_accumulators(
     first: Accumulator, second: Accumulator, metric_specs: Mapping[str, MetricSpec], excluded: Sequence[str]
 ) -> Accumulator:
-    """Both, each group as its numbers merge, but for the groups `excluded`."""
+    """Merge two accumulators, each group by its merge mode, without the `excluded` groups."""
     groups = {*first.sums, *second.sums} - {*excluded}
     groups_by_mode = {
         mode: {group for group in groups if metric_specs[group].merge == mode} for mode in (ADD, IDENTICAL, LARGER)
@@ -103,14 +110,14 @@ def merge_accumulators(
     )
     for group in sorted(groups_by_mode[LARGER]):
         samples = [_select_groups(accumulator, {group}) for accumulator in (first, second)]
-        merged = merged.merge(max(samples, key=_count_nonempty_buckets))  # of two that are alike, the first
+        merged = merged.merge(max(samples, key=_count_nonempty_buckets))  # the first of two equal ones
     return merged
 
 
 def merge_relations(
     accumulator: Accumulator, parts: Sequence[tuple[Accumulator, RelationMetric]]
 ) -> RelationMetric | None:
-    """The arcs of all parts, each with its accumulator; `accumulator` takes up their metrics."""
+    """Merge the arcs of all parts and add their metrics to `accumulator`."""
     if not parts:
         return None
     relations = _canonical_order({relation for _, relation_metric in parts for relation in relation_metric.relations})
@@ -133,8 +140,8 @@ def merge_relations(
 
 
 def merge_relation_sources(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, bool]:
-    """What relations both are of, and whether they are the same documents, which count once. A profile that asked none adds
-    none: only one shard of a corpus needs to ask."""
+    """Return the source of the merged relations, and whether both profiles have the same documents, which count once. A
+    profile without documents adds nothing: only one shard of a corpus needs to measure relations."""
     sources = [metadata["relations"] for metadata in (first, second) if metadata["documents"]] or [first["relations"]]
     return "+".join(dict.fromkeys(sources)), len(sources) == 2 and sources[0] == sources[1] != OWN_RELATIONS
 
@@ -142,13 +149,13 @@ def merge_relation_sources(first: Mapping[str, Any], second: Mapping[str, Any]) 
 def merge_top_contexts(
     first: Sequence[AttentionContext], second: Sequence[AttentionContext], num_texts: int
 ) -> list[AttentionContext]:
-    """The strongest of both."""
+    """Return the contexts with the largest weights of both."""
     contexts = [*first, *(replace(context, sample=context.sample + num_texts) for context in second)]
     return sorted(contexts, key=lambda context: -context.weight)[:CONTEXTS_PER_HEAD]
 
 
 def carry_over_effects(evidence: Sequence[RoleEvidence], previous: Sequence[RoleEvidence]) -> list[RoleEvidence]:
-    """The roles of one head with what ablation showed for them before: for the first, and for those on prompts."""
+    """Copy earlier causal test results to the roles of one head: to its best role and to its roles on prompts."""
     best = next((entry for entry in evidence if not entry.family_size), None)
     return sort_evidence(
         _carry_over_effect(entry, previous) if entry is best or entry.family_size else entry for entry in evidence
@@ -156,7 +163,7 @@ def carry_over_effects(evidence: Sequence[RoleEvidence], previous: Sequence[Role
 
 
 def _carry_over_effect(evidence: RoleEvidence, previous: Sequence[RoleEvidence]) -> RoleEvidence:
-    """What ablation showed for the same role of the same head: it is about the model, and is not asked again."""
+    """Copy the causal test result of the same role of the same head. It depends only on the model, so it stays valid."""
     for candidate in previous:
         same = (candidate.role, candidate.detail) == (evidence.role, evidence.detail)
         if same and candidate.cost is not None and evidence.evidence_level == "value-weighted":
@@ -170,7 +177,7 @@ def _carry_over_effect(evidence: RoleEvidence, previous: Sequence[RoleEvidence])
 
 
 def _select_groups(accumulator: Accumulator, groups: set[str]) -> Accumulator:
-    """Some groups of an accumulator."""
+    """Return an accumulator with the selected groups."""
     fields = {name: (group, column) for name, (group, column) in accumulator.fields.items() if group in groups}
     sums, counts = (
         {group: array for group, array in arrays.items() if group in groups}
@@ -180,17 +187,17 @@ def _select_groups(accumulator: Accumulator, groups: set[str]) -> Accumulator:
 
 
 def _count_nonempty_buckets(accumulator: Accumulator) -> int:
-    """How many buckets have something in them."""
+    """Count the non-empty buckets."""
     return max((int((counts > 0).any((1, 2)).sum()) for counts in accumulator.counts.values()), default=0)
 
 
 def _canonical_order(relations: set[DirectedRelation]) -> tuple[DirectedRelation, ...]:
-    """In the order in which one pass would ask them."""
+    """Return the relations in the order of a single pass."""
     names = {relation.relation for relation in relations}
     derived, sets = sorted(names & {*CONTROL_SHAPES}), [name for name in WORD_SETS if name in names]
     return both_directions([*sorted(names - {*WORD_SETS, *CONTROL_SHAPES}), *derived, *sets])
 
 
 def _join_names(first: str, second: str) -> str:
-    """The names of two corpora."""
+    """Join the names of two corpora."""
     return " and ".join(dict.fromkeys(name for joined in (first, second) for name in joined.split(" and ") if name))

@@ -15,10 +15,10 @@ from headwise.analysis.roles.causal_test import causal_test, supports_causal_tes
 from headwise.analysis.roles.collect import CollectOptions, collect, ignore_progress, select_metrics
 from headwise.analysis.roles.image_profile import profile_images
 from headwise.analysis.roles.profile_result import Profile, build_profile
-from headwise.analysis.roles.prompt_roles import PROMPT_ROLES, prompt_metrics
+from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES, prompt_metrics
 from headwise.analysis.roles.roles import DEFAULT_ROLES, Role, assess, check_roles, score
 from headwise.distributed.process_group import open_process_group
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.randomize_attention_weights import control_model
 from headwise.progress import Progress
@@ -44,31 +44,42 @@ def profile(
 ) -> Profile:
     """Measure every head of a model over a corpus, and test its roles.
 
-    An encoder-decoder reads each text as its source and as its target. Its relations are those that lead back, which both
-    stacks can see. Cross-attention has no distances, so none of those, no relations and no repeats are asked of it.
+    Encoder-decoder models receive each text as source and as target. Only relations to earlier words are measured, because
+    both stacks can attend to them. Cross-attention has no distances, relations or repeated tokens.
 
-    A model that reads pixels looks at pictures: a folder of them, a list of paths, Pillow images or tensors. Its tokens are
-    patches, and its metrics need no words (`headwise.analysis.roles.image_profile`).
+    Models with pixel input are profiled on images; their tokens are patches (`headwise.analysis.roles.image_profile`).
 
     Args:
-        model: A native or an attached model.
-        corpus: A text, a list of texts, a path or a Corpus. None: the embedded probe set, or the synthetic language for its
-            own models.
-        metrics: Metrics of your own, measured with the default ones (docs/analysis.md).
-        roles: Roles of your own, tested with the default ones.
-        relations: Documents with gold arcs, if not the corpus's own. False: no relations.
-        causal: Test causally, by ablation.
+        model: A headwise model or an attached model.
+        corpus: A text, a list of texts, a path or a `Corpus`. None uses the embedded probe set, or the synthetic language for
+            models trained on it. For models with pixel input: a folder, or a list of paths, Pillow images or tensors.
+        metrics: Additional metrics, measured with the default ones (docs/analysis.md).
+        roles: Additional roles, tested with the default ones.
+        relations: Documents with gold arcs, if not those of the corpus. False measures no relations.
+        causal: Test roles causally, by ablation.
         control: Profile a control: a model with random weights (`random-init`), this model with random attention weights
             (`random-attention`), or texts with shuffled tokens (`shuffled`).
-        prompts: Also test the roles that need prompts of their own (`headwise.analysis.roles.prompt_roles`).
-        max_length: Maximum number of tokens per unit of plain text.
-        batch_tokens: Number of tokens per batch.
-        row_stride: For very long texts: one block of 64 rows in `row_stride` is measured.
+        prompts: Also test the roles that need prompts (`headwise.analysis.roles.prompt_role_definitions`).
+        max_length: Plain text is split into chunks of this many tokens.
+        batch_tokens: Maximum number of tokens per batch.
+        row_stride: For very long texts: one of every `row_stride` blocks of 64 query rows is measured.
         seed: Seed of repeated tokens, shuffling, tasks and causal tests.
-        progress: Progress callback.
+        progress: Called with a label, the number of items done and the total, which may be None.
 
     Returns:
-        The profile; `profile["5.1"]` is one head.
+        The profile. `profile["5.1"]` is the profile of one head.
+
+    Raises:
+        ArgumentError: If arguments are invalid or cannot be combined.
+
+    >>> from headwise.model import Transformer
+    >>> from headwise.spec import AttentionSpec, ModelSpec
+    >>> from headwise.text.build_tokenizers import byte_tokenizer
+    >>> model = Transformer(ModelSpec(vocab=257, context=64, layers=1, attention=AttentionSpec(width=16, heads=2)))
+    >>> model.tokenizer = byte_tokenizer()
+    >>> result = profile(model, ["To be or not to be"], relations=False, causal=False)
+    >>> [str(head.address) for head in result]
+    ['0.0', '0.1']
     """
     options = CollectOptions(
         relations=relations, control=control, max_length=max_length, batch_tokens=batch_tokens, row_stride=row_stride,
@@ -76,16 +87,17 @@ def profile(
     )  # fmt: skip
     if model.image_input is not None:
         if relations or max_length is not None or prompts:
-            raise HeadwiseError(
-                "pictures have no relations, and are read whole; leave relations, max_length and prompts out."
+            raise ArgumentError(
+                "relations, max_length, prompts: not supported for models with image input. Remove these arguments."
             )
         return profile_images(model, corpus, metrics, roles, options)
     if control is not None and control not in CONTROLS:
-        raise HeadwiseError(f"control={control!r}: not a control. Use {', '.join(CONTROLS)} or none.")
+        raise ArgumentError(f"control={control!r}: unknown control. Use {', '.join(CONTROLS)}, or None.")
     model = control_model(model, control, seed)
     if prompts:
         if control == "shuffled" or model.is_sharded:
-            raise HeadwiseError("prompts are read as they are, by a model that one process holds; leave them out here.")
+            reason = "control='shuffled'" if control == "shuffled" else "a model sharded over processes"
+            raise ArgumentError(f"prompts=True: not supported with {reason}. Use prompts=False.")
         metrics, roles = (*prompt_metrics(), *metrics), (*PROMPT_ROLES, *roles)
     with (
         eval_mode(model),

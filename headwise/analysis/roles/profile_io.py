@@ -1,4 +1,4 @@
-"""A profile as a file: arrays and a header in JSON, with a version. A damaged or older file raises an error."""
+"""Save and load profiles: arrays and a JSON header with a version. Damaged or older files raise an error."""
 
 import json
 from collections.abc import Mapping
@@ -15,19 +15,19 @@ from headwise.analysis.metrics.metric import MetricSpec, RoleTarget
 from headwise.analysis.metrics.relation_metric import RelationMetric
 from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.metrics.top_contexts import AttentionContext
-from headwise.analysis.roles.causal_effects import CausalEffect
+from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.roles import Role, RoleEvidence
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError
 from headwise.io.atomic_write import write_atomic
 from headwise.spec import Address
 
-VERSION = 7  # of the table: names, what they mean, where their sums stand
+VERSION = 7  # version of the file format: names, their meaning and the layout of their sums
 INTERVALS = ("interval", "effect_interval", "excess_interval")
 
 
 def save_profile(profile: Profile, path: str | Path) -> Path:
-    """Write a profile to one compressed file; `load_profile` reads it."""
+    """Write a profile to one compressed file. Load it with `load_profile`."""
     arrays = {f"sums/{group}": value for group, value in profile.accumulator.sums.items()}
     arrays |= {f"counts/{group}": value for group, value in profile.accumulator.counts.items()}
     header = {
@@ -49,18 +49,19 @@ def save_profile(profile: Profile, path: str | Path) -> Path:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read a file that `save_profile` wrote. A damaged file or one of another version raises HeadwiseError."""
+    """Load a file written by `save_profile`. Raise FileFormatError if it is damaged or of another version."""
     header, arrays = read_npz(path)
     try:
         return _profile_from_stored(header, arrays)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise HeadwiseError(
-            f"{path} lacks something a profile has ({error}); make it again: headwise profile MODEL --save FILE."
+        raise FileFormatError(
+            f"{path}: incomplete profile ({type(error).__name__}: {error}). "
+            f"Create it again with headwise profile MODEL --save FILE."
         ) from None
 
 
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
-    """Return plain data, for JSON: one record per head."""
+    """Return plain data for JSON: one record per head."""
     return {
         "version": VERSION,
         "metadata": profile.metadata,
@@ -70,7 +71,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 
 
 def write_npz(path: str | Path, stored: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Path:
-    """Write a file, whole or not at all."""
+    """Write header and arrays to a file atomically."""
     buffer = BytesIO()
     header = np.frombuffer(json.dumps({"version": VERSION, **stored}).encode(), dtype=np.uint8)
     np.savez_compressed(buffer, **arrays, header=header)  # pyright: ignore[reportArgumentType]
@@ -78,37 +79,40 @@ def write_npz(path: str | Path, stored: dict[str, Any], arrays: Mapping[str, np.
 
 
 def read_npz(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Read one: the table and the arrays."""
+    """Read header and arrays from a file."""
     try:
         with np.load(BytesIO(Path(path).read_bytes()), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         header = json.loads(arrays.pop("header").tobytes())
     except FileNotFoundError:
-        raise HeadwiseError(f"there is no file {path}.") from None
+        raise FileFormatError(
+            f"{path}: file not found. Check the path, or create it with headwise profile MODEL --save FILE."
+        ) from None
     except Exception as error:  # zipfile, zlib, numpy and json each have their own
-        raise HeadwiseError(
-            f"{path} is not a profile, or is damaged ({error}); make it again: headwise profile MODEL --save FILE."
+        raise FileFormatError(
+            f"{path}: not a profile, or damaged ({error}). Create it again with headwise profile MODEL --save FILE."
         ) from None
     version = header.get("version") if isinstance(header, dict) else None
     if version != VERSION:
-        raise HeadwiseError(
-            f"{path} is a profile of version {version}, this is {VERSION}; make it again: headwise profile MODEL --save FILE."
+        raise FileFormatError(
+            f"{path}: profile of format version {version}, but this version of headwise reads version {VERSION}. "
+            f"Create it again with headwise profile MODEL --save FILE."
         )
     return header, arrays
 
 
 def metric_spec_from_dict(stored: dict[str, Any]) -> MetricSpec:
-    """A number as it was written."""
+    """Rebuild a metric spec from its JSON form."""
     return MetricSpec(**{**stored, "target": None if stored["target"] is None else RoleTarget(**stored["target"])})
 
 
 def role_from_dict(stored: dict[str, Any]) -> Role:
-    """A role as it was written."""
+    """Rebuild a role from its JSON form."""
     return Role(**{**stored, "metric_spec": metric_spec_from_dict(stored["metric_spec"])})
 
 
 def evidence_from_dict(stored: dict[str, Any]) -> RoleEvidence:
-    """What spoke for a role."""
+    """Rebuild the evidence for a role from its JSON form."""
     intervals = {name: tuple(stored[name]) for name in INTERVALS if stored[name] is not None}
     effects = tuple(CausalEffect.load(effect) for effect in stored["effects"])
     return RoleEvidence(**{**stored, **intervals, "effects": effects, "causal_on": tuple(stored["causal_on"])})

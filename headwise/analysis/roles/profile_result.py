@@ -1,4 +1,4 @@
-"""A profile: the sums of a pass over a corpus, and the roles of every head with their evidence."""
+"""Result of a profile: the sums of a pass over a corpus, and the roles of every head with their evidence."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from headwise.analysis.roles.roles import (
     find_idle_patterns,
     score,
 )
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.spec import Address
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from headwise.ui.head_summary import HeadSummary
 
 
-OWN_RELATIONS = "own"  # metadata["relations"] if the relations are those of the texts themselves
+OWN_RELATIONS = "own"  # value of metadata["relations"] if the relations are those of the texts
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +47,9 @@ class ProfileSums:
         accumulator: Sums and counts of every metric, by head and bucket of texts.
         relation_metric: Counts of the gold arcs. None if no relations were measured.
         top_contexts: The largest attention weights of each head, with their text.
-        examples: Sampled positions with the attention of every head there.
+        examples: Sampled positions with the attention of every head at them.
         metadata: Model, corpus and options of the pass.
-        metric_specs: Description of every measured number, by name.
+        metric_specs: Specs of every measured metric, by name.
     """
 
     addresses: tuple[Address, ...]
@@ -68,13 +68,20 @@ class ProfileSums:
 
 @dataclass(frozen=True, eq=False)
 class Profile(ProfileSums):
-    """Every head of a model, measured. `profile["5.1"]` is one of them.
+    """Profile of every head of a model. `profile["5.1"]` is the profile of one head; iterating yields all heads.
 
     Attributes:
-        evidence: For each head the evidence for its roles, best first.
-        idle_patterns: For each head the names of its idle patterns.
-        family_size: Number of tests that the p-values are corrected for.
-        extra_roles: Roles that were scored besides the default ones.
+        addresses: Heads, in the order of the arrays.
+        accumulator: Sums and counts of every metric, by head and bucket of texts.
+        relation_metric: Counts of the gold arcs. None if no relations were measured.
+        top_contexts: The largest attention weights of each head, with their text.
+        examples: Sampled positions with the attention of every head at them.
+        metadata: Model, corpus and options of the pass.
+        metric_specs: Specs of every measured metric, by name.
+        evidence: Evidence for the roles of each head, best first.
+        idle_patterns: Names of the idle patterns of each head.
+        family_size: Number of tests for which the p-values are corrected.
+        extra_roles: Roles that were tested in addition to the default ones.
     """
 
     evidence: EvidencePerHead
@@ -91,8 +98,9 @@ class Profile(ProfileSums):
     def __getitem__(self, head: str | Address) -> HeadProfile:
         address = head if isinstance(head, Address) else Address.parse(head)
         if address not in self.addresses:
-            raise HeadwiseError(
-                f"there is no head {address} in this profile; it has {self.addresses[0]} to {self.addresses[-1]}."
+            raise ArgumentError(
+                f"head: this profile has no head {address}. It has {len(self.addresses)} heads, {self.addresses[0]} to "
+                f"{self.addresses[-1]}."
             )
         return head_profile(self, self.addresses.index(address))
 
@@ -109,102 +117,139 @@ class Profile(ProfileSums):
 
     @property
     def num_causal_tests(self) -> int:
-        """Number of causal tests: heads × roles × token sets that have a control, in both families."""
+        """Number of causal tests: heads × roles × token sets with a control, in both families."""
         return sum(
             effect.control_cost is not None for roles in self.evidence for entry in roles for effect in entry.effects
         )
 
     @property
     def table_metrics(self) -> tuple[str, ...]:
-        """Metrics that have a column in the table of heads."""
+        """Names of the metrics that have a column in the table of heads."""
         return profile_tables.table_metrics(self)
 
     @property
     def plot(self) -> "PlotAccessor":
-        """Pictures: `profile.plot.roles().save("roles.svg")`; see `headwise.ui.figures.plot_accessor` for all of them."""
+        """Figures: `profile.plot.roles().save("roles.svg")`. See `headwise.ui.figures.plot_accessor` for all of them."""
         from headwise.ui.figures.plot_accessor import PlotAccessor
 
         return PlotAccessor(self)
 
     def metric(self, name: str) -> np.ndarray:
-        """One measure of every head, (heads,): `entropy`, `offset 1`, `delimiter`, `det > hits` …"""
+        """Return one metric of every head, (heads,).
+
+        Args:
+            name: Name of the metric, for example `entropy`, `offset 1`, `delimiter` or `det > hits`.
+        """
         return self.accumulator.mean(name)
 
     def mean_by_layer(self, name: str) -> np.ndarray:
-        """A measure's mean in each layer, early to late: (layers,); NaN where there are no heads, or nothing was measured."""
+        """Return the mean of a metric in each layer, (layers,). NaN for a layer without measured heads.
+
+        Args:
+            name: Name of the metric.
+        """
         return profile_tables.mean_by_layer(self, name)
 
     def best_head(self, role: str) -> HeadProfile | None:
-        """The head with the best support for a role, or None."""
+        """Return the head with the best support for a role, or None if no head has it."""
         heads = self.heads_by_role().get(role)
         return self[heads[0]] if heads else None
 
     def heads_by_role(self) -> dict[str, list[Address]]:
-        """Every role that some head has, be it its first or not, with its heads, best first."""
+        """Return the heads of every role that a head has, first or not, best first."""
         return profile_tables.heads_by_role(self)
 
     def table(self) -> list[dict[str, Any]]:
-        """One row per head."""
+        """Return one row per head."""
         return profile_tables.table_rows(self)
 
     def to_frame(self) -> "DataFrame":
-        """The table as a pandas DataFrame, indexed by head, with every measure."""
+        """Return the table as a pandas DataFrame, indexed by head, with every metric."""
         return profile_tables.to_frame(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: one record per head."""
+        """Return plain data for JSON: one record per head."""
         from headwise.analysis.roles.profile_io import profile_to_dict
 
         return profile_to_dict(self)
 
     def diff(self, other: "Profile") -> list[dict[str, Any]]:
-        """Compare two profiles head by head: roles, evidence levels, metrics; heads that are missing in one.
+        """Compare two profiles head by head: roles, evidence levels and metrics, and heads missing in one of them.
 
-        Both must be of one model, at two times of its training, say, or with heads cut: elsewhere 5.1 is another head.
+        Both must be of one model, for example at two training steps or before and after pruning. In different models, heads
+        with the same address are unrelated.
+
+        Args:
+            other: The later profile.
+
+        Returns:
+            One row per head.
         """
         return profile_tables.diff_rows(self, other)
 
     def merge(self, other: "Profile") -> "Profile":
-        """Both together: what one pass over this corpus and then the other's, and over the documents of both, would give.
+        """Merge two profiles of one model, as if one pass had run over both corpora.
 
-        Documents with relations that are not the texts themselves and the same in both count once, as repeated tokens do.
-        Roles and idle patterns are assessed again on all that was counted. Ablations are not made again: a role keeps what
-        they showed for it, here or in the other. `variability`, which compares texts with each other, stays that of the
-        larger sample.
+        Documents with relations that are the same in both, and repeated tokens, count once. Roles and idle patterns are
+        assessed again on the merged sums. Causal tests are not repeated: a role keeps its result from either profile.
+        `variability`, which compares texts with each other, is that of the larger sample.
+
+        Args:
+            other: A profile of the same model with the same options on another corpus.
+
+        Returns:
+            The merged profile.
         """
         from headwise.analysis.roles.merge_profiles import merge_profiles
 
         return merge_profiles(self, other)
 
     def save(self, path: str | Path) -> Path:
-        """Write one compressed file; `Profile.load` brings it back."""
+        """Write one compressed file and return its path. Load it with `Profile.load`."""
         from headwise.analysis.roles.profile_io import save_profile
 
         return save_profile(self, path)
 
     @staticmethod
     def load(path: str | Path) -> "Profile":
-        """Read a file written by `save`; one that is damaged or of another version is refused."""
+        """Load a file written by `save`.
+
+        Raises:
+            FileFormatError: If the file is missing, damaged or of another version.
+        """
         from headwise.analysis.roles.profile_io import load_profile
 
         return load_profile(path)
 
     def summary(self, head: str | Address, model: "ModelProtocol | None" = None) -> "HeadSummary":
-        """One head in plain sentences; with the model also what it writes, is worth, could cost less and works with."""
+        """Describe one head in sentences.
+
+        Args:
+            head: Address of the head.
+            model: The profiled model. It adds promoted tokens, importance, quantization and streaming, and related heads.
+        """
         from headwise.ui.head_summary import summarize_head
 
         return summarize_head(self, self[head], model)
 
     def report(self, path: str | Path, model: "ModelProtocol | None" = None, **options: Any) -> Path:
-        """Write one file that shows every head in a browser, offline. With the model it can tell more of them.
+        """Write a self-contained HTML file that shows every head in a browser, and return its path.
 
-        `options`: `name`, `sentences` to show (texts), `importance`, `history`, `curve`, `claims`, `sensitivity`, `plan`, as
-        `headwise.ui.report_data.make_report_data` takes them.
+        Args:
+            path: File to write.
+            model: The profiled model. It adds the details that need weights.
+            **options: `name`, `sentences` (texts to show), `importance`, `history`, `curve`, `claims`, `sensitivity` and
+                `plan`, as in `headwise.ui.report_data.make_report_data`.
         """
         from headwise.ui.report import write_report
         from headwise.ui.report_data import make_report_data
 
         return write_report(make_report_data(self, model, **options), path)
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import profile_table
+
+        return profile_table(self).as_text()
 
     def _repr_html_(self) -> str:
         from headwise.ui.notebook import profile_html
@@ -220,7 +265,7 @@ class Profile(ProfileSums):
 def build_profile(
     sums: ProfileSums, evidence: EvidencePerHead, family_size: int, extra_roles: Sequence[Role] = ()
 ) -> Profile:
-    """Combine the sums of a pass with the evidence that was found in them."""
+    """Combine the sums of a pass with the evidence for roles."""
     return Profile(
         **vars(sums),
         evidence=tuple(map(tuple, evidence)),

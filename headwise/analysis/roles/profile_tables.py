@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headwise.analysis.metrics.row_shape import CONFIDENCE, DISTANCE, ENTROPY, FIRST_TOKEN, OUTPUT_SHARE
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, MissingDependencyError
 from headwise.spec import Address
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ DEFAULT_COLUMNS = tuple(metric_spec.name for metric_spec in (ENTROPY, CONFIDENCE
 
 def table_metrics(profile: "Profile") -> tuple[str, ...]:
     """Return the metrics that have a column in the table of heads."""
-    available = tuple(name for name in DEFAULT_COLUMNS if name in profile.metric_specs)  # pictures have only some
+    available = tuple(name for name in DEFAULT_COLUMNS if name in profile.metric_specs)  # images have only some
     in_table = (name for name, metric_spec in profile.metric_specs.items() if metric_spec.in_table)
     return (*available, *(name for name in in_table if name not in DEFAULT_COLUMNS))
 
@@ -44,7 +44,9 @@ def to_frame(profile: "Profile") -> "DataFrame":
     try:
         import pandas
     except ImportError:
-        raise HeadwiseError("a frame needs pandas: pip install 'headwise[frame]'; or use profile.table().") from None
+        raise MissingDependencyError(
+            "to_frame: pandas is not installed. Run pip install 'headwise[frame]', or use profile.table()."
+        ) from None
     rows = [{**row, **head.metrics} for row, head in zip(table_rows(profile), profile, strict=True)]
     return pandas.DataFrame(rows).set_index("head")
 
@@ -63,7 +65,7 @@ def heads_by_role(profile: "Profile") -> dict[str, list[Address]]:
 
 
 def mean_by_layer(profile: "Profile", name: str) -> np.ndarray:
-    """Return the mean of a metric over the heads of each layer, (layers,); NaN for a layer without measured heads."""
+    """Return the mean of a metric over the heads of each layer, (layers,). NaN for a layer without measured heads."""
     layers: dict[str, list[float]] = {layer: [] for layer in profile.metadata["layers"]}
     for value, address in zip(profile.metric(name), profile.addresses, strict=True):
         if np.isfinite(value):
@@ -74,9 +76,9 @@ def mean_by_layer(profile: "Profile", name: str) -> np.ndarray:
 def diff_rows(first: "Profile", second: "Profile") -> list[dict[str, Any]]:
     """Return one row per head with its roles, evidence levels and metric changes from one profile to another."""
     if first.metadata["model"] != second.metadata["model"]:
-        raise HeadwiseError(
-            f"these are profiles of two models, a {first.metadata['model']} and a {second.metadata['model']}: heads of the "
-            f"same address have nothing to do with each other. Give two profiles of one model."
+        raise ArgumentError(
+            f"other: profiles of different models cannot be compared, because heads with the same address are unrelated. "
+            f"Got {first.metadata['model']} and {second.metadata['model']}. Pass two profiles of one model."
         )
     rows = []
     for address in dict.fromkeys((*first.addresses, *second.addresses)):

@@ -1,15 +1,16 @@
-"""What the causal test asks of the roles on prompts: their own prompts, and beside each the same answer in a list said twice.
+"""Causal test cases of the roles on prompts: their prompts, with controls that have the same answer in a repeated list.
 
-The word due at the end of a prompt is the answer: the other name, the next of days. The control is a list of such words,
-`Anna, Tom, Mary, Anna, Tom,`, drawn anew and without those of the prompt: there the same word is due because of what stood
-before it the first time, and neither whose turn it is nor what comes next has a part in it. What holds back copies has no
-prompts here: it is tried on the lists that induction is (causal_cases.py), where an answer must *gain* without the head.
+The answer is the word that completes a prompt: the other name, or the next day of the week. The control is a list of such
+words, `Anna, Tom, Mary, Anna, Tom,`, drawn at random without the words of the prompt. There, the same word follows
+because the list is repeated, not because of the role. Copy suppression has no prompts here: it is tested on the repeated
+lists of induction (causal_trials.py), where the loss of an answer must *decrease* without the head.
 
-Roles about two names (name mover, name suppression) are judged by the lead of the name due over the other name, and have two
-controls: such lists, and single-name prompts, `Then Mary went home. Somebody gave a book to`. A name mover lifts a single
-name as much as the name due among two; a head that lifts any earlier name lifts the single name and leaves the lead among
-two as it is. So the lead must lose more than half of what it loses with a single name. A head that suppresses the wrong
-candidate has nothing to suppress with a single name, so its lead must lose more than there.
+Roles about two names (name mover, name suppression) are measured by the lead of the correct name over the other name.
+They have two controls: repeated lists, and single-name prompts, `Then Mary went home. Somebody gave a book to`. A name
+mover promotes a single name as much as the correct name of two. A head that promotes any earlier name promotes the single
+name and does not change the lead between two names. So the lead must decrease by more than half of its decrease with a
+single name. A head that suppresses the wrong name has nothing to suppress with a single name, so its lead must decrease
+by more than there.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,23 +34,23 @@ from headwise.errors import HeadwiseError
 from headwise.model import ModelProtocol
 from headwise.text import Tokenizer
 
-MAX_PROMPTS = 32  # at most
-# Share of the loss in single-name prompts that the loss of the lead between two names must exceed.
+MAX_PROMPTS = 32  # maximum number of prompts per trial
+# Fraction of the cost in single-name prompts that the cost of the lead between two names must exceed.
 SINGLE_NAME_FRACTIONS = {"name mover": 0.5, "name suppression": 1.0}
 
 
 def prompt_trial(model: ModelProtocol, role: str, seed: int) -> CausalTrial:
-    """Prompts of a role, each beside a list; those the whole model foresees in both. No cases: it has no prompts."""
+    """Build cases from the prompts of a role, with list controls; both answers are predicted. Empty without prompts."""
     tokenizer, max_tokens, rng = tokenizer_of(model), model.spec.max_input_tokens, np.random.default_rng(seed)
     try:
         prompts = PROMPT_MAKERS[role](tokenizer, seed) if role in PROMPT_MAKERS else []
-    except HeadwiseError:  # this tokenizer leaves too little to ask
+    except HeadwiseError:  # the tokenizer has too few single-token words
         prompts = []
     prompts = [prompt for prompt in prompts if len(prompt.ids) <= max_tokens]
     sampled = [prompts[i] for i in rng.permutation(len(prompts))[:MAX_PROMPTS]]
     sampled.sort(
         key=lambda prompt: len(prompt.ids)
-    )  # a head borrows from the prompt before: from one of its own length
+    )  # the resample donor is the previous prompt, which should have the same length
     pool = sorted({prompt.targets[0].answer for prompt in prompts})
     separator = _comma_tokens(tokenizer)
     length = min(LIST_LENGTH, (max_tokens - len(tokenizer.template_ids[0])) // (2 + 2 * len(separator)))
@@ -68,12 +69,13 @@ def prompt_trial(model: ModelProtocol, role: str, seed: int) -> CausalTrial:
 
 
 def name_lead_trial(model: ModelProtocol, role: str, seed: int) -> CausalTrial:
-    """Sentences about two people, by the lead of the name due over the other; each with a list and a single-name prompt for
-    the same name. The whole model foresees it in all three. In turns the first and the second name are due."""
+    """Build cases from sentences about two people, measured by the lead of the correct name over the other name. Each has
+    a list and a single-name prompt for the same name. The model predicts the name in all three. First and second name
+    alternate."""
     tokenizer, max_tokens, rng = tokenizer_of(model), model.spec.max_input_tokens, np.random.default_rng(seed)
     try:
         pairs = make_name_pairs(tokenizer, seed)
-    except HeadwiseError:  # this tokenizer leaves too few names
+    except HeadwiseError:  # the tokenizer has too few single-token names
         return CausalTrial(())
     chosen = [(pair.sentences[i % 2], pair.singles[i % 2]) for i, pair in enumerate(pairs)]
     chosen = [
@@ -82,7 +84,7 @@ def name_lead_trial(model: ModelProtocol, role: str, seed: int) -> CausalTrial:
     sampled = sorted((chosen[i] for i in rng.permutation(len(chosen))[:MAX_PROMPTS]), key=lambda pair: len(pair[0].ids))
     pool, separator = sorted({sentence.answer for sentence, _ in chosen}), _comma_tokens(tokenizer)
     length = min(LIST_LENGTH, (max_tokens - len(tokenizer.template_ids[0])) // (2 + 2 * len(separator)))
-    kinds: list[list[TrialPrompt]] = [[], [], []]  # sentences about two, lists, sentences about one
+    kinds: list[list[TrialPrompt]] = [[], [], []]  # two-name sentences, lists, single-name sentences
     for index, (sentence, single) in enumerate(sampled):
         listed = _repeated_list(sentence.to_prompt(), pool, length, separator, rng)
         answer = sentence.answer
@@ -107,18 +109,18 @@ def name_lead_trial(model: ModelProtocol, role: str, seed: int) -> CausalTrial:
 def _repeated_list(
     prompt: PromptWithTargets, pool: Sequence[int], length: int, separator: tuple[int, ...], rng: np.random.Generator
 ) -> tuple[int, ...]:
-    """A list of so many with the answer in it, and the beginning of the same list up to the answer, which comes last."""
+    """Return a list of `length` words with the answer, followed by the same list up to and including the answer."""
     answer = prompt.targets[0].answer
     others = [int(token) for token in rng.permutation(pool) if token != answer and token not in prompt.ids]
     words = others[: length - 1]
-    position = int(rng.integers(1, len(words) + 1)) if words else 0  # nobody can foresee the first of a list
+    position = int(rng.integers(1, len(words) + 1)) if words else 0  # the first word of a list cannot be predicted
     words.insert(position, answer)
     *leading, last = (*words, *words[: position + 1])
     return (*(token for word in leading for token in (word, *separator)), last)
 
 
 def _comma_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The comma behind a word, if it is a token: names without one between them are no list that models go on with."""
+    """Return the comma after a word, if it is a single token. Models do not continue a list of names without commas."""
     word, with_comma = (tokenizer.encode(text, add_special_tokens=False) for text in ("Then", "Then,"))
     is_token = (
         len(with_comma) == len(word) + 1 and with_comma[:-1] == word and with_comma[-1] != tokenizer.special["unk"]
@@ -127,7 +129,7 @@ def _comma_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _ask_last_token(tokenizer: Tokenizer, index: int, ids: tuple[int, ...]) -> TrialPrompt:
-    """The last token is asked for."""
+    """Make a prompt whose target is the last token."""
     return TrialPrompt(sample_from_ids(index, ids, tokenizer), {len(ids) - 1: ids[-1]})
 
 

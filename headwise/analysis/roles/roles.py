@@ -1,12 +1,12 @@
 """Roles and the evidence levels of a head's role.
 
-    none            the score exceeds its baseline by the role's threshold on the half of the texts used for selection only
-    attention       it does so on the other half as well (max-T test, corrected for all heads, roles and directions)
-    value-weighted  it does so too if attention is weighted by the norm of the value vectors
-    causal          ablating the head costs the role's answers more than the same answers reached another way, and more than
-                    ablating other heads of its layer, on every token set that is tested (see causal.py)
+    none            the score exceeds its baseline by the role's threshold only on the selection half of the texts
+    attention       the score exceeds it on the reporting half as well (max-T test over all heads, roles and directions)
+    value-weighted  the score still exceeds it if attention is weighted by the norm of the value vectors
+    causal          ablating the head costs the role's answers more than the same answers in controls, and more than ablating
+                    other heads of its layer, on every tested token set (see causal_test.py)
 
-A head whose roles have level `none` is reported as `unclear`. Idle patterns are reported separately from roles.
+A head whose roles all have level `none` is reported as `unclear`. Idle patterns are reported separately from roles.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,34 +36,46 @@ from headwise.analysis.metrics.row_shape import ENTROPY, FIRST_TOKEN, OUTPUT_SHA
 from headwise.analysis.metrics.statistics import MIN_UNITS, bootstrap_interval, max_t_test
 from headwise.analysis.metrics.token_classes import CLASS_SPECS, CLASSES
 from headwise.analysis.recording.text_hash_split import REPORTING, SELECTION, buckets_in_half
-from headwise.analysis.roles.causal_effects import CausalEffect
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.analysis.roles.causal_test_results import CausalEffect
+from headwise.errors import ArgumentError, suggest_names
 from headwise.text.annotated_document import Document
 
-# Probes: tokens said twice; the same where a head holds them back; prompts of the role's own, by answer or by lead.
+# Probes: repeated tokens; repeated tokens that a head suppresses; prompts of the role, measured by answer or by lead.
 REPEATS_PROBE, SUPPRESSION_PROBE, PROMPT_PROBE, LEAD = "repeats", "held back", "due", "lead"
 EVIDENCE_LEVELS = ("none", "attention", "value-weighted", "causal")
 
 
 @dataclass(frozen=True)
 class Role:
-    """One row: the metric that is the score, and how far above its baseline it must be: (score − baseline) /
-    (1 − baseline)."""
+    """A role of heads: the metric that is its score, and a threshold above the baseline.
+
+    The gain (score − baseline) / (1 − baseline) must reach the threshold.
+
+    Attributes:
+        name: Name of the role.
+        metric_spec: Metric of the score. It needs a baseline and a value-weighted metric over the same rows.
+        threshold: Minimum gain, between 0 and 1.
+        probe: Cases of the causal test: "repeats" (repeated tokens), "held back" (repeated tokens that the head suppresses),
+            "due" or "lead" (prompts of the role, by answer or by lead), or the answer position of a relation. None skips the
+            causal test.
+        detail: Shown with the role, for example an offset or a direction.
+        is_relation: Whether the role is measured on gold arcs.
+        is_hit_rate: Whether the score is the fraction of rows whose target receives the largest attention weight.
+        separate_family: Whether the role is measured on its own prompts and tested in a separate family.
+    """
 
     name: str
-    metric_spec: MetricSpec  # it has a baseline and a value-weighted twin, over the same rows: those with a target
+    metric_spec: MetricSpec
     threshold: float
-    probe: str | None = (
-        None  # what is asked of the model when the head is taken away: one of those above, or of a relation
-    )
-    detail: str = ""  # told beside the role: an offset, a direction
-    is_relation: bool = False  # asked of gold arcs
-    is_hit_rate: bool = False  # its score is how often a word looks hardest at the right one
-    separate_family: bool = False  # asked on prompts of its own, and tested in a family of its own
+    probe: str | None = None
+    detail: str = ""
+    is_relation: bool = False
+    is_hit_rate: bool = False
+    separate_family: bool = False
 
 
 def offset_role(offset: int) -> Role:
-    """A head that looks a fixed number of tokens back, or ahead."""
+    """Return the role of heads that attend at a fixed offset, back or ahead."""
     names = {1: "previous token", -1: "next token", 0: "self"}
     probe = REPEATS_PROBE if offset == 1 else None
     return Role(
@@ -83,11 +95,11 @@ DEFAULT_ROLES = (
     Role("induction", INDUCTION[0], 0.1, REPEATS_PROBE),
     Role("duplicate token", DUPLICATE[0], 0.1, REPEATS_PROBE),
 )
-MAX_BASELINE = 0.8  # a role whose baseline is above this is not told: a little more would look like all there is
-RELATION_THRESHOLD = 0.1  # the threshold of every relation, in accuracy above the best fixed offset
-MIN_CONTROL_BUCKETS = 5  # buckets of texts, in each half, that a control needs to say anything
-MIN_EXCESS = 0.02  # and the weight its arcs must have above other pairs at the same distance
-# relation: where a model that follows it must show it
+MAX_BASELINE = 0.8  # roles with a higher baseline are not reported, because a small difference would be a large gain
+RELATION_THRESHOLD = 0.1  # threshold of every relation, in accuracy above the best fixed offset
+MIN_CONTROL_BUCKETS = 5  # minimum number of text buckets in each half for a control
+MIN_EXCESS = 0.02  # minimum attention weight of arcs above other pairs at the same distance
+# relation → position of the answer in the causal test
 RELATION_PROBES = {
     "bracket": "later word", "quote": "later word", "copy": "later word", "if-then": "later word",
     "subject-verb": "later word", "nsubj": "later word", "pronoun-antecedent": "referent",
@@ -97,7 +109,7 @@ ROLE_OF_RELATION = {
     "pronoun-antecedent": "coreference",
     "coref": "coreference",
     "same class": "part of speech",
-    "delimiter": "sentence end",  # a full stop looks at the one before; the class of tokens has the other name
+    "delimiter": "sentence end",  # a period attends to the previous one; "delimiter" is already a token class
 }
 SINGLE_OFFSET_ROLES = ("previous token", "next token", "self", "fixed offset")
 IDLE_PATTERNS = ("sink", "special token", "broad", "idle")
@@ -105,74 +117,107 @@ IDLE_PATTERNS = ("sink", "special token", "broad", "idle")
 
 @dataclass(frozen=True, eq=False)
 class RoleScores:
-    """One role in one form, for all heads at once: sums per bucket and head, and what they are sums over."""
+    """Scores of one role for all heads: sums per bucket and head.
+
+    Attributes:
+        role: The role.
+        scores: Summed scores, (buckets, heads).
+        baselines: Summed baselines, (buckets, heads).
+        value_weighted: Summed value-weighted scores, (buckets, heads).
+        counts: Number of rows, (buckets, heads).
+        coverage: Fraction of rows that could be compared on the reporting half, (heads,). None means all.
+    """
 
     role: Role
-    scores: np.ndarray  # (buckets, heads)
+    scores: np.ndarray
     baselines: np.ndarray
     value_weighted: np.ndarray
     counts: np.ndarray
-    coverage: np.ndarray | None = None  # (heads,): the share of rows that could be compared, on the half for reporting
+    coverage: np.ndarray | None = None
 
     def gain(self, half: int, value_weighted: bool = False) -> np.ndarray:
-        """(score − baseline) / (1 − baseline) on one half: (heads,); NaN where nothing was asked."""
+        """Return (score − baseline) / (1 − baseline) on one half, (heads,). NaN without rows."""
         score, baseline = self.mean(half, value_weighted), self.baseline(half)
         with np.errstate(invalid="ignore", divide="ignore"):
             return (score - baseline) / (1 - baseline)
 
     def mean(self, half: int, value_weighted: bool = False) -> np.ndarray:
-        """The score on one half: (heads,)."""
+        """Return the score on one half, (heads,)."""
         buckets = self.buckets_in_half(half)
         return _ratio((self.value_weighted if value_weighted else self.scores)[buckets], self.counts[buckets])
 
     def baseline(self, half: int) -> np.ndarray:
-        """The baseline on one half: (heads,)."""
+        """Return the baseline on one half, (heads,)."""
         buckets = self.buckets_in_half(half)
         return _ratio(self.baselines[buckets], self.counts[buckets])
 
     def buckets_in_half(self, half: int) -> np.ndarray:
-        """Which buckets are in a half, (buckets,)."""
+        """Return the mask of buckets in a half, (buckets,)."""
         return buckets_in_half(self.counts, half)
 
 
 @dataclass(frozen=True)
 class RoleEvidence:
-    """What speaks for one head having one role."""
+    """Evidence that one head has one role.
+
+    Attributes:
+        role: Name of the role.
+        detail: Offset or direction of the role.
+        evidence_level: `none`, `attention`, `value-weighted` or `causal`.
+        score: Score on the reporting half.
+        baseline: Baseline on the reporting half.
+        interval: 95% confidence interval of the score.
+        gain: (score − baseline) / (1 − baseline).
+        p: Family-wise p-value of the score against the baseline.
+        coverage: Fraction of rows that could have the target; for a relation, fraction of arcs that could be compared.
+        probe: Cases of the causal test. None for a role without causal test.
+        rows: Number of rows on the reporting half.
+        effect: Cost of ablating the head, minus that of the other heads of its layer, in nats per answer.
+        effect_interval: 95% confidence interval of `effect`.
+        cost: Cost of ablating the head, in nats per answer.
+        cost_threshold: Bound that `cost` must exceed.
+        control_cost: Cost in the control texts. None without controls.
+        excess_interval: 95% confidence interval of `cost` minus `control_cost`.
+        mean_ablation_cost: Cost under mean ablation. None if an earlier condition failed.
+        causal_p: Largest family-wise p-value over the token sets. None if no token set has controls.
+        is_relation: Whether the role is measured on gold arcs.
+        corpus_label: Texts on which the role was found.
+        family_size: Number of tests for which p is corrected, if they are not those of the profile. Else 0.
+        hits: Whether the score is the fraction of cases in which the target receives the largest weight.
+        effects: Causal effect on each tested token set. The fields above are those of the first.
+        causal_on: Token sets or prompts on which the causal test passes.
+    """
 
     role: str
     detail: str
     evidence_level: str
-    score: float  # on the half for reporting
+    score: float
     baseline: float
     interval: tuple[float, float]
     gain: float
-    p: float  # family-wise
-    coverage: float  # the share of rows that could have the target or, of a relation, that could be compared
+    p: float
+    coverage: float
     probe: str | None
     rows: int
-    effect: float | None = None  # what taking the head away costs its probe, beyond others of its layer, nats an answer
+    effect: float | None = None
     effect_interval: tuple[float, float] | None = None
-    cost: float | None = None  # what it costs by itself
-    cost_threshold: float | None = None  # and what that must be above for the head to be causal
-    control_cost: float | None = (
-        None  # what it costs where the same answers are reached another way; None: nowhere found
-    )
-    excess_interval: tuple[float, float] | None = None  # of cost − control_cost
-    mean_ablation_cost: float | None = (
-        None  # what it costs with its mean in its place, asked of heads that stand so far
-    )
-    causal_p: float | None = None  # the largest of its token sets, family-wise; None: not tried, for lack of a control
-    is_relation: bool = False  # whether it was asked of gold arcs
-    corpus_label: str = ""  # the texts on which it was shown, in words
-    family_size: int = 0  # tests that p is corrected for, where they are not those of the profile
-    hits: bool = False  # the score is a share of cases in which the right target gets the largest weight
-    effects: tuple[CausalEffect, ...] = ()  # of each token set tried; the numbers above are those of the first
-    causal_on: tuple[str, ...] = ()  # the token sets, or prompts, on which the causal test holds
+    cost: float | None = None
+    cost_threshold: float | None = None
+    control_cost: float | None = None
+    excess_interval: tuple[float, float] | None = None
+    mean_ablation_cost: float | None = None
+    causal_p: float | None = None
+    is_relation: bool = False
+    corpus_label: str = ""
+    family_size: int = 0
+    hits: bool = False
+    effects: tuple[CausalEffect, ...] = ()
+    causal_on: tuple[str, ...] = ()
 
     def with_effects(self, effects: Sequence[CausalEffect], num_token_sets: int) -> "RoleEvidence":
         """Return the evidence with the results of its causal test.
 
-        The level is causal only if the test passes on all token sets; otherwise `causal_on` names those that pass.
+        The level is causal only if the test passes on all `num_token_sets` token sets. `causal_on` names those that pass.
         """
         effects = tuple(
             effect if effect.corpus_label else replace(effect, corpus_label=self.corpus_label) for effect in effects
@@ -188,9 +233,14 @@ class RoleEvidence:
             causal_on=holds,
         )  # fmt: skip
 
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import role_evidence_text
+
+        return role_evidence_text(self)
+
     @property
     def evidence_label(self) -> str:
-        """Evidence level in words, with the token sets on which the causal test holds."""
+        """Evidence level in words, with the token sets on which the causal test passes."""
         sets = " and ".join(self.causal_on)
         if not sets:
             return self.evidence_level
@@ -198,12 +248,12 @@ class RoleEvidence:
 
     @property
     def is_supported(self) -> bool:
-        """Whether it is told: a mere pattern is not."""
+        """Whether the role is reported: its level is above `none`."""
         return self.evidence_level != EVIDENCE_LEVELS[0]
 
     @property
     def sort_key(self) -> tuple[int, float]:
-        """Roles rank by evidence level, then by gain."""
+        """Key by which roles are ranked: evidence level, then gain."""
         return EVIDENCE_LEVELS.index(self.evidence_level), self.gain
 
 
@@ -211,7 +261,7 @@ EvidencePerHead = Sequence[Sequence[RoleEvidence]]  # for each head, best first
 
 
 def role_names(documents: Iterable[Document]) -> set[str]:
-    """Every role a head may be found to have: those of the table, and those of the relations in some documents.
+    """Return all roles that a head can have: the default ones, and those of the relations in the documents.
 
     >>> from headwise.text.annotated_document import Relation
     >>> sorted(role_names([Document.of(["it", "runs"], [Relation("subject-verb", 1, 0)])]) - role_names([]))
@@ -224,31 +274,36 @@ def role_names(documents: Iterable[Document]) -> set[str]:
 
 
 def check_roles(roles: Sequence[Role], metric_specs: Iterable[MetricSpec]) -> None:
-    """Whether some roles can be judged beside the usual ones, on what is measured."""
+    """Raise if additional roles are invalid or need metrics that are not measured."""
     measured = {spec.name for spec in metric_specs}
     used_names = {(role.name, role.detail) for role in DEFAULT_ROLES}
     for role in roles:
         metric_spec = role.metric_spec
         if not metric_spec.baseline or not metric_spec.value_weighted:
-            raise HeadwiseError(
-                f"the role {role.name!r} needs a metric with a baseline and a value-weighted twin; "
-                f"{metric_spec.name!r} has none."
+            missing = "baseline" if not metric_spec.baseline else "value-weighted variant"
+            raise ArgumentError(
+                f"roles: role {role.name!r} uses the metric {metric_spec.name!r}, which has no {missing}. The metric of a "
+                f"role must have a baseline and a value-weighted variant. Use a metric with both."
             )
         if not {metric_spec.name, metric_spec.baseline, metric_spec.value_weighted} <= measured:
-            raise HeadwiseError(
-                f"the role {role.name!r} needs {metric_spec.name!r} to be measured; give it in metrics=[…]."
+            raise ArgumentError(
+                f"roles: role {role.name!r} needs the metric {metric_spec.name!r}, which is not measured. "
+                f"Add it to metrics=[...]."
             )
         if (role.name, role.detail) in used_names:
-            raise HeadwiseError(f"there is a role {role.name!r} already; give yours another name or detail.")
+            raise ArgumentError(
+                f"roles: a role named {role.name!r} with detail {role.detail!r} already exists. "
+                f"Choose another name or detail."
+            )
         if not 0 < role.threshold < 1 or role.probe not in (
             None,
             REPEATS_PROBE,
             SUPPRESSION_PROBE,
             *[PROMPT_PROBE, LEAD] * role.separate_family,
         ):
-            raise HeadwiseError(
-                f"the role {role.name!r} needs a threshold between 0 and 1 and the probe {REPEATS_PROBE!r}, "
-                f"{SUPPRESSION_PROBE!r} or none; got {role.threshold} and {role.probe!r}."
+            raise ArgumentError(
+                f"roles: role {role.name!r} must have a threshold between 0 and 1 and the probe {REPEATS_PROBE!r}, "
+                f"{SUPPRESSION_PROBE!r} or None. Got threshold {role.threshold} and probe {role.probe!r}."
             )
         used_names.add((role.name, role.detail))
 
@@ -259,14 +314,14 @@ def score(
     roles: Sequence[Role] = DEFAULT_ROLES,
     only_role: str | None = None,
 ) -> list[RoleScores]:
-    """Return score, baseline and value-weighted score of every role that was measured, or of one, for all heads."""
+    """Return score, baseline and value-weighted score of every measured role, or of one role, for all heads."""
     all_scores = list(_metric_role_scores(accumulator, roles))
     if relation_metric is not None:
         all_scores += _relation_role_scores(accumulator, relation_metric)
     if only_role is not None:
         available = {scores.role.name for scores in all_scores}
         if only_role not in available:
-            raise HeadwiseError(f"there is no role {only_role!r} here; {suggest_names(only_role, available)}")
+            raise ArgumentError(f"role: {only_role!r} was not measured; {suggest_names(only_role, available)}")
         all_scores = [scores for scores in all_scores if scores.role.name == only_role]
     return all_scores
 
@@ -279,11 +334,11 @@ def assess(
     Args:
         all_scores: Scores of every role.
         heads: Number of heads.
-        metadata: Metadata of the pass. It labels the evidence with the corpus and with the offset chosen for a head.
+        metadata: Metadata of the pass. It labels the evidence with the corpus and with the offset selected for a head.
 
     Returns:
         The evidence for the roles of each head, best first, and the number of tests. Roles of a separate family come after
-        the others of their evidence level, so that the others are reported, and ablated, as they are without them.
+        the others of their evidence level, so they do not change which of the other roles is reported and ablated.
     """
     first, second = (
         [scores for scores in all_scores if scores.role.separate_family == separate] for separate in (False, True)
@@ -301,7 +356,7 @@ def assess(
 
 
 def _label(evidence: RoleEvidence, head: int, metadata: Mapping[str, Any]) -> RoleEvidence:
-    """Add the name of the corpus to the evidence of a head, and the offset or position that was chosen for it."""
+    """Add the name of the corpus to the evidence of a head, and the offset or position that was selected for it."""
     corpus_label = evidence.corpus_label or metadata["relations_corpus" if evidence.is_relation else "corpus"]
     choices = metadata.get("chosen_offsets", {})
     detail = str(choices[evidence.role][head]) if evidence.role in choices else evidence.detail
@@ -309,12 +364,12 @@ def _label(evidence: RoleEvidence, head: int, metadata: Mapping[str, Any]) -> Ro
 
 
 def sort_evidence(evidence: Iterable[RoleEvidence]) -> list[RoleEvidence]:
-    """The best first: by evidence level; those of the first family; by gain."""
+    """Sort evidence, best first: by evidence level, then roles of the main family, then by gain."""
     return sorted(evidence, key=lambda entry: (entry.sort_key[0], not entry.family_size, entry.gain), reverse=True)
 
 
 def _assess_family(all_scores: Sequence[RoleScores], heads: int) -> tuple[list[list[RoleEvidence]], int]:
-    """One family."""
+    """Select and test the roles of one family."""
     if not all_scores:
         return [[] for _ in range(heads)], 0
     reporting = [role_scores.buckets_in_half(REPORTING) for role_scores in all_scores]
@@ -327,7 +382,7 @@ def _assess_family(all_scores: Sequence[RoleScores], heads: int) -> tuple[list[l
             -1,
         )
         for name in ("scores", "baselines", "value_weighted", "counts")
-    )  # (buckets, heads, cases): the other half is empty
+    )  # (buckets, heads, roles): 0 outside the reporting half
     p, family_size = max_t_test(scores, baselines, counts)
     p_value_weighted, _ = max_t_test(value_weighted, baselines, counts)
     evidence: list[list[RoleEvidence]] = [[] for _ in range(heads)]
@@ -337,7 +392,7 @@ def _assess_family(all_scores: Sequence[RoleScores], heads: int) -> tuple[list[l
         weighted_gain = role_scores.gain(REPORTING, value_weighted=True)
         has_enough = (row_counts > 0).sum(0) >= MIN_UNITS
         highest_baseline = np.maximum(role_scores.baseline(SELECTION), role_scores.baseline(REPORTING))
-        below_max_baseline = highest_baseline <= MAX_BASELINE  # NaN is not
+        below_max_baseline = highest_baseline <= MAX_BASELINE  # False for NaN
         selected = np.flatnonzero(
             (np.nan_to_num(selection_gain, nan=-1.0) >= role.threshold) & has_enough & below_max_baseline
         )
@@ -363,9 +418,9 @@ def _assess_family(all_scores: Sequence[RoleScores], heads: int) -> tuple[list[l
 
 
 def find_idle_patterns(accumulator: Accumulator, heads_in_layer: np.ndarray) -> list[tuple[str, ...]]:
-    """Where each head rests: on the first token, on special tokens, everywhere alike, or without writing anything."""
+    """Return the idle patterns of each head: first-token sink, special-token sink, uniform attention, or little output."""
     names = (FIRST_TOKEN.name, SPECIAL, RELATIVE_ENTROPY.name, OUTPUT_SHARE.name)
-    missing = np.full(accumulator.heads, np.nan)  # pictures have no first token
+    missing = np.full(accumulator.heads, np.nan)  # images have no first token
     first, special, relative_entropy, output_share = (
         accumulator.mean(name) if name in accumulator.fields else missing for name in names
     )
@@ -375,7 +430,7 @@ def find_idle_patterns(accumulator: Accumulator, heads_in_layer: np.ndarray) -> 
 
 
 def _drop_duplicate_roles(evidence: list[RoleEvidence]) -> list[RoleEvidence]:
-    """Each role once, in its best form; `local` only where no single offset says nearly as much."""
+    """Keep each role once, in its best form. Drop `local` if a single offset explains nearly as much."""
     seen_roles: set[str] = set()
     unique = [entry for entry in evidence if not (entry.role in seen_roles or seen_roles.add(entry.role))]
     local = next((entry for entry in unique if entry.role == "local"), None)
@@ -404,7 +459,7 @@ def _metric_role_scores(accumulator: Accumulator, roles: Sequence[Role]) -> Iter
             continue
         with np.errstate(invalid="ignore", divide="ignore"):  # a baseline may have been measured on other texts
             rate = np.where(baseline_counts > 0, baselines / baseline_counts, 0.0)
-        # of texts of its own every row is asked
+        # tasks with their own texts use every row
         coverage = None if rows is None or metric_spec.corpus_label else _coverage(counts, rows)
         yield RoleScores(role, scores, rate * counts, value_weighted, counts, coverage)
 
@@ -441,17 +496,17 @@ def _relation_role_scores(accumulator: Accumulator, relation_metric: RelationMet
         excess = _ratio(matched[selection_half], matched_counts[selection_half]) - _ratio(
             others[selection_half], matched_counts[selection_half]
         )
-        follows = np.nan_to_num(excess) >= MIN_EXCESS  # a hard positional head has exactly none
+        follows = np.nan_to_num(excess) >= MIN_EXCESS  # exactly 0 for a purely positional head
         yield RoleScores(role, hits * follows, baselines, value_weighted * follows, counts, coverage)
 
 
 def _control_hits(
     accumulator: Accumulator, relation_metric: RelationMetric, relation: DirectedRelation
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """How often each head looks at the wrong words, for each control of a relation: hits, rows, (buckets, heads) each."""
+    """Yield the hits of each head on the words of each control of a relation: hits and rows, (buckets, heads) each."""
     ahead = relation_metric.offsets[:, relation_metric.relations.index(relation)].sum(0) @ np.sign(BASELINE_OFFSETS) > 0
     for control in CONTROLS.get(relation.relation, ()):
-        back = "<" if ahead else ">"  # those made here look back by >
+        back = "<" if ahead else ">"  # derived controls point back with >
         control_relation = DirectedRelation(control, relation.direction if control not in CONTROL_SHAPES else back)
         if control_relation in relation_metric.relations:
             hits, rows = accumulator.bucket_sums_and_counts(control_relation.metric_specs[HITS].name)
@@ -460,7 +515,7 @@ def _control_hits(
 
 
 def _coverage(matched: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """The share of rows, on the half for reporting: (heads,)."""
+    """Return the fraction of rows on the reporting half, (heads,)."""
     half = buckets_in_half(total, REPORTING)
     return np.nan_to_num(_ratio(matched[half], total[half]))
 
@@ -468,8 +523,8 @@ def _coverage(matched: np.ndarray, total: np.ndarray) -> np.ndarray:
 def _larger_baseline(
     baselines: np.ndarray, counts: np.ndarray, control_hits: np.ndarray, control_rows: np.ndarray
 ) -> np.ndarray:
-    """Of two baselines the one that is larger on the half for choosing, for each head: the one so far, such as the best fixed
-    offset, or how often it looks at the words of a control. (buckets, heads)"""
+    """Return, for each head, the baseline that is larger on the selection half: the current one, such as the best fixed
+    offset, or the hit rate on the words of a control. (buckets, heads)"""
     halves = [(buckets_in_half(counts, half), buckets_in_half(control_rows, half)) for half in (SELECTION, REPORTING)]
     # (heads,) each
     rates = [
@@ -482,7 +537,7 @@ def _larger_baseline(
 
 
 def _best_offset(relation_metric: RelationMetric, relation_index: int) -> np.ndarray:
-    """How many arcs the best fixed offset hits in each bucket; the offset is chosen on the half for choosing."""
+    """Return the arcs hit by the best fixed offset in each bucket. The offset is selected on the selection half."""
     hits = relation_metric.offsets[:, relation_index]  # (buckets, offsets)
     allowed = np.array([offset != 0 and (offset < 0 or not relation_metric.causal) for offset in BASELINE_OFFSETS])
     selection_half = buckets_in_half(relation_metric.arcs[:, relation_index], SELECTION)

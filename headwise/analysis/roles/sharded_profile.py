@@ -1,7 +1,7 @@
-"""A profile of a corpus of any size: shard by shard into a folder, by one process or by many workers, then merged.
+"""Profile a corpus of any size in shards, by one process or many workers, and merge the results.
 
-Each finished shard is a profile in a file of its own, written whole or not at all. Killed at any moment and started again, by
-whatever executor, the work goes on with the shards that are missing. What the merged profile tells is what one pass would.
+Each finished shard is a profile in its own file, written atomically. An interrupted run resumes with the missing shards, with
+any executor. The merged profile equals that of a single pass.
 """
 
 import json
@@ -18,14 +18,14 @@ from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.variability import VARIABILITY, measure_variability
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.causal_test import causal_test, supports_causal_test
-from headwise.analysis.roles.collect import ProfileSampleCollector, ignore_progress, metric_specs_by_name, run_tasks
+from headwise.analysis.roles.collect import RetainedTextCollector, ignore_progress, metric_specs_by_name, run_tasks
 from headwise.analysis.roles.merge_profiles import merge_sums
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
-from headwise.analysis.roles.prompt_roles import PROMPT_ROLES, prompt_metrics
+from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES, prompt_metrics
 from headwise.analysis.roles.roles import DEFAULT_ROLES, assess, score
 from headwise.distributed.job_executors import check_executor, run_jobs_as_completed
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, FileFormatError
 from headwise.io.atomic_write import write_atomic
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.weights_digest import weights_digest
@@ -34,14 +34,14 @@ from headwise.text.corpus import Corpus
 from headwise.text.corpus_shards import TextShard, file_sources, split_shards
 from headwise.weights import load
 
-SHARD_CHARACTERS = 1 << 20  # characters of a shard: about a quarter of a million tokens of English
+SHARD_CHARACTERS = 1 << 20  # characters per shard: about 250,000 tokens of English
 INDEX_FILE, MERGED_FILE = "shards.json", "profile.npz"
 PROBE_SET = "the probe set"
 
 
 @dataclass(frozen=True)
 class _ShardOptions:
-    """Options that every shard is profiled with."""
+    """Options that are the same for every shard."""
 
     max_length: int | None
     batch_tokens: int
@@ -66,26 +66,34 @@ def profile_shards(
     executor: Executor | str | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Profile a corpus of any size: `profile`, shard by shard into the folder `out`, with the whole in
-    `profile.npz` when all are there. Run again after it was stopped or killed, it goes on with what is missing.
+    """Profile a corpus of any size: run `profile` shard by shard into a folder, and merge the shards.
 
-    A shard has about so many characters (`shard_characters`). With `processes`, or an `executor`, shards are shared out; then
-    model and corpus are named, a name or a path, and files, so that workers can read them too. All else is as in `profile`.
-    Relations that are not the texts' own, prompts and ablations are asked once for all.
+    The merged profile is written to `profile.npz` in the folder. Repeat the call to resume an interrupted run. Relations from
+    other documents, prompts and causal tests are run once for all shards.
+
+    Args:
+        model: A model, or its name or path. Workers need a name or path.
+        corpus: Texts, as in `profile`. Workers need files.
+        out: Folder for the shards and the merged profile.
+        relations: Documents with gold arcs, if not those of the corpus. False measures no relations.
+        max_length: Plain text is split into chunks of this many tokens.
+        batch_tokens: Maximum number of tokens per batch.
+        row_stride: For very long texts: one of every `row_stride` blocks of 64 query rows is measured.
+        causal: Test roles causally, by ablation.
+        prompts: Also test the roles that need prompts.
+        seed: Seed of repeated tokens, tasks and causal tests.
+        shard_characters: Approximate number of characters per shard.
+        processes: Number of worker processes. None runs in this process.
+        executor: Executor, or its name, that runs the shards.
+        progress: Called with a label, the number of items done and the total.
+
+    Returns:
+        The merged profile.
     """
     check_executor(executor)
     out, report = Path(out), progress or ignore_progress
     full_corpus, in_process = Corpus.of(corpus), executor is None and processes in (None, 1)
-    if full_corpus.paired:
-        raise HeadwiseError("pairs are for what is asked of an encoder-decoder; give texts: each is source and target.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise HeadwiseError(
-            "shards are shared out over workers, --workers or an executor; torchrun is for profile itself."
-        )
-    if not in_process and not (isinstance(model, str) and full_corpus.files):
-        raise HeadwiseError(
-            "workers read the model and the corpus by themselves: give the model's name or path, and a corpus of files."
-        )
+    _check_request(model, full_corpus, in_process=in_process)
     options = _ShardOptions(max_length, batch_tokens, row_stride, seed)
     loaded = load(model) if isinstance(model, str) else model
     digest = weights_digest(loaded)
@@ -127,11 +135,29 @@ def profile_shards(
             report("shards", done, len(shards))
     report("shards", len(shards), len(shards))
     sums = _merge_shards([_shard_path(out, index) for index in range(len(shards))], report)
-    samples = ProfileSampleCollector(keep_for_causal_test=causal and supports_causal_test(loaded))
+    samples = RetainedTextCollector(keep_for_causal_test=causal and supports_causal_test(loaded))
     _read_samples(loaded, full_corpus, relations, samples, max_length, has_own_relations=has_own_relations)
     result = _finish(loaded, sums, samples, seed, report, prompts=prompts)
     result.save(out / MERGED_FILE)
     return result
+
+
+def _check_request(model: ModelProtocol | str, full_corpus: Corpus, *, in_process: bool) -> None:
+    """Raise if the corpus, the environment or the workers do not fit."""
+    if full_corpus.paired:
+        raise ArgumentError(
+            "corpus: pairs (source, text) are not supported. Pass texts; an encoder-decoder uses each text as source and "
+            "target."
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ArgumentError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: profile_shards cannot run under torchrun. Start it without torchrun and "
+            f"use --workers or an executor, or run hw.profile under torchrun."
+        )
+    if not in_process and not (isinstance(model, str) and full_corpus.files):
+        raise ArgumentError(
+            "model, corpus: workers load both themselves. Pass the model as a name or path, and the corpus as files."
+        )
 
 
 def _prepare_shards(
@@ -143,29 +169,31 @@ def _prepare_shards(
     final_options: dict[str, Any],
     characters: int,
 ) -> list[TextShard]:
-    """The shards of a folder: those it has, if it was begun with the same, or new ones."""
+    """Return the shards of a folder: the existing ones if the settings are equal, or new ones."""
     settings = {
         **asdict(options), "detail": "full", "model": model, "corpus": corpus.fingerprint,
         "shard_characters": characters, **final_options,
         "relations": relations if relations in (None, False) else Corpus.of(relations).fingerprint,
     }  # fmt: skip
-    del settings["batch_tokens"]  # of a batch: they decide nothing but the time
+    del settings["batch_tokens"]  # affects only the speed
     index = out / INDEX_FILE
     if index.is_file():
         try:
             stored = json.loads(index.read_text(encoding="utf-8"))
             stored_settings, shards = stored["settings"], [TextShard(**entry) for entry in stored["shards"]]
         except (OSError, ValueError, KeyError, TypeError):
-            raise HeadwiseError(f"{index} cannot be read; give another folder, or delete this one.") from None
+            raise FileFormatError(
+                f"{index}: cannot be read. Delete the folder {out}, or choose another folder."
+            ) from None
         changed = [name for name in {**stored_settings, **settings} if stored_settings.get(name) != settings.get(name)]
         if changed:
-            raise HeadwiseError(
-                f"{out} holds shards of another profile: {', '.join(changed)} differ; give another folder, or "
-                f"the same as then."
+            raise FileFormatError(
+                f"{out}: has the shards of a profile with other settings. Different: {', '.join(changed)}. "
+                f"Choose another folder, or use the same settings."
             )
         return shards
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise HeadwiseError(f"{out} is there already and holds something else; choose another folder.")
+        raise FileFormatError(f"{out}: already exists and is not a folder of shards. Choose another folder.")
     shards = split_shards(corpus, characters)
     write_atomic(
         index, json.dumps({"settings": settings, "shards": [asdict(entry) for entry in shards]}, indent=1).encode()
@@ -178,7 +206,7 @@ def _shard_path(out: Path, index: int) -> Path:
 
 
 def _relations_for(index: int, shard: TextShard, relations: Any, *, has_own_relations: bool) -> Any:
-    """Where a shard takes relations from: its own documents; else the first asks for all."""
+    """Return the relations of a shard: those of its own documents, or all other relations for the first shard."""
     if has_own_relations:
         return None if shard.has_relations else False
     return relations if index == 0 else False
@@ -191,27 +219,31 @@ def _profile_shard(
 
 
 def _portable_relations(relations: Any) -> Any:
-    """Relations as a worker can find them."""
+    """Return the relations in a form that workers can load."""
     if relations in (None, False):
         return relations
     corpus = Corpus.of(relations)
     if corpus.name == PROBE_SET:
         return PROBE_SET
     if not corpus.files:
-        raise HeadwiseError("workers read relations by themselves: give a file of them.")
+        raise ArgumentError(
+            "relations: worker processes load the relations from a file, so documents in memory cannot be used. "
+            "Pass the path of a file with documents."
+        )
     return [str(file.resolve()) for file in corpus.files]
 
 
 def _profile_in_worker(
     name: str, digest: str, files: list[str], corpus_name: str, shard: dict, relations: Any, options: dict, path: str
 ) -> None:
-    """One shard, by a worker that knows no more than this."""
+    """Profile one shard in a worker process."""
     if Path(path).is_file():
-        return  # somebody was quicker
+        return  # another worker was faster
     model = _load_cached(name)
     if weights_digest(model) != digest:
-        raise HeadwiseError(
-            f"{name} has other weights at this worker than where the work was begun; give all the same."
+        raise FileFormatError(
+            f"{name}: this worker has other weights than the process that started the run. "
+            f"Give all workers the same model files."
         )
     relation_corpus = (
         Corpus.probe_set() if relations == PROBE_SET else [Path(file) for file in relations] if relations else relations
@@ -226,7 +258,7 @@ def _load_cached(name: str) -> ModelProtocol:
 
 
 def _merge_shards(paths: list[Path], progress: Progress) -> ProfileSums:
-    """Merge the sums of all shards. Roles are assessed once, on all of them."""
+    """Merge the sums of all shards. Roles are assessed later, on the merged sums."""
     sums: ProfileSums = Profile.load(paths[0])
     for count, path in enumerate(paths[1:], 2):
         sums = merge_sums(sums, Profile.load(path))
@@ -238,12 +270,12 @@ def _read_samples(
     model: ModelProtocol,
     corpus: Corpus,
     relations: Any,
-    samples: ProfileSampleCollector,
+    samples: RetainedTextCollector,
     max_length: int | None,
     *,
     has_own_relations: bool,
 ) -> None:
-    """Read the texts that variability and the causal test need, from all shards."""
+    """Collect the texts that variability and the causal test need, from all shards."""
     keep_documents = samples.keep_for_causal_test
     for sample in TokenizedCorpus.of(model, corpus, max_length):
         samples.add_text(sample)
@@ -261,13 +293,13 @@ def _read_samples(
 def _finish(
     model: ModelProtocol,
     merged: ProfileSums,
-    samples: ProfileSampleCollector,
+    samples: RetainedTextCollector,
     seed: int,
     progress: Progress,
     *,
     prompts: bool,
 ) -> Profile:
-    """Measure variability, prompts and ablations, which need texts of several shards or of none. Assess all roles."""
+    """Measure variability, prompts and causal tests, which are not per shard, and assess all roles."""
     accumulator, examples, metadata = merged.accumulator, merged.examples, merged.metadata
     tasks = prompt_metrics() if prompts else ()
     roles = PROMPT_ROLES if prompts else ()

@@ -1,7 +1,7 @@
-"""Sentences in which a closing mark comes though nothing was opened: the control of roles that look for what opened it.
+"""Sentences with an unopened closing bracket or quotation mark: controls for roles that attend to the opening mark.
 
-A bracket closes the letter or number of a list; a straight quotation mark stands for inches, behind feet. The model decides
-which of them count: it must foresee the mark.
+A bracket follows the letter or number of a list item; a straight quotation mark stands for inches after feet. Only sentences
+in which the model predicts the mark are used.
 """
 
 CONTROL_SENTENCES = {

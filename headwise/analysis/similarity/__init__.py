@@ -1,1 +1,1 @@
-"""Heads beside each other."""
+"""Similarity of heads within one model and between two models."""

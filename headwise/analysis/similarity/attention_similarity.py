@@ -1,6 +1,6 @@
-"""Heads beside each other by what they do, on sampled rows: maps, values and outputs, summed over all pairs.
+"""Similarity of heads by their attention rows, values and outputs, on sampled query positions.
 
-Only the sampled rows of a map are ever made, and only a group of texts is held at a time.
+Only the sampled rows of attention maps are computed, and only one group of texts is in memory at a time.
 """
 
 from collections.abc import Iterator
@@ -17,26 +17,26 @@ from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.similarity.weight_similarity import pairwise_gram_squared_norms, pairwise_product_squared_norms
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall, HookPoint
-from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.kernels.score_params import masked_scores, raw_scores, repeat_kv, softmax_weights
 from headwise.model import ModelProtocol
 from headwise.spec import Address
 
-TEXT_POOL = 2048  # texts at the beginning of a corpus, among which those that are read are drawn
-GROUP_TEXTS = 8  # texts read side by side
-ROWS_PER_TEXT = 16  # rows taken from a text, unless texts are few
-MAX_WEIGHTS = 1 << 25  # attention weights held at once: heads × rows × keys
-CHUNK_WEIGHTS = 1 << 11  # of them compared at once, so that they stay in the cache
+TEXT_POOL = 2048  # texts are sampled from this many texts at the start of the corpus
+GROUP_TEXTS = 8  # texts per forward pass
+ROWS_PER_TEXT = 16  # rows sampled per text; more if the corpus has few texts
+MAX_WEIGHTS = 1 << 25  # attention weights in memory: heads × rows × keys
+CHUNK_WEIGHTS = 1 << 11  # attention weights compared at once, to fit in the CPU cache
 
 
 def sample_row_positions(
     model: ModelProtocol, corpus: Any, rows: int, max_length: int, heads: int, seed: int
 ) -> Iterator[tuple[list[TextSample], list[int]]]:
-    """Groups of texts of about one length, and the places whose rows are taken from each of them."""
+    """Yield groups of texts of similar length, with the query positions to sample in each text of the group."""
     rng = np.random.default_rng(seed)
-    first = 0 if model.spec.kind == "encoder" else 1  # the first row of a causal map is the same in every head
+    first = 0 if model.spec.kind == "encoder" else 1  # the first row of a causal map is equal in all heads
     max_length = min(max_length, model.spec.context) if model.spec.positions == "learned" else max_length
     pool = [
         sample
@@ -44,8 +44,8 @@ def sample_row_positions(
         if first < len(sample.ids) <= max_length
     ]
     if not pool:
-        raise HeadwiseError(
-            f"no text of {first + 1} to {max_length} tokens to compare heads on; give others, or max_length=…."
+        raise ArgumentError(
+            f"corpus: no text has {first + 1} to {max_length} tokens. Pass other texts, or increase max_length=."
         )
     pool.sort(key=lambda sample: len(sample.ids))
     groups = [pool[start : start + GROUP_TEXTS] for start in range(0, len(pool), GROUP_TEXTS)]
@@ -54,7 +54,7 @@ def sample_row_positions(
         if rows < 1:
             return
         group = groups[index][:rows]
-        eligible = np.arange(first, len(group[0].ids))  # the shortest stands first
+        eligible = np.arange(first, len(group[0].ids))  # the shortest text is first
         max_rows = max(1, MAX_WEIGHTS // (heads * len(group) * len(group[-1].ids)))
         num_rows = min(rows_per_text, len(eligible), rows // len(group), max_rows)
         yield group, sorted(rng.choice(eligible, num_rows, replace=False).tolist())
@@ -62,17 +62,23 @@ def sample_row_positions(
 
 
 class SampledRows(NamedTuple):
-    """What the heads did at some places of some texts."""
+    """Attention rows, values and outputs of the heads at sampled positions.
 
-    maps: Tensor  # (H, B·r, S + 1): the last column is the sink's share
-    v: Tensor  # (H, B·r, e)
-    z: Tensor  # (H, B·r, e)
-    texts: int  # B
+    Attributes:
+        maps: Attention rows, (H, B·r, S + 1). The last column is the weight of the learned sink.
+        v: Values, (H, B·r, e).
+        z: Head outputs before W_O, (H, B·r, e).
+        texts: Number of texts, B.
+    """
+
+    maps: Tensor
+    v: Tensor
+    z: Tensor
+    texts: int
 
 
-class RowSampler(AttentionObserver):
-    """Keeps some rows of some heads while a group of texts is read: it has no numbers of its own, for it is pairs of heads
-    that are compared."""
+class AttentionRowRecorder(AttentionObserver):
+    """Record sampled rows of selected heads during a forward pass."""
 
     def __init__(self, positions: list[int], selected: set[Address]) -> None:
         self.positions, self.selected = positions, selected
@@ -82,16 +88,16 @@ class RowSampler(AttentionObserver):
         self._called_hook_points: set[HookPoint] = set()
 
     def on_call(self, call: AttentionCallContext) -> None:
-        """One call at one site."""
+        """Record the rows of one attention call."""
         attention_call, positions = call.attention_call, self.positions
         head_indices = [
             i for i, address in enumerate(attention_call.hook_point.head_addresses) if address in self.selected
         ]
         if head_indices and attention_call.hook_point in self._called_hook_points:
-            raise HeadwiseError(
-                f"layer {attention_call.hook_point.address} is called several times in one pass, so its heads have no "
-                f"one map to compare; "
-                f"record them, and take a call: hw.record(model), recording[…].call(0)."
+            raise UnsupportedModelError(
+                f"layer {attention_call.hook_point.address}: called several times in one forward pass, so its heads have "
+                f"more than one attention map and cannot be compared. Exclude the layer with heads=, or record one call: "
+                f"hw.record(model), then recording[head].call(0)."
             )
         self._called_hook_points.add(attention_call.hook_point)
         if head_indices:
@@ -110,19 +116,19 @@ class RowSampler(AttentionObserver):
 def record_rows(
     model: ModelProtocol, samples: list[TextSample], positions: list[int], selected: set[Address]
 ) -> SampledRows:
-    """One pass over a group of texts, these rows alone kept."""
-    sampler = RowSampler(positions, selected)
+    """Run a group of texts and record the rows at the sampled positions."""
+    sampler = AttentionRowRecorder(positions, selected)
     MetricRunner(Accumulator(len(selected)), observers=[sampler]).run(model, [make_batch(samples, device=model.device)])
     return SampledRows(torch.cat(sampler.maps), torch.cat(sampler.v), torch.cat(sampler.z), len(samples))
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """Texts one after the other, heads first, in at least float32: (B, h, r, ·) → (h, B·r, ·)."""
+    """Move heads first and flatten texts, in at least float32: (B, h, r, ·) → (h, B·r, ·)."""
     return at_least_float32(x.transpose(0, 1).flatten(1, 2))
 
 
 def _select_positions(x: Tensor, positions: list[int], first: Tensor) -> Tensor:
-    """What stands at some places of each text, counted from its first token: (B, h, T, e) → (B, h, r, e)."""
+    """Select positions of each text, counted from its first token: (B, h, T, e) → (B, h, r, e)."""
     if not bool(first.any()):
         return x[:, :, positions]
     rows = first[:, None] + torch.tensor(positions, device=first.device)  # (B, r)
@@ -130,7 +136,7 @@ def _select_positions(x: Tensor, positions: list[int], first: Tensor) -> Tensor:
 
 
 def _attention_rows_by_text(call: AttentionCall, positions: list[int], first: Tensor) -> Tensor:
-    """`attention_rows` at places counted from each text's first token, whose key has column 0."""
+    """Compute `attention_rows` at positions counted from each text's first token, whose key is column 0."""
     starts = first.tolist()
     if not any(starts):
         return attention_rows(call, positions)
@@ -144,7 +150,7 @@ def _attention_rows_by_text(call: AttentionCall, positions: list[int], first: Te
 
 
 def attention_rows(call: AttentionCall, positions: list[int]) -> Tensor:
-    """Some rows of every head's map, and what the sink took of each: (B, H, r, S + 1)."""
+    """Compute rows of every head's map, with the weight of the learned sink as last column: (B, H, r, S + 1)."""
     params, q = call.params, at_least_float32(call.q[:, :, positions])
     k = repeat_kv(call.k, params.kv_of_head).to(q)
     T, S = call.q.shape[2], k.shape[2]
@@ -162,7 +168,7 @@ def attention_rows(call: AttentionCall, positions: list[int]) -> Tensor:
 
 
 class PairwiseAccumulator:
-    """Sums over rows for all pairs of heads, (H, H), and the same for each head beside the others on another text."""
+    """Sums over rows for all pairs of heads, (H, H), on the same text and, as baseline, on different texts."""
 
     def __init__(self, W_O: Tensor) -> None:
         self.W_O = W_O  # (H, e, D)
@@ -171,10 +177,10 @@ class PairwiseAccumulator:
             name: np.zeros((len(W_O),) * 2) for name in ("js", "map_cosine", "position", "subspace", "output")
         }
         self.other_text = {name: np.zeros_like(sums) for name, sums in self.same_text.items()}
-        self.squares = np.zeros(len(W_O))  # ‖P‖² of the rows that have another text
+        self.squares = np.zeros(len(W_O))  # ‖P‖² of the rows with a baseline text
 
     def add(self, rows: SampledRows) -> None:
-        """A group of texts. The next text of the group is the other one."""
+        """Add a group of texts. The neighboring text of the group is the baseline."""
         n, texts = rows.maps.shape[1], rows.texts
         keys = rows.maps[..., :-1]
         self.rows += n
@@ -182,29 +188,29 @@ class PairwiseAccumulator:
         pairs = [("map_cosine", keys), ("position", _normalize(keys)), ("subspace", _normalize(rows.v))]
         for name, x in pairs:
             self._add_products(name, x, texts)
-        # What is written has D channels: a few rows at a time, the same of every text.
+        # Head outputs after W_O have D channels, so they are computed for a few rows of every text at a time.
         z = rows.z.unflatten(1, (texts, -1))  # (H, B, r, e)
         for chunk in z.split(max(1, GROUP_TEXTS // texts), 2):
             self._add_products("output", _normalize(chunk.flatten(1, 2) @ self.W_O.to(z)), texts)
         if texts > 1:
             self.other_rows += n
-            self.squares += keys.double().square().sum((1, 2)).cpu().numpy()
+            self.squares += to_float64(keys).square().sum((1, 2)).cpu().numpy()
             self.other_text["js"] += np.diag(_js_per_head(rows.maps, _next_text(rows.maps, texts)))
 
     def _add_products(self, name: str, x: Tensor, texts: int) -> None:
         flat = x.flatten(1)
-        self.same_text[name] += (flat @ flat.mT).double().cpu().numpy()
+        self.same_text[name] += to_float64(flat @ flat.mT).cpu().numpy()
         if texts > 1:
-            self.other_text[name] += (flat @ _next_text(x, texts).flatten(1).mT).double().cpu().numpy()
+            self.other_text[name] += to_float64(flat @ _next_text(x, texts).flatten(1).mT).cpu().numpy()
 
     def matrices(self) -> dict[str, np.ndarray]:
-        """Means over rows; for whole maps, cosines."""
+        """Return means over rows; cosines of full maps for "map_cosine"."""
         result = {name: sums / self.rows for name, sums in self.same_text.items()}
         result["map_cosine"] = _cosines(self.same_text["map_cosine"], np.diag(self.same_text["map_cosine"]))
         return result
 
     def baselines(self) -> dict[str, np.ndarray]:
-        """The same beside another text; NaN if there was only one. For js one number per head, as [a, b] of a alone."""
+        """Return the values with the second head on another text. NaN for a single text. "js" has one value per head."""
         if not self.other_rows:
             return {name: np.array(np.nan) for name in self.other_text}
         result = {name: (sums + sums.T) / 2 / self.other_rows for name, sums in self.other_text.items()}
@@ -215,33 +221,41 @@ class PairwiseAccumulator:
 
 
 def js_sums(rows: Tensor) -> np.ndarray:
-    """Σ over rows of the Jensen–Shannon divergence of every pair, in nats; rows laid end to end: (H, N) → (H, H)."""
+    """Sum the Jensen–Shannon divergence in nats of every pair over concatenated rows: (H, N) → (H, H)."""
     H = len(rows)
-    rows = rows[:, (rows > 0).any(0)]  # places that no head looks at add nothing
+    rows = rows[:, (rows > 0).any(0)]  # keys that no head attends to contribute nothing
     own, mixed = np.zeros(H), np.zeros((H, H))
     for part in rows.split(CHUNK_WEIGHTS, 1):
         own += _p_log_p(part)
         for a in range(H - 1):
             mixed[a, a + 1 :] += _p_log_p((part[a] + part[a + 1 :]) * 0.5)
-    upper = np.triu((own[:, None] + own) / 2 - mixed, 1).clip(min=0)  # below 0 by rounding alone
+    upper = np.triu((own[:, None] + own) / 2 - mixed, 1).clip(min=0)  # negative only by rounding
     return upper + upper.T
 
 
 def _js_per_head(rows: Tensor, others: Tensor) -> np.ndarray:
-    """The same of each head's rows and others', head by head: (H, n, S) twice → (H,)."""
+    """Sum the Jensen–Shannon divergence of each head's rows with other rows: (H, n, S), (H, n, S) → (H,)."""
     divergences = [(_p_log_p(p) + _p_log_p(q)) / 2 - _p_log_p((p + q) * 0.5) for p, q in zip(rows, others, strict=True)]
     return np.array([row.sum() for row in divergences]).clip(min=0)
 
 
 def _p_log_p(p: Tensor) -> np.ndarray:
     logs = p.clamp(min=torch.finfo(p.dtype).tiny).log_()
-    return logs.mul_(p).sum(-1).double().cpu().numpy()
+    return to_float64(logs.mul_(p).sum(-1)).cpu().numpy()
 
 
 def cka(X: Tensor, Y: Tensor, debiased: bool = True) -> float:
-    """How alike two sets of vectors are up to rotation and scale, (n, p) and (n, q): 1 the same; debiased, 0 by chance.
+    """Compute linear CKA of two feature matrices, invariant to rotation and scale.
 
     https://arxiv.org/abs/1905.00414, debiased as in https://arxiv.org/abs/2010.15327
+
+    Args:
+        X: Features, (n, p).
+        Y: Features of the same rows, (n, q).
+        debiased: Use the estimator with expected value 0 for independent features.
+
+    Returns:
+        1 for equal features up to rotation and scale.
 
     >>> X = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
     >>> round(cka(X, X.flip(1)), 4)
@@ -251,12 +265,12 @@ def cka(X: Tensor, Y: Tensor, debiased: bool = True) -> float:
 
 
 def cka_matrix(features: Tensor) -> np.ndarray:
-    """Debiased CKA of all pairs, without any n×n matrix: (H, n, e) → (H, H)."""
+    """Compute debiased CKA of all pairs, without an n×n matrix: (H, n, e) → (H, H)."""
     return _pairwise_cka(features, features)
 
 
 def permuted_cka_threshold(features: Tensor, seed: int, heads: int = 32, draws: int = 4) -> np.ndarray:
-    """What 95 % of pairs stay below when the rows of one head are permuted; on some of the heads."""
+    """Return the 95th percentile of CKA if the rows of one head are permuted, on a sample of heads."""
     rng = np.random.default_rng(seed)
     subset = features[torch.from_numpy(rng.permutation(len(features))[:heads])]
     values = [
@@ -274,11 +288,11 @@ def _pairwise_cka(X: Tensor, Y: Tensor, debiased: bool = True) -> np.ndarray:
     Y = X if same else Y - Y.mean(1, keepdim=True)
 
     def independence(A: Tensor, B: Tensor) -> np.ndarray:
-        """HSIC; debiased, of rows against *other* rows only. Of centred rows the sums over rows vanish."""
+        """HSIC. The debiased version excludes products of a row with itself. Sums over centered rows vanish."""
         cross = pairwise_gram_squared_norms(A) if A is B else pairwise_product_squared_norms(A.mT, B)
         if not debiased:
             return cross
-        a, b = (x.double().square().sum(-1).cpu().numpy() for x in (A, B))  # (H, n): each row with itself
+        a, b = (to_float64(x).square().sum(-1).cpu().numpy() for x in (A, B))  # (H, n): each row with itself
         return cross - n / (n - 2) * a @ b.T + np.outer(a.sum(1), b.sum(1)) / (n - 1) / (n - 2)
 
     own = [np.array([independence(x[None], x[None])[0, 0] for x in side]) for side in (X, Y)]
@@ -286,7 +300,7 @@ def _pairwise_cka(X: Tensor, Y: Tensor, debiased: bool = True) -> np.ndarray:
 
 
 def _cosines(products: np.ndarray, squares: np.ndarray, others: np.ndarray | None = None) -> np.ndarray:
-    # A debiased square may fall below 0 where there is next to nothing: that has no direction.
+    # A debiased squared norm can be negative if the features are nearly zero; the cosine is then NaN.
     sizes = squares.clip(min=0)[:, None] * (squares if others is None else others).clip(min=0)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(sizes > 0, products / np.sqrt(sizes), np.nan)
@@ -297,5 +311,5 @@ def _normalize(x: Tensor) -> Tensor:
 
 
 def _next_text(x: Tensor, texts: int) -> Tensor:
-    """Every text replaced by the next: (H, B·r, ·)."""
+    """Replace every text with its neighbor in the group: (H, B·r, ·)."""
     return x.unflatten(1, (texts, -1)).roll(1, 1).flatten(1, 2)

@@ -1,8 +1,8 @@
-"""Heads beside each other: which see the same, which write the same, which are one too many.
+"""Compare all pairs of heads of a model: similar attention, similar outputs, redundant heads.
 
-Every pair is compared by its weights (weight_similarity.py) and by what it does on a fixed sample of rows: a few texts, a few
-places in each, the same places in texts of about the same length. So the same place in another text is at hand, and that
-is the baseline: how alike two heads are whatever the words.
+Pairs are compared by their weights (weight_similarity.py) and on a fixed sample of attention rows. The sample uses the same
+positions in texts of similar length. The baseline compares the same positions of different texts: it measures how similar two
+heads are independent of the words.
 """
 
 from dataclasses import dataclass, field
@@ -29,16 +29,23 @@ from headwise.analysis.similarity.weight_similarity import (
     ov_copying,
     shared_kv_mask,
 )
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.head import Circuit, HeadPattern
 from headwise.model import ModelProtocol, eval_mode
 from headwise.spec import Address, LayerAddress, select
 
-THROUGH_NORMS = ("read_q", "read_k", "read_v", *COMPOSITIONS)  # what is read of the stream, through the norm before it
+THROUGH_NORMS = ("read_q", "read_k", "read_v", *COMPOSITIONS)  # metrics that need the norms before the heads
 
 
 class HeadPair(NamedTuple):
-    """Two heads, how alike they are by some metric, and its baseline."""
+    """Two heads with their value of a metric.
+
+    Attributes:
+        a: First head.
+        b: Second head.
+        value: Value of the metric.
+        baseline: Value expected by chance.
+    """
 
     a: Address
     b: Address
@@ -48,49 +55,84 @@ class HeadPair(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HeadComparison:
-    """All pairs of heads. `matrices` by name, (H, H); `scores` of single heads, (H,); `baselines` to hold them against.
+    """Similarity of all pairs of heads. `comparison["js"]` returns a matrix or the scores by name.
 
-    js: Jensen–Shannon divergence of attention rows, in nats. map_cosine: of whole maps. position, subspace, output: mean
-    cosine of attention rows, of values and of what is written (https://arxiv.org/abs/1810.10183, whose disagreement is
-    their negative mean over the pairs of a layer). cka: of z, debiased. The rest is about weights.
+    Metrics on sampled rows: "js" is the Jensen–Shannon divergence of attention rows in nats. "map_cosine" is the cosine of
+    full maps. "position", "subspace" and "output" are mean cosines of attention rows, values and outputs
+    (https://arxiv.org/abs/1810.10183; its disagreement is the negative mean over the pairs of a layer). "cka" is the
+    debiased CKA of z. Metrics on weights: "read_q", "read_k", "read_v", "write" and the compositions.
+
+    Attributes:
+        addresses: Compared heads.
+        matrices: Metrics of pairs by name, (H, H).
+        scores: Metrics of single heads by name, (H,).
+        baselines: Baseline of each metric, broadcastable to its values.
+        rows: Number of sampled rows.
+        texts: Number of texts with sampled rows.
+        notes: Reason for missing values, by metric.
     """
 
     addresses: tuple[Address, ...]
     matrices: dict[str, np.ndarray]
     scores: dict[str, np.ndarray]
-    baselines: dict[str, np.ndarray]  # broadcastable to what they stand beside
-    rows: int  # rows sampled
-    texts: int  # of so many texts
-    notes: dict[str, str] = field(default_factory=dict)  # why some numbers are missing
+    baselines: dict[str, np.ndarray]
+    rows: int
+    texts: int
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import comparison_table
+
+        return comparison_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import comparison_table
+
+        return comparison_table(self).as_html()
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.matrices | self.scores:
-            raise HeadwiseError(f"{name!r} is not measured; {suggest_names(name, self.matrices | self.scores)}")
+            raise ArgumentError(f"name={name!r}: unknown metric; {suggest_names(name, self.matrices | self.scores)}")
         return (self.matrices | self.scores)[name]
 
     def nearest_heads(self, address: Address | str, k: int = 5, metric: str = "js") -> list[HeadPair]:
-        """The k heads most like this one."""
+        """Return the k heads most similar to a head.
+
+        Args:
+            address: Address of the head.
+            k: Number of heads.
+            metric: Name of a pair metric.
+        """
         (head,) = select(Address.parse(address) if isinstance(address, str) else address, self.addresses)
         a = self.addresses.index(head)
         pairs = [self._pair(a, b, metric) for b in range(len(self.addresses)) if b != a]
         return _most_similar(pairs, metric)[:k]
 
     def most_similar_pairs(self, k: int = 10, metric: str = "js") -> list[HeadPair]:
-        """The k pairs most alike, the baseline beside each; a composition is not symmetric and lists both ways."""
+        """Return the k most similar pairs with their baselines. Compositions are directed, so both directions are listed.
+
+        Args:
+            k: Number of pairs.
+            metric: Name of a pair metric.
+        """
         H, directed = len(self.addresses), metric.endswith("composition")
         pairs = [self._pair(a, b, metric) for a in range(H) for b in range(0 if directed else a + 1, H) if a != b]
         return _most_similar(pairs, metric)[:k]
 
     def clusters(self, n: int | None = None) -> list[tuple[Address, ...]]:
-        """Heads that look at the same, in n clusters; if n is left out, as near as one head is to itself on other text.
+        """Cluster heads by similarity of attention, largest cluster first.
 
-        Average linkage on √js, which is a distance (https://doi.org/10.1109/TIT.2003.813506). The largest cluster first.
+        Average linkage on √js, which is a distance (https://doi.org/10.1109/TIT.2003.813506).
+
+        Args:
+            n: Number of clusters. None merges heads that are closer than the same head on two texts (median baseline).
         """
         tree = linkage(squareform(np.sqrt(self["js"]), checks=False), "average")
         threshold = float(np.sqrt(np.median(self.baselines["js"])))
         if n is None and np.isnan(threshold):
-            raise HeadwiseError(
-                "one text gives no baseline to cut at; say how many clusters, or compare heads on more texts."
+            raise ArgumentError(
+                "n: required, because the heads were compared on a single text. The default threshold for clusters is the "
+                "distance of one head on two texts. Pass n=, the number of clusters, or compare heads on more texts."
             )
         labels = fcluster(tree, threshold, "distance") if n is None else fcluster(tree, n, "maxclust")
         members = [
@@ -99,7 +141,7 @@ class HeadComparison:
         return sorted(members, key=lambda cluster: (-len(cluster), cluster))
 
     def head_coordinates(self, dims: int = 2) -> np.ndarray:
-        """A place for every head, (H, dims), whose distances are √js as nearly as may be: classical scaling."""
+        """Return coordinates of the heads, (H, dims), whose distances approximate √js (classical scaling)."""
         squared = self["js"]
         centered = squared - squared.mean(0) - squared.mean(1)[:, None] + squared.mean()
         values, vectors = np.linalg.eigh(-centered / 2)
@@ -107,11 +149,11 @@ class HeadComparison:
         num_kept = min(dims, len(squared))
         coordinates[:, :num_kept] = (vectors * np.sqrt(values.clip(min=0)))[:, ::-1][:, :num_kept]
         largest = np.abs(coordinates).argmax(0)
-        # a map has no sign of its own: choose one
+        # the sign of an axis is arbitrary: make its largest coordinate positive
         return coordinates * np.where(coordinates[largest, range(dims)] < 0, -1.0, 1.0)
 
     def mean_by_layer(self) -> dict[LayerAddress, dict[str, float]]:
-        """The mean of every measure over the pairs inside each layer; NaN where there are none."""
+        """Return the mean of every metric over the pairs inside each layer. NaN for a layer without pairs."""
         layers = {
             address.layer_address: [i for i, a in enumerate(self.addresses) if a.layer_address == address.layer_address]
             for address in self.addresses
@@ -127,7 +169,7 @@ class HeadComparison:
 
     def _pair(self, a: int, b: int, metric: str) -> HeadPair:
         if metric not in self.matrices:
-            raise HeadwiseError(f"pairs are not measured by {metric!r}; {suggest_names(metric, self.matrices)}")
+            raise ArgumentError(f"metric={metric!r}: unknown pair metric; {suggest_names(metric, self.matrices)}")
         baseline = np.broadcast_to(self.baselines[metric], self.matrices[metric].shape)
         return HeadPair(
             self.addresses[a],
@@ -146,24 +188,49 @@ def compare_heads(
     heads: HeadPattern = "*",
     seed: int = 0,
 ) -> HeadComparison:
-    """Compare all heads, or some, pair by pair, on `rows` rows of texts of at most `max_length` tokens; None: the probe set.
+    """Compare all pairs of heads by attention, outputs and weights.
 
-    An encoder-decoder reads each text as its source and as its target. Documents longer than that are left out.
+    Args:
+        model: The model. An encoder-decoder uses each text as source and as target.
+        corpus: A text, a list of texts, a path or a `Corpus`. None uses the probe set.
+        rows: Number of sampled attention rows, at least 2.
+        max_length: Maximum number of tokens per text. Longer documents are skipped.
+        heads: Head pattern. "*" selects all heads.
+        seed: Seed of the sample.
+
+    Returns:
+        Matrices of all metrics with their baselines.
+
+    Raises:
+        ArgumentError: If fewer than two heads are selected, or heads of different stacks.
+
+    >>> from dataclasses import replace
+    >>> from headwise.model import Transformer
+    >>> from headwise.spec import preset
+    >>> from headwise.text.build_tokenizers import byte_tokenizer
+    >>> model = Transformer(replace(preset("nano").resized(layers=2, heads=2), vocab=257))
+    >>> model.tokenizer = byte_tokenizer()
+    >>> comparison = compare_heads(model, ["To be or not to be", "that is the question"], rows=8)
+    >>> comparison["js"].shape
+    (4, 4)
     """
     if rows < 2:
-        raise HeadwiseError(f"heads are compared on at least 2 rows, got {rows}.")
+        raise ArgumentError(f"rows: must be at least 2. Got {rows}.")
     available = tuple(
         address for hook_point in reachable_hook_points(model, heads) for address in hook_point.head_addresses
     )
     addresses = available if isinstance(heads, str) and heads == "*" else select(heads, available)
     stacks = {address.stack for address in addresses} if model.spec.stacks else set()
     if len(stacks) > 1:
-        raise HeadwiseError(
-            f"heads of {', '.join(sorted(stacks))} read different things, so they cannot be compared; say one of them: "
-            f"heads='{min(stacks)}.*'."
+        raise ArgumentError(
+            f"heads: heads of different stacks read different inputs and cannot be compared. "
+            f"Got {', '.join(sorted(stacks))}. Choose one stack, for example heads='{min(stacks)}.*'."
         )
     if len(addresses) < 2:
-        raise HeadwiseError(f"it takes two heads to compare, got {', '.join(map(str, addresses)) or 'none'}.")
+        raise ArgumentError(
+            f"heads: at least two heads are needed. Got {', '.join(map(str, addresses)) or 'no heads'}. "
+            f"Use a pattern that selects more, for example heads='*'."
+        )
     z, texts = [], 0
     with eval_mode(model), torch.no_grad():
         head_weights = fold_norms_into_heads(model, addresses)
@@ -189,12 +256,12 @@ def compare_heads(
 
 
 def _weight_baselines(model: ModelProtocol, seed: int) -> dict[str, np.ndarray]:
-    """What random weights of the same shapes would give."""
+    """Return the values of random weights of the same shapes."""
     spec, generator = model.spec.attention, torch.Generator().manual_seed(seed)
     D, d, e = spec.width, spec.head_dim, spec.value_dim
 
     def random_rank(inner: int) -> float:
-        factors = (torch.randn(2, D, inner, generator=generator) for _ in range(4))
+        factors = (torch.randn(2, D, inner, generator=generator, device="cpu") for _ in range(4))
         return float(np.mean([effective_rank(Circuit(left, right.mT)) for left, right in factors]))
 
     baselines = {"read_q": d / D, "read_k": d / D, "read_v": e / D, "write": e / D, "ov_copying": 1.5 / e}
@@ -204,19 +271,19 @@ def _weight_baselines(model: ModelProtocol, seed: int) -> dict[str, np.ndarray]:
 
 
 def _missing_notes(model: ModelProtocol) -> dict[str, str]:
-    """Why numbers are missing."""
+    """Explain why values are missing, by metric."""
     spec, notes = model.spec.attention, {}
     if spec.rotary is not None:
-        reason = "rotary positions turn q and k with the offset, so one number for all offsets would say nothing"
+        reason = "rotary embeddings rotate q and k by position, so a single value for all offsets is not meaningful"
         notes |= dict.fromkeys(("q_composition", "k_composition"), reason)
     if spec.kv_heads != spec.heads:
-        reason = "heads of a group share W_K and W_V, so they agree by construction: such pairs are left out"
+        reason = "heads of a group share W_K and W_V, so these pairs are equal by construction and are excluded"
         notes |= dict.fromkeys(("read_k", "read_v", "subspace"), reason)
     if model.input_norms() is None:
-        reason = "what norms stand between the stream and these heads is not known for this architecture"
+        reason = "the norms before these heads are not known for this architecture"
         notes |= dict.fromkeys(THROUGH_NORMS, reason)
     elif model.spec.norm_placement == "post":
-        reason = "norms stand in the stream itself and are not folded: it is compared as if they were not there"
+        reason = "norms inside the residual stream (post-norm) are not folded into the weights and are ignored"
         notes |= {name: f"{notes[name]}; {reason}" if name in notes else reason for name in COMPOSITIONS}
     return notes
 

@@ -1,10 +1,10 @@
-"""Which head is which: for every head of one model the head of another that does the same, on texts both read.
+"""Match the heads of two models: for every head of one model, find the most similar head of the other.
 
-Two models may have other tokenizers, widths and head counts, so heads are compared word by word: where they look, as
-Jensen–Shannon divergence of rows over the words of a text, and what they write, as how alike words are made by it (linear
-CKA, https://arxiv.org/abs/1905.00414). The partner is chosen on one half of the texts and judged on the other, beside heads
-that know nothing: the best of all heads of three untrained twins of the other model, chosen and judged alike. Two heads are
-said to do the same where they are less than half as far apart as those, and nearer on more texts than chance would have it.
+The models may have different tokenizers, widths and head counts, so heads are compared per word: attention by the
+Jensen–Shannon divergence of rows over the words of a text, and outputs by linear CKA over words
+(https://arxiv.org/abs/1905.00414). The partner is selected on one half of the texts and evaluated on the other half. The
+baseline is the best head among three untrained copies of the other model, selected and evaluated in the same way. Two heads
+match if their distance is less than half of the baseline, and the difference is significant over texts.
 """
 
 from collections.abc import Iterator
@@ -20,46 +20,72 @@ from torch import Tensor
 from headwise.analysis.metrics.statistics import max_t_test
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.roles.profile_result import Profile
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall
+from headwise.kernels.rounding_tolerance import float64_device, to_float64
 from headwise.model import ModelProtocol, eval_mode
 from headwise.spec import Address
 from headwise.text.corpus import Corpus
 from headwise.text.token_alignment import Alignment
 
-MAX_WORDS = 96  # of a text; what is longer is left out
-MIN_WORDS = 3  # words: in less there is nothing to tell
-NUM_TWINS = 3  # untrained ones: how near a head comes by chance hangs on their weights, too
-# two heads do the same below this family-wise p, at less than this share of the distance
+MAX_WORDS = 96  # longer texts are skipped
+MIN_WORDS = 3  # shorter texts are skipped
+NUM_TWINS = 3  # untrained copies; the baseline distance also depends on their random weights
+# heads match below this family-wise p-value and below this fraction of the baseline distance
 MAX_P, MAX_DISTANCE_RATIO = 0.05, 0.5
-CHUNK_WEIGHTS = 1 << 22  # weights compared at once
+CHUNK_WEIGHTS = 1 << 22  # attention weights compared at once
 
 
 @dataclass(frozen=True)
 class HeadMatch:
-    """A head, the head of the other model that looks most like it, and how sure that is."""
+    """A head and the most similar head of the other model.
+
+    Attributes:
+        head: Head of the second model.
+        partner: Most similar head of the first model.
+        distance: Mean Jensen–Shannon divergence of attention rows in bits on held-out texts. 0 for equal rows, 1 for
+            disjoint rows.
+        untrained_distance: Distance to the best head of the untrained copies (baseline).
+        p: Family-wise p-value of the hypothesis that `distance` is not smaller than the baseline.
+        output_similarity: Linear CKA of the outputs, 0 to 1. None if W_O of a layer is not accessible.
+        roles: Roles of partner and head. None without profiles.
+    """
 
     head: Address
     partner: Address
-    distance: float  # in bits, on the texts that were not chosen on: 0 is the same everywhere, 1 never the same
-    untrained_distance: float  # the same for the best head of the untrained twins
-    p: float  # family-wise, that it is no nearer than that
-    # how alike the words are made by what they write, 0 to 1; None where it cannot be shown
+    distance: float
+    untrained_distance: float
+    p: float
     output_similarity: float | None
-    roles: tuple[str, str] | None  # theirs, where profiles were given
+    roles: tuple[str, str] | None
 
     @property
     def is_match(self) -> bool:
-        """Whether they do the same, beyond what heads that know nothing have in common."""
+        """Whether the heads match: significant, and less than half of the baseline distance."""
         return self.p < MAX_P and self.distance < MAX_DISTANCE_RATIO * self.untrained_distance
 
 
 @dataclass(frozen=True)
 class HeadMatching:
-    """Every head of the second model with its partner in the first."""
+    """The most similar head in the first model for every head of the second. `matching["5.1"]` returns one match.
+
+    Attributes:
+        matches: One entry per head of the second model.
+        texts: Number of texts for selection and for evaluation.
+    """
 
     matches: tuple[HeadMatch, ...]
-    texts: tuple[int, int]  # chosen on, judged on
+    texts: tuple[int, int]
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import matching_table
+
+        return matching_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import matching_table
+
+        return matching_table(self).as_html()
 
     def __iter__(self) -> Iterator[HeadMatch]:
         return iter(self.matches)
@@ -72,15 +98,18 @@ class HeadMatching:
         for head_match in self.matches:
             if head_match.head == address:
                 return head_match
-        raise HeadwiseError(f"there is no head {address}; there are {len(self.matches)}.")
+        raise ArgumentError(
+            f"head: unknown head {address}. The matching has {len(self.matches)} heads. "
+            f"List them with [match.head for match in matching]."
+        )
 
     @property
     def matched(self) -> tuple[HeadMatch, ...]:
-        """Those that do the same."""
+        """The entries that match."""
         return tuple(head_match for head_match in self.matches if head_match.is_match)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return plain data for JSON."""
         rows = [
             {
                 **asdict(head_match),
@@ -102,9 +131,24 @@ def match_heads(
     profiles: tuple[Profile, Profile] | None = None,
     seed: int = 0,
 ) -> HeadMatching:
-    """For every head of `b` the head of `a` that does the same, on up to `max_texts` texts; none: the probe set.
+    """Find, for every head of `b`, the most similar head of `a`.
 
-    For a model and its cut or distilled child, two seeds of one recipe, or two families. `profiles` of a and b tell roles.
+    For a model and its pruned or distilled version, two seeds of one recipe, or two families.
+
+    Args:
+        a: First model. Partners are heads of this model.
+        b: Second model.
+        corpus: A text, a list of texts, a path or a `Corpus`. None uses the probe set.
+        max_texts: Maximum number of texts.
+        profiles: Profiles of `a` and `b`. They add the roles of the heads.
+        seed: Seed of the untrained copies and of the significance test.
+
+    Returns:
+        One match per head of `b`, with distance, baseline and p-value.
+
+    Raises:
+        ArgumentError: If fewer than 4 texts fit both models.
+        UnsupportedModelError: If a model is an encoder-decoder or has no heads.
 
     >>> from dataclasses import replace
     >>> from headwise.model import Transformer
@@ -119,9 +163,14 @@ def match_heads(
     """
     for model in (a, b):
         if model.spec.kind == "encoder-decoder":
-            raise HeadwiseError("heads are matched on single texts; an encoder-decoder reads two.")
+            raise UnsupportedModelError(
+                f"{'a' if model is a else 'b'}: heads of an encoder-decoder cannot be matched, because matching uses single "
+                f"texts. Use a decoder or an encoder."
+            )
         if not model.spec.head_addresses:
-            raise HeadwiseError("a model without heads has none to match.")
+            raise UnsupportedModelError(
+                f"{'a' if model is a else 'b'}: the model has no heads to match. Use a model with heads."
+            )
     shared_texts = _shared_texts(a, b, corpus, max_texts)
     with eval_mode(a), eval_mode(b), torch.no_grad():
         written, distances = (_WrittenStates(a), _WrittenStates(b)), []
@@ -131,7 +180,7 @@ def match_heads(
             for states, result in zip(written, (first, second), strict=True):
                 states.add(result[1])
         twin_distances = []
-        for i in range(NUM_TWINS):  # one after the other: each is as large as the model
+        for i in range(NUM_TWINS):  # one at a time, because each is as large as the model
             twin = a.untrained(seed * NUM_TWINS + i).eval()
             twin_distances.append(
                 [_distances(_word_maps(twin, text)[0], _word_maps(b, text)[0]) for text in shared_texts]
@@ -166,7 +215,7 @@ def match_heads(
 
 
 def _shared_texts(a: ModelProtocol, b: ModelProtocol, corpus: Any, limit: int) -> list[str]:
-    """Texts that both can read whole, of a few words."""
+    """Return texts of suitable length that fit the context of both models."""
     tokenizers = tokenizer_of(a), tokenizer_of(b)
     max_lengths = [model.spec.context if model.spec.positions == "learned" else None for model in (a, b)]
 
@@ -179,16 +228,19 @@ def _shared_texts(a: ModelProtocol, b: ModelProtocol, corpus: Any, limit: int) -
     corpus = Corpus.probe_set() if corpus is None else Corpus.of(corpus)
     texts = list(islice(dict.fromkeys(chunk.text for chunk in corpus.chunks() if fits(chunk.text)), limit))
     if len(texts) < 4:
-        raise HeadwiseError(
-            f"heads are matched on at least 4 different texts of {MIN_WORDS} to {MAX_WORDS} words that both models can read; "
-            f"there are {len(texts)}."
+        raise ArgumentError(
+            f"corpus: at least 4 different texts of {MIN_WORDS} to {MAX_WORDS} words that fit the context of both models are "
+            f"needed. Got {len(texts)}. Add texts."
         )
     return texts
 
 
 def _word_maps(model: ModelProtocol, text: str) -> tuple[Tensor, Tensor | None]:
-    """Where heads look and what they write, word by word: maps (H, W, W + 1), the last column what is on no word; states of
-    what is written (H, W, D), or None where W_O cannot be shown."""
+    """Run a text and average per word.
+
+    Returns maps (H, W, W + 1), whose last column is the weight outside all words, and head outputs after W_O (H, W, D),
+    or None if W_O is not accessible.
+    """
     alignment = tokenizer_of(model).align(text)
     maps: dict[Address, Tensor] = {}
     written_by_head: dict[Address, Tensor] = {}
@@ -212,7 +264,7 @@ def _word_maps(model: ModelProtocol, text: str) -> tuple[Tensor, Tensor | None]:
         model(torch.tensor([alignment.ids], device=model.device), hidden=True)
     word_maps = torch.stack([maps[head] for head in model.spec.head_addresses]).cpu()
     word_maps = torch.cat((word_maps, (1 - word_maps.sum(-1, keepdim=True)).clamp(min=0)), -1)
-    word_maps = word_maps / word_maps.sum(-1, keepdim=True)  # a token of two words is counted in both
+    word_maps = word_maps / word_maps.sum(-1, keepdim=True)  # a token that belongs to two words is counted twice
     is_complete = len(written_by_head) == len(maps)
     return word_maps, torch.stack(
         [written_by_head[head] for head in model.spec.head_addresses]
@@ -220,8 +272,10 @@ def _word_maps(model: ModelProtocol, text: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _word_matrices(alignment: Alignment, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """What takes means over the tokens of a word, (W, T), and what adds them up, (T, W), in float64."""
-    total = torch.zeros(len(alignment.ids), len(alignment.words), dtype=torch.double, device=reference.device)
+    """Return matrices that average (W, T) and sum (T, W) over the tokens of each word, in float64."""
+    total = torch.zeros(
+        len(alignment.ids), len(alignment.words), dtype=torch.double, device=float64_device(reference.device)
+    )
     for word, tokens in enumerate(alignment.tokens_of_word):
         total[list(tokens), word] = 1.0
     mean = total.mT / total.sum(0)[:, None].clamp(min=1)
@@ -229,7 +283,7 @@ def _word_matrices(alignment: Alignment, reference: Tensor) -> tuple[Tensor, Ten
 
 
 def _distances(maps_a: Tensor, maps_b: Tensor) -> np.ndarray:
-    """Mean Jensen–Shannon divergences of rows in bits, the first row aside: (H, W, S), (K, W, S) → (H, K)"""
+    """Mean Jensen–Shannon divergence of rows in bits, without the first row: (H, W, S), (K, W, S) → (H, K)."""
     maps_a, maps_b = maps_a[:, 1:], maps_b[:, 1:]
     result = np.empty((len(maps_a), len(maps_b)))
     entropy = _entropy(maps_b)  # (K, W)
@@ -246,27 +300,27 @@ def _entropy(p: Tensor) -> Tensor:
 
 
 class _WrittenStates:
-    """What the heads of a model wrote at all words, or nothing, where a text does not show it."""
+    """Outputs of the heads of a model at all words. Unknown if W_O of a layer is not accessible."""
 
     def __init__(self, model: ModelProtocol) -> None:
         self.model, self.parts, self.is_known = model, list[Tensor](), True
 
     def add(self, written: Tensor | None) -> None:
-        """(H, W, D) of one text."""
+        """Add the outputs of one text, (H, W, D)."""
         self.is_known = self.is_known and written is not None
         if self.is_known and written is not None:
             self.parts.append(written.float())
 
     def similarity(self) -> Tensor:
-        """How alike what is written makes any two words, centred and normed: (H, n²)"""
-        states = torch.cat(self.parts, 1)[:, :256].double()  # (H, n, D): a few hundred words tell
+        """Return centered and normalized Gram matrices over words, (H, n²)."""
+        states = to_float64(torch.cat(self.parts, 1)[:, :256])  # (H, n, D): 256 words are enough
         states = states - states.mean(1, keepdim=True)
         gram = (states @ states.mT).flatten(1)
         return gram / gram.norm(dim=1, keepdim=True).clamp(min=1e-30)
 
 
 def _cka(states_a: _WrittenStates, states_b: _WrittenStates) -> np.ndarray | None:
-    """Linear CKA of what heads write: (heads of a, heads of b)"""
+    """Linear CKA of head outputs, (heads of a, heads of b)."""
     if not (states_a.is_known and states_b.is_known):
         return None
     return (states_a.similarity() @ states_b.similarity().mT).clamp(0, 1).numpy()

@@ -1,7 +1,7 @@
-"""Heads beside each other by their weights alone: what they read and write, and whether one reads what another wrote.
+"""Similarity of heads by their weights: overlap of the subspaces they read and write, and composition of heads.
 
-Norms that stand before a layer are folded into its weights first, so that all heads are compared on the plain stream.
-Everything goes through factors of d rows or columns; no D×D matrix is built.
+Norms before a layer are folded into its weights first, so all heads are compared on the residual stream itself. All
+computations use factors with d rows or columns; no D×D matrix is built.
 """
 
 from collections.abc import Sequence
@@ -11,23 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads import Head
 from headwise.heads.head import Circuit
-from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import ModelProtocol
 from headwise.spec import Address
 
 READ_METRICS = {"read_q": "q", "read_k": "k", "read_v": "v"}
 COMPOSITIONS = {"q_composition": "q", "k_composition": "k", "v_composition": "v"}
-AFTER_ALL_LAYERS = 1 << 30  # after every layer
+AFTER_ALL_LAYERS = 1 << 30
 
-KVWeights = dict[tuple[str, int], tuple[Tensor, Tensor]]  # W_K and W_V, which the heads of a group share
+KVWeights = dict[
+    tuple[str, int], tuple[Tensor, Tensor]
+]  # (layer, KV head) → W_K and W_V, shared by the heads of a group
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Which stream a head reads or writes, and when: a head reads what others wrote into the same stream before."""
+    """Stream that a head reads or writes, and its order. A head reads the outputs of earlier heads in the same stream."""
 
     name: str
     order: int
@@ -35,29 +37,37 @@ class StreamPosition:
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """A head's weights with the norms before it folded in."""
+    """Weights of a head with the norms before it folded in.
+
+    Attributes:
+        address: Address of the head.
+        weights: "q", "k", "v": (D, d); "o": (e, D).
+        streams: Stream positions that "q", "k" and "v" read and "o" writes.
+        rotary: Whether the layer uses rotary embeddings.
+        group: Layer and KV head. Heads with equal group share W_K and W_V.
+    """
 
     address: Address
-    weights: dict[str, Tensor]  # q, k, v: (D, d); o: (e, D)
-    streams: dict[str, StreamPosition]  # where q reads, where k and v read, where o writes
+    weights: dict[str, Tensor]
+    streams: dict[str, StreamPosition]
     rotary: bool
-    group: tuple[str, int]  # heads with the same share W_K and W_V
+    group: tuple[str, int]
 
     @property
     def OV(self) -> Circuit:
-        """What is moved, W_V W_O."""
+        """OV circuit, W_V W_O."""
         return Circuit(self.weights["v"], self.weights["o"])
 
     @property
     def QK(self) -> Circuit:
-        """What looks at what, W_Q W_Kᵀ, before positions and scale."""
+        """QK circuit, W_Q W_Kᵀ, before position encoding and scale."""
         return Circuit(self.weights["q"], self.weights["k"].mT)
 
 
 def fold_norms_into_heads(model: ModelProtocol, addresses: Sequence[Address]) -> list[HeadWeights]:
-    """These heads with norms folded in: x̂·w W = x̂ (w W), and for LayerNorm, which centres x, the columns of w W centred.
+    """Fold the norms before heads into their weights: x̂·w W = x̂ (w W). For LayerNorm, the columns of w W are centered.
 
-    A post-norm model (BERT) has no norm between its stream and what heads read: nothing is folded there.
+    A post-norm model (BERT) has no norm between the residual stream and its heads, so nothing is folded.
     """
     norms = model.input_norms() or {str(address.layer_address): (None, None) for address in addresses}
     parallel = model.spec.norm_placement == "parallel"
@@ -69,9 +79,10 @@ def fold_norms_into_heads(model: ModelProtocol, addresses: Sequence[Address]) ->
     sizes = {projection: {tuple(head.weights[projection].shape) for head in head_weights} for projection in "qkvo"}
     widths = {shape[projection == "o"] for projection, shapes in sizes.items() for shape in shapes}
     if len(widths) > 1 or any(len(shapes) > 1 for shapes in sizes.values()):
-        raise HeadwiseError(
-            f"heads of different sizes, or that read and write streams of different widths, are not compared; got "
-            f"{', '.join(f'W_{projection.upper()} {sorted(shapes)}' for projection, shapes in sizes.items())}."
+        raise ArgumentError(
+            f"heads: heads of different sizes, or with residual streams of different widths, cannot be compared. Got "
+            f"{', '.join(f'W_{projection.upper()} {sorted(shapes)}' for projection, shapes in sizes.items())}. "
+            f"Select heads of equal size with heads=."
         )
     return head_weights
 
@@ -91,14 +102,14 @@ def _fold_head(
     address, is_cross = head.address, head.address.stack == "cross"
     stream = "enc" if address.stack == "enc" else "dec"
     position = StreamPosition(stream, 2 * address.layer + (is_cross and not parallel))
-    # keys and values of cross-attention: the finished source
+    # cross-attention reads keys and values from the final encoder output
     source_position = StreamPosition("enc", AFTER_ALL_LAYERS) if is_cross else position
     streams = {"q": position, "k": source_position, "v": source_position, "o": position}
     return HeadWeights(address, weights, streams, head.layer.spec.rotary is not None, group)
 
 
 def fold_norm(weight: Tensor, norm: nn.Module | None) -> Tensor:
-    """What a head reads of the stream before a norm, up to the norm's own scale of each token: (D, d) → (D, d)."""
+    """Fold the gain and centering of a norm into a weight, up to the norm's scale of each token: (D, d) → (D, d)."""
     weight = _as_float(weight)
     if norm is None:
         return weight
@@ -115,9 +126,9 @@ def _as_float(weight: Tensor) -> Tensor:
 
 
 def ov_copying(head: Head | HeadWeights | Circuit) -> float:
-    """OV eigenvalue score: Re Σλ / Σ|λ| of W_V W_O, from −1 to 1. Random weights: mean 0, sd about 1.5/d.
+    """Compute the OV eigenvalue score: Re Σλ / Σ|λ| of W_V W_O, from −1 to 1. Random weights: mean 0, sd about 1.5/d.
 
-    It does not say what is written for the attended token: https://transformer-circuits.pub/2021/framework/index.html
+    The score does not measure the effect on the attended token: https://transformer-circuits.pub/2021/framework/index.html
 
     >>> ov_copying(Circuit(torch.eye(5)[:, :3], 2 * torch.eye(5)[:3]))
     1.0
@@ -128,13 +139,13 @@ def ov_copying(head: Head | HeadWeights | Circuit) -> float:
 
 
 def effective_rank(matrix: Tensor | Circuit) -> float:
-    """How many directions carry the matrix: exp of the entropy of σ²/Σσ²; a matrix of equal σ has its rank.
+    """Compute the effective rank: exp of the entropy of σ²/Σσ². Equals the rank if all nonzero σ are equal.
 
     >>> round(effective_rank(torch.eye(4)), 4)
     4.0
     """
     sigma = matrix.singular_values() if isinstance(matrix, Circuit) else torch.linalg.svdvals(_as_float(matrix))
-    power = sigma.double().square()
+    power = to_float64(sigma).square()
     fraction = power / power.sum()
     return float(torch.special.entr(fraction).sum().exp())
 
@@ -143,14 +154,14 @@ def effective_rank(matrix: Tensor | Circuit) -> float:
 
 
 def subspace_overlap(A: Tensor, B: Tensor) -> float:
-    """Σ cos² of the principal angles between two column spaces, over their number: 1 the same, 0 orthogonal, chance d/D.
+    """Compute the mean cos² of the principal angles between two column spaces: 1 equal, 0 orthogonal, chance d/D.
 
     >>> subspace_overlap(torch.eye(6)[:, :2], torch.eye(6)[:, 1:3])
     0.5
     """
     if A.shape[0] != B.shape[0]:
-        raise HeadwiseError(
-            f"subspaces of one space have matrices of as many rows; got {tuple(A.shape)} and {tuple(B.shape)}."
+        raise ArgumentError(
+            f"A, B: must have the same number of rows. Got shapes {tuple(A.shape)} and {tuple(B.shape)}."
         )
     (a,), (b,) = orthonormal_bases(A[None]), orthonormal_bases(B[None])
     min_rank = min(int(basis.square().sum().round()) for basis in (a, b))
@@ -158,7 +169,7 @@ def subspace_overlap(A: Tensor, B: Tensor) -> float:
 
 
 def composition_score(A: Circuit, B: Circuit) -> float:
-    """‖A B‖ / ‖A‖‖B‖ (Frobenius): how much of what A writes B reads, A first; chance is 1/√D. Row vectors: x A B.
+    """Compute ‖A B‖ / ‖A‖‖B‖ (Frobenius): how much B reads from the output of A. Chance is 1/√D. Row vectors: x A B.
 
     https://transformer-circuits.pub/2021/framework/index.html
 
@@ -179,7 +190,7 @@ def composition_score(A: Circuit, B: Circuit) -> float:
 
 
 def orthonormal_bases(matrices: Tensor) -> Tensor:
-    """Orthonormal bases of the column spaces, (H, D, d) → (H, D, d); columns beyond the rank are 0."""
+    """Return orthonormal bases of the column spaces, (H, D, d) → (H, D, d). Columns beyond the rank are 0."""
     Q, R = torch.linalg.qr(_as_float(matrices))
     U, sigma, _ = torch.linalg.svd(R)
     tiny = torch.finfo(sigma.dtype).eps * max(matrices.shape[-2:])
@@ -188,38 +199,38 @@ def orthonormal_bases(matrices: Tensor) -> Tensor:
 
 
 def compress_product_rows(left: Tensor, right: Tensor) -> Tensor:
-    """left · right of as few rows as can be, the rest being a rotation: (H, D, d), (H, d, D) → (H, d, D)."""
+    """Reduce left · right to d rows, up to a rotation that preserves norms: (H, D, d), (H, d, D) → (H, d, D)."""
     return torch.linalg.qr(left, mode="r")[1] @ right
 
 
 def compress_product_columns(left: Tensor, right: Tensor) -> Tensor:
-    """The same of as few columns: (H, D, d), (H, d, D) → (H, D, d)."""
+    """Reduce left · right to d columns, up to a rotation that preserves norms: (H, D, d), (H, d, D) → (H, D, d)."""
     return left @ torch.linalg.qr(right.mT, mode="r")[1].mT
 
 
 def pairwise_product_squared_norms(left: Tensor, right: Tensor, upper: bool = False) -> np.ndarray:
-    """‖left[a] right[b]‖² for all a and b, or for a ≤ b and 0 elsewhere: (H, d, n), (H, n, e) → (H, H)."""
+    """Compute ‖left[a] right[b]‖² for all a and b, or 0 for a > b if `upper`: (H, d, n), (H, n, e) → (H, H)."""
     H, n, e = right.shape
     flat = right.transpose(0, 1).reshape(n, H * e)
     norms = np.zeros((len(left), H))
     for a, matrix in enumerate(left):
         first = a if upper else 0
         norms[a, first:] = (
-            (matrix @ flat[:, first * e :]).square().unflatten(1, (-1, e)).sum((0, 2)).double().cpu().numpy()
+            to_float64(matrix @ flat[:, first * e :]).square().unflatten(1, (-1, e)).sum((0, 2)).cpu().numpy()
         )
     return norms
 
 
 def pairwise_gram_squared_norms(matrices: Tensor) -> np.ndarray:
-    """‖Xᵀ[a] X[b]‖² for all pairs, each made once: (H, n, e) → (H, H)."""
+    """Compute ‖Xᵀ[a] X[b]‖² for all pairs, each pair once: (H, n, e) → (H, H)."""
     upper = pairwise_product_squared_norms(matrices.mT, matrices, upper=True)
     return upper + np.triu(upper, 1).T
 
 
 def compare_weights(heads: list[HeadWeights]) -> dict[str, np.ndarray]:
-    """Every measure on weights between all pairs, (H, H); NaN where two heads cannot be compared.
+    """Compute all weight metrics of all pairs, (H, H). NaN if two heads cannot be compared.
 
-    Compositions are directed, [a, b]: how much of what a writes b reads; NaN unless a comes before b.
+    Compositions are directed: [a, b] measures how much b reads from the output of a. NaN unless a comes before b.
     """
     matrices = {name: _overlaps(heads, projection) for name, projection in READ_METRICS.items()}
     matrices["write"] = _overlaps(heads, "o")
@@ -245,7 +256,7 @@ def compare_weights(heads: list[HeadWeights]) -> dict[str, np.ndarray]:
 
 def _overlaps(heads: list[HeadWeights], projection: str) -> np.ndarray:
     weights = [head.weights[projection] for head in heads]
-    # Heads of a group hold the very same tensor: compared once, spread afterwards.
+    # Heads of a group share one tensor: compute it once and repeat the result.
     unique = {id(weight): weight for weight in weights}
     unique_index = [list(unique).index(id(weight)) for weight in weights]
     basis = orthonormal_bases(torch.stack([weight.mT if projection == "o" else weight for weight in unique.values()]))
@@ -261,7 +272,7 @@ def _overlaps(heads: list[HeadWeights], projection: str) -> np.ndarray:
 
 
 def shared_kv_mask(heads: list[HeadWeights]) -> np.ndarray:
-    """Which pairs of heads share W_K and W_V, and so agree there by construction: (H, H)."""
+    """Return the pairs of different heads that share W_K and W_V, (H, H)."""
     groups = [head.group for head in heads]
     return np.array([[a == b and i != j for j, b in enumerate(groups)] for i, a in enumerate(groups)])
 
@@ -271,4 +282,4 @@ def _comes_before(writer: StreamPosition, reader: StreamPosition) -> bool:
 
 
 def _squared_norms(matrices: Tensor) -> np.ndarray:
-    return matrices.double().square().sum((1, 2)).cpu().numpy()
+    return to_float64(matrices).square().sum((1, 2)).cpu().numpy()

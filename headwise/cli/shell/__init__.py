@@ -1,1 +1,1 @@
-"""What all verbs share: arguments that mean the same everywhere, what to try, what a shell completes."""
+"""Shared parts of all commands: common options, examples, shell completion, interrupts and output."""

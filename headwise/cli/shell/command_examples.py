@@ -1,4 +1,4 @@
-"""What to try: an example for every verb, which its help ends with."""
+"""An example for each command, shown at the end of its help."""
 
 from typing import Any
 
@@ -38,17 +38,17 @@ FIRST_COMMANDS = (
     "prune",
     "view",
     "train",
-)  # what a person may want to see first
+)  # shown by `headwise` without arguments
 
 
 class ExampleHintCommand(TyperCommand):
-    """A verb that says what to try where it got nothing and needs something."""
+    """A command that prints an example if its required arguments are missing."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; none at all, where some are needed, is answered with an example."""
+        """Parse the arguments. Without any, print an example if some are required."""
         needed = [str(param.name).upper() for param in self.get_params(ctx) if param.required]
-        if not args and needed and not ctx.resilient_parsing:  # a shell that completes is not a person who forgot
-            typer.echo(f"headwise {self.name} needs {' and '.join(needed)}. Try:", err=True)
+        if not args and needed and not ctx.resilient_parsing:  # not during shell completion
+            typer.echo(f"headwise {self.name}: missing {' and '.join(needed)}. Example:", err=True)
             typer.echo(f"  {EXAMPLES[str(self.name)]}", err=True)
             typer.echo(f"All options: headwise {self.name} --help", err=True)
             ctx.exit(2)
@@ -56,7 +56,7 @@ class ExampleHintCommand(TyperCommand):
 
 
 def first_steps() -> str:
-    """What `headwise` alone answers."""
+    """Return the text printed by `headwise` without arguments."""
     lines = [f"  {EXAMPLES[command]}" for command in FIRST_COMMANDS]
-    intro = "Multi-head attention with the head as a first-class object. Try:"
-    return "\n".join([intro, *lines, "All verbs: headwise --help"])
+    intro = "Multi-head attention with the head as a first-class object. Examples:"
+    return "\n".join([intro, *lines, "All commands: headwise --help"])

@@ -1,4 +1,4 @@
-"""What verbs have in common: arguments that mean the same everywhere, and what a shell offers for them."""
+"""Arguments and options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,35 +10,44 @@ from headwise.cli.shell import completion
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        help="A bundle (smollm2, minilm), a folder, a file or a hub id.",
+        help="Model: a bundle (smollm2, minilm), folder, file or hub id.",
         autocompletion=completion.complete_models,
         metavar="MODEL",
     ),
 ]
 CorpusArgument = Annotated[
-    list[str] | None, typer.Argument(help="A text, or files; none: the embedded probe set. Or a folder of pictures.")
+    list[str] | None,
+    typer.Argument(
+        help="A text, text files or folders; for a vision model, a folder of images. Default: the embedded probe set."
+    ),
 ]
 ExecutorOption = Annotated[
     str | None,
     typer.Option(
-        help="Who works: processes (the default), dask, dask:tcp://HOST:8786, slurm, slurm:partition=long,timeout_min=600."
+        help="Executor: processes (default), dask, dask:tcp://HOST:8786, slurm or slurm:partition=long,timeout_min=600."
     ),
 ]
 SensitivityOption = Annotated[
-    Path | None, typer.Option("--sensitivity", help="Show what headwise sensitivity --out kept of this model.")
+    Path | None,
+    typer.Option(
+        "--sensitivity",
+        help="File written by headwise sensitivity --out for this model. Adds quantization costs to the page.",
+    ),
 ]
-PlanOption = Annotated[Path | None, typer.Option("--plan", help="Show what this plan would do to its heads.")]
+PlanOption = Annotated[
+    Path | None, typer.Option("--plan", help="Saved plan. Marks the heads that it changes on the page.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def drop_none(**options: Any) -> dict[str, Any]:
-    """Options that were said; the others stay as they are in what they would change."""
+    """Return the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def load_report_inputs(sensitivity: Path | None, plan: Path | None) -> dict[str, Any]:
-    """What a page is told of prices, read from files."""
-    from headwise.analysis.ablation.sensitivity import Sensitivity
+    """Load the sensitivity file and the plan of a report page."""
+    from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
     from headwise.spec import Plan
 
     inputs = {"sensitivity": None if sensitivity is None else Sensitivity.load(sensitivity)}

@@ -1,4 +1,4 @@
-"""What a shell offers when a person presses tab: models, heads and roles. Install it with headwise --install-completion."""
+"""Shell completion of models, heads and roles. Install it with headwise --install-completion."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import typer
 
 WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".npz")
-MODEL_FILES = ("spec.json", "config.json", "run.json")  # one of them makes a folder a model, or a run that has one
+MODEL_FILES = ("spec.json", "config.json", "run.json")  # a folder with one of these is a model or a run
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Bundles, and what lies here: folders with a model in them, files of weights, saved profiles."""
+    """Complete bundles, folders with a model, weight files and saved profiles."""
     from headwise.io.resolve_path import BUNDLES
 
     start = Path(incomplete)
@@ -23,13 +23,13 @@ def complete_models(incomplete: str) -> list[str]:
 
 
 def complete_heads(context: typer.Context, incomplete: str) -> list[str]:
-    """The heads of the model that was named, and all heads of a layer; behind a comma, one more."""
+    """Complete the heads of the given model and the patterns of its layers. After a comma, complete the next one."""
     from headwise.errors import HeadwiseError
 
     prefix, comma, partial = incomplete.rpartition(",")
     try:
         addresses = _addresses(str(context.params.get("model") or ""))
-    except (HeadwiseError, OSError):  # nothing can be offered for what cannot be read
+    except (HeadwiseError, OSError):  # no candidates for an unreadable model
         return []
     candidates = dict.fromkeys(f"{address.layer_address}.*" for address in addresses) | dict.fromkeys(
         map(str, addresses)
@@ -38,8 +38,8 @@ def complete_heads(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_roles(incomplete: str) -> list[str]:
-    """The roles a head may have: those of the tables, and those of the embedded probe set's relations."""
-    from headwise.analysis.roles.prompt_roles import PROMPT_ROLES
+    """Complete role names, including the relations of the embedded probe set."""
+    from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES
     from headwise.analysis.roles.roles import role_names
     from headwise.text.annotated_document import Document
     from headwise.text.corpus import Corpus
@@ -49,7 +49,7 @@ def complete_roles(incomplete: str) -> list[str]:
 
 
 def _addresses(model: str) -> Iterable:
-    """The heads of a model, from its file's own table of sizes; no weights are read."""
+    """Return the heads of a model, read from file headers without loading weights."""
     if model.endswith(".npz"):
         from headwise.analysis.roles.profile_result import Profile
 
@@ -64,7 +64,7 @@ def _matching(names: Iterable[str], incomplete: str) -> list[str]:
 
 
 def _may_contain_model(path: Path) -> bool:
-    """Whether a folder is a model, or may lead to one."""
+    """Whether a folder is a model or has subfolders that may be."""
     if not path.is_dir() or path.name.startswith("."):
         return False
     return any((path / name).is_file() for name in MODEL_FILES) or any(child.is_dir() for child in path.iterdir())

@@ -1,4 +1,4 @@
-"""Command line options made from the fields of a dataclass."""
+"""Command line options generated from the fields of a dataclass."""
 
 import inspect
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from headwise.cli.shell.common_options import drop_none
 def field_options(dataclass: type, parameter: str, *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace one parameter of a command by an option for each named field.
 
-    The command receives a dict with the fields that were given. Help is the `help` in the metadata of a field. A switch is
-    off, and any other option is None, unless it is given.
+    The command receives a dict with the fields set on the command line. The help text is `help` in the metadata of a field.
+    The default of a switch is off, and that of any other option None.
 
     Args:
         dataclass: The dataclass.

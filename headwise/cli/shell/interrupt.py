@@ -1,4 +1,4 @@
-"""Ctrl-C, whatever becomes of it on its way: a library may turn it into an error of its own."""
+"""Record Ctrl-C, because a library may convert KeyboardInterrupt to another exception."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def record_sigint() -> Iterator[list[int]]:
-    """Yields a list that is empty until Ctrl-C is pressed; KeyboardInterrupt is raised as ever."""
+    """Yield a list that is empty until Ctrl-C is pressed. KeyboardInterrupt is raised as usual."""
     received: list[int] = []
 
     def handler(signum: int, frame: object) -> None:

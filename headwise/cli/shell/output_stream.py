@@ -1,4 +1,4 @@
-"""Standard output of the command line: any encoding, any width, and a full disk."""
+"""Standard output of the command line: encodings, terminal width and failed writes."""
 
 import errno
 import io
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 def prepare_streams() -> None:
-    """Replace characters that an ASCII or Latin-1 terminal cannot print, and ignore a COLUMNS that leaves no room."""
+    """Replace characters that an ASCII or Latin-1 terminal cannot print, and ignore COLUMNS=0."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -20,7 +20,7 @@ def prepare_streams() -> None:
 
 @contextmanager
 def flushed_output() -> Iterator[None]:
-    """Write everything before the command ends, and report a failed write in one line with exit code 1."""
+    """Flush standard output at the end, and report a failed write in one line with exit code 1."""
     try:
         try:
             yield
@@ -30,10 +30,13 @@ def flushed_output() -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
             raise
         discard_output()
-        print(f"headwise: cannot write the result: {error.strerror}.", file=sys.stderr)
+        print(
+            f"headwise: cannot write the result: {error.strerror}. Free disk space or use another folder.",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 
 def discard_output() -> None:
-    """Send what is still buffered nowhere: the interpreter would try to write it once more when it ends."""
+    """Redirect standard output to the null device, so that the interpreter does not write the buffer again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

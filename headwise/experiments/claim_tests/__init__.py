@@ -1,1 +1,1 @@
-"""One file a claim: what is said, what would count against it, how it is measured, and the rule of the verdict."""
+"""One module per claim: the statement, the counterevidence, the measurement and the rule for the verdict."""

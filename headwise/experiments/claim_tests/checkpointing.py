@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.analysis import TokenizedCorpus, default_corpus
 from headwise.distributed import run_in_subprocess
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.paired_timing import interleaved_timing
 from headwise.experiments.engine.peak_memory import peak_memory
@@ -23,24 +23,30 @@ from headwise.model import ModelProtocol, Transformer, check_model
 from headwise.training import LanguageLoss
 
 DEPTHS = (2, 8)  # layers
-MAX_MEMORY_RATIO, MIN_TIME_RATIO = 0.8, 1.1  # of the memory, and times as long: the least that is called a trade
-ROUNDS, MEMORY_RUNS = 9, 5  # of the clock, and of memory: each of these in two fresh processes
-MAX_LENGTH = 128  # tokens in a row of a text that is given
-# and at least and at most so many rows: so many that rows times weights come near this
+MAX_MEMORY_RATIO, MIN_TIME_RATIO = 0.8, 1.1  # largest memory ratio and smallest time ratio that count as a trade
+ROUNDS, MEMORY_RUNS = 9, 5  # timing rounds, and memory measurements (each in two fresh processes)
+MAX_LENGTH = 128  # tokens per row of a given text
+# Smallest and largest number of rows, and target for rows × weights.
 ROW_LIMITS, TARGET_WORK = ((2, 16), 6e7)
 
 
 @dataclass(frozen=True)
 class CheckpointingMeasurement:
-    """A training step with everything kept, and with the insides of blocks computed again."""
+    """Memory and time of a training step, with activations stored and with activations recomputed.
 
-    stored: Statistic  # megabytes above weights and gradients
+    Attributes:
+        stored: Megabytes above weights and gradients, with stored activations.
+        recomputed: Megabytes above weights and gradients, with recomputed activations.
+        time_ratio: Time with recomputed activations over time with stored ones.
+    """
+
+    stored: Statistic
     recomputed: Statistic
-    time_ratio: Statistic  # of the second over the first
+    time_ratio: Statistic
 
     @property
     def memory_ratio(self) -> Statistic:
-        """Of the second over the first, measurement by measurement."""
+        """Memory with recomputed activations over memory with stored ones, paired by measurement."""
         pairs = zip(self.recomputed.values, self.stored.values, strict=True)
         return Statistic.mean_of([recomputed / stored for recomputed, stored in pairs])
 
@@ -48,15 +54,16 @@ class CheckpointingMeasurement:
 def measure_checkpointing(
     model: ModelProtocol, ids: Tensor, rounds: int = ROUNDS, memory_runs: int = MEMORY_RUNS
 ) -> CheckpointingMeasurement:
-    """What checkpointing costs and saves a model in a training step (loss and gradients) on tokens (B, T).
+    """Measure the memory and time of a training step (loss and gradients) on tokens (B, T), with and without checkpointing.
 
-    The model is left alone: copies of it are measured, for memory in fresh processes.
+    The given model is not changed: copies are measured, in fresh processes for memory.
     """
     check_model(model)
-    LanguageLoss(model)  # refuses what has no loss
+    LanguageLoss(model)  # raises an error if the model has no loss
     if model.spec.kind == "encoder-decoder":
-        raise HeadwiseError(
-            "a step is taken on texts alone, which an encoder-decoder cannot; give a decoder or an encoder."
+        raise UnsupportedModelError(
+            "model: an encoder-decoder is not supported because the training step uses texts without sources. "
+            "Use a decoder or an encoder."
         )
     with TemporaryDirectory() as scratch:
         folder = str(Path(scratch) / "model")
@@ -76,7 +83,7 @@ def measure_checkpointing(
 
 def _measure_memory(model_class: type[ModelProtocol], folder: str, ids: list[list[int]], checkpointing: bool) -> float:
     model, batch = model_class.reopen(folder).train(), torch.tensor(ids)
-    small = batch[:1, :4]  # leaves gradients behind, which then count no more
+    small = batch[:1, :4]  # allocates the gradients, which are then not counted
     return peak_memory(_make_step(model, batch, checkpointing), _make_step(model, small, checkpointing))
 
 
@@ -91,7 +98,7 @@ def _make_step(model: ModelProtocol, ids: Tensor, checkpointing: bool) -> Callab
 def measure(
     experiment: ExperimentContext, depths: Sequence[int] = DEPTHS, rounds: int = ROUNDS, memory_runs: int = MEMORY_RUNS
 ) -> StatisticTable:
-    """Untrained models of the lab's size, shallow and deep: what a step takes does not hang on what was learned."""
+    """Measure untrained models, shallow and deep. Memory and time do not depend on the values of the weights."""
     statistics, size = StatisticTable(), experiment.size
     for layers in depths:
         torch.manual_seed(0)
@@ -104,7 +111,7 @@ def measure(
 def measure_model(
     model: ModelProtocol, text: Any = None, rounds: int = ROUNDS, memory_runs: int = MEMORY_RUNS
 ) -> StatisticTable:
-    """The model itself, on the beginning of a text."""
+    """Measure the given model on the first tokens of a text."""
     max_length, weights = min(MAX_LENGTH, model.spec.context), sum(weight.numel() for weight in model.parameters())
     max_rows = min(ROW_LIMITS[1], max(ROW_LIMITS[0], int(TARGET_WORK // weights)))
     corpus = TokenizedCorpus.of(model, default_corpus(model) if text is None else text)
@@ -122,7 +129,7 @@ def _add_cost(statistics: StatisticTable, layers: int, cost: CheckpointingMeasur
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     memory, time = statistics.by_condition("memory ratio"), statistics.by_condition("time ratio")
     confirmed = [
         layers
@@ -147,7 +154,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     if len(refuted) == len(memory):
         return Verdict("does not hold")
     details = [f"at {layers} layers little is {' and '.join(shortfalls[layers])}" for layers in refuted]
-    details += [f"at {layers} layers it stays open" for layers in unsure]
+    details += [f"at {layers} layers the result is inconclusive" for layers in unsure]
     return Verdict("depends", f"on the {'measurement' if unsure else 'depth'}: {'; '.join(details)}")
 
 
@@ -155,18 +162,18 @@ CLAIM = Claim(
     number=18,
     name="checkpointing",
     statement="Activation checkpointing trades time for memory.",
-    counterevidence="A training step that takes about as much memory with checkpointing as without, or that takes no longer.",
-    setup="Models of the lab's width with few layers and with many: the peak memory of a training step above weights "
-    "and gradients, in fresh processes, and its time, in turns on one thread, with the insides of blocks kept or "
-    "computed again in the backward pass. Ratios are of the second over the first: of memory the mean of several "
-    "measurements, of time the median over turns.",
-    rule=f"It is a trade where memory surely falls below {MAX_MEMORY_RATIO:g} times and time surely rises above "
-    f"{MIN_TIME_RATIO:g} times, and none where one of these surely is not so. Holds if it is one at every depth, does "
-    "not hold if at none; else depends, on the measurement if some depth stays open, or on the depth.",
+    counterevidence="A training step that needs about as much memory with checkpointing as without, or that takes no longer.",
+    setup="Models of the default width with few layers and with many. The peak memory of a training step above weights "
+    "and gradients is measured in fresh processes, and its time in interleaved runs on one thread, with the activations "
+    "inside blocks stored or recomputed in the backward pass. Ratios are recomputed over stored: for memory the mean of "
+    "several measurements, for time the median over rounds.",
+    rule=f"A depth shows a trade if memory is significantly below {MAX_MEMORY_RATIO:g} times and time significantly above "
+    f"{MIN_TIME_RATIO:g} times, and shows none if one of these is significantly false. Holds if every depth shows a trade, "
+    "does not hold if none does. Otherwise depends: on the measurement if some depth is inconclusive, else on the depth.",
     judged=statistic_key_selector("memory ratio", "time ratio"),
     measure=measure,
     judge=judge,
-    plot=PlotSpec(("memory ratio", "time ratio"), x="layers", y="computed again, kept = 1"),
+    plot=PlotSpec(("memory ratio", "time ratio"), x="layers", y="recomputed, stored = 1"),
     timed=True,
     measure_model=measure_model,
 )

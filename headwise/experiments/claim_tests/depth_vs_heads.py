@@ -9,27 +9,27 @@ import numpy as np
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.equal_parameter_specs import (
+from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.layers_or_heads_specs import (
     LAYERS,
     STEP_FRACTION,
     make_deep_experiment,
     reduce_layers_or_heads,
 )
-from headwise.experiments.experiment_context import ExperimentContext
 
 MODELS = ("full", "fewer layers", "fewer heads")
-MIN_GAP = 0.01  # nats a token
+MIN_GAP = 0.01  # nats per token
 
 
 def equal_parameter_configs(experiment: ExperimentContext, seed: int) -> dict[str, ExperimentConfig]:
-    """The deeper model, one block less, and as many parameters less by fewer heads."""
+    """Return the deeper model, the model with one block less, and the model with fewer heads and as many parameters."""
     full = make_deep_experiment(experiment).make_config(seed)
     specs = (full.spec, *reduce_layers_or_heads(full.spec))
     return {name: replace(full, spec=spec) for name, spec in zip(MODELS, specs, strict=True)}
 
 
 def final_and_mean_gap(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[float, float]:
-    """How far one curve of losses lies above another: at the last step, and on average over training (the area between them).
+    """Return the difference between two loss curves at the last step, and its mean over training.
 
     >>> final_and_mean_gap({10: 3.0, 20: 2.0}, {10: 2.5, 20: 2.25})
     (-0.25, 0.125)
@@ -42,12 +42,12 @@ def final_and_mean_gap(first: Mapping[int, float], second: Mapping[int, float]) 
 
 
 def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
-    """Three models for every seed."""
+    """Return three models per seed."""
     return (config for seed in experiment.seeds for config in equal_parameter_configs(experiment, seed).values())
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """The held-out loss of all three through training, and their paired differences."""
+    """Measure the held-out loss of all three models during training, and their paired differences."""
     trained = [
         {name: experiment.train_or_load(config) for name, config in equal_parameter_configs(experiment, seed).items()}
         for seed in experiment.seeds
@@ -73,7 +73,7 @@ GAP = "nats of fewer heads above fewer layers"
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     gaps = statistics.by_condition(GAP)
     worse = [str(phase) for phase, gap in gaps.items() if gap.is_interval_above(MIN_GAP)]
     not_worse = [str(phase) for phase, gap in gaps.items() if gap.is_interval_below(MIN_GAP)]
@@ -83,12 +83,12 @@ def judge(statistics: StatisticTable) -> Verdict:
         opposite = all(gap.is_interval_below(-MIN_GAP) for gap in gaps.values())
         return Verdict("does not hold", "less depth hurts more" if opposite else "")
     if worse and not_worse:
-        return Verdict("depends", f"on when one looks: fewer heads hurt more {worse[0]}, but not {not_worse[0]}")
-    return Verdict("depends", "on the seed: intervals reach to both sides of the bar")
+        return Verdict("depends", f"on when it is measured: fewer heads hurt more {worse[0]}, but not {not_worse[0]}")
+    return Verdict("depends", "on the seed: an interval includes the threshold")
 
 
 def _curve(trained: TrainedModel) -> dict[int, float]:
-    """The loss at each step; a run that diverged knows as much as a guess."""
+    """Return the loss by step. A diverged run gets the loss of a uniform guess."""
     recipe, guess = trained.config.recipe, math.log(trained.config.spec.vocab)
     steps = {*range(recipe.evaluate_every, recipe.steps, recipe.evaluate_every), recipe.steps}
     losses = dict(trained.loss_curve)
@@ -99,16 +99,16 @@ CLAIM = Claim(
     number=16,
     name="depth",
     statement="At equal parameters, fewer heads hurt more than slightly less depth.",
-    counterevidence="A model with fewer heads that learns as well as one of the same size with a block less.",
-    setup=f"A model of {LAYERS} layers, one with a block less, and one with as many parameters taken from it by fewer "
-    f"heads in every layer (each head as wide as before), trained alike for {STEP_FRACTION:.0%} of the usual steps; "
-    "held-out loss all along.",
-    rule="The loss with fewer heads minus that with fewer layers, paired over seeds, at the end and on average over "
-    f"training: holds if both are surely above {MIN_GAP:g} nats a token, does not hold if both are surely below that, "
-    "else depends.",
+    counterevidence="A model with fewer heads that learns as well as a model of equal size with one block less.",
+    setup=f"A model of {LAYERS} layers, a model with one block less, and a model with about as many parameters removed by "
+    f"fewer heads in every layer (at constant head_dim), all trained in the same way for {STEP_FRACTION:.0%} of the default "
+    "steps. The held-out loss is measured during training.",
+    rule="The loss with fewer heads minus the loss with fewer layers, paired by seed, at the end and on average over "
+    f"training: holds if both are significantly above {MIN_GAP:g} nats per token, does not hold if both are significantly "
+    "below, else depends.",
     judged=statistic_key_selector(GAP),
     measure=measure,
     judge=judge,
-    plot=PlotSpec(MODELS, x="step", y="held-out loss, nats a token"),
+    plot=PlotSpec(MODELS, x="step", y="held-out loss, nats per token"),
     training_configs=training_configs,
 )

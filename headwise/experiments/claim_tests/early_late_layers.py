@@ -16,12 +16,12 @@ from headwise.analysis import (
     profile,
     score,
 )
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, format_labeled_lists, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.equal_parameter_specs import LAYERS, make_deep_experiment
 from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.layers_or_heads_specs import LAYERS, make_deep_experiment
 from headwise.experiments.pretrained_claim_model import PRETRAINED, installed_pretrained_name, load_pretrained
 from headwise.model import ModelProtocol
 from headwise.text import Corpus, Document
@@ -31,27 +31,27 @@ SYNTAX = (
     "determiner-noun", "adjective-noun", "subject-verb", "verb-object", "possessive",
     "det", "amod", "nsubj", "obj", "nmod:poss",
 )  # fmt: skip
-SEMANTICS = ("semantic", "coreference")  # as roles are told
+SEMANTICS = ("semantic", "coreference")  # names of the roles
 EARLY, LATE = ("local", "syntactic"), ("long range", "semantic")
-LONG_RANGE = 32  # tokens: from this distance on, weight counts as long range
-MIN_GAP = 0.05  # of the weight, or in accuracy
-TEXTS, SENTENCES = 8, 15  # where documents are short, so many texts are made of so many of them each
+LONG_RANGE = 32  # distance in tokens from which attention counts as long-range
+MIN_GAP = 0.05  # fraction of the attention weight, or accuracy
+TEXTS, SENTENCES = 8, 15  # if documents are short: number of texts, and documents joined into each
 
 
 @dataclass(frozen=True, eq=False)
-class DepthTrend:
-    """One measure in the first, the middle and the last third of the layers: sums and counts by bucket of texts."""
+class LayerThirdMeans:
+    """Sums and counts of one metric in the first, middle and last third of the layers, by bucket of texts."""
 
     sums: np.ndarray  # (buckets, 3)
     counts: np.ndarray  # (buckets, 3)
 
     @property
     def means_by_third(self) -> list[float]:
-        """The three numbers."""
+        """Means of the three thirds."""
         return (self.sums.sum(0) / self.counts.sum(0)).tolist()
 
     def gap(self, first: int, second: int) -> Statistic:
-        """How much more there is in one third than in another; the interval is over texts, of one text there is none."""
+        """Return the difference between two thirds. The interval is over texts. A single text has no interval."""
         parts = (table[:, part] for part in (first, second) for table in (self.sums, self.counts))
         (low, high), difference = (
             bootstrap_difference_interval(*parts),
@@ -64,26 +64,29 @@ class DepthTrend:
         )
 
 
-def trends_by_depth(model: ModelProtocol, text: Any = None) -> dict[str, DepthTrend]:
-    """What heads do in each third of the layers, over a text (None: the model's usual one).
+def trends_by_depth(model: ModelProtocol, text: Any = None) -> dict[str, LayerThirdMeans]:
+    """Measure the behavior of heads in each third of the layers on a text (None: the model's default corpus).
 
-    `local` and `long range` are the weight 1 to 3 tokens away and 32 or more, as shares of what does not rest on the first
-    token; `syntactic` and `semantic` how often the best head of the third follows a relation, above the best fixed offset:
-    the head is chosen on half of the documents and judged by the other. What a text has no relations for is left out.
+    `local` and `long range` are the attention 1 to 3 tokens back and 32 or more tokens back, as fractions of the attention
+    that is not on the first token. `syntactic` and `semantic` are the accuracies with which the best head of the third
+    follows a relation, above the best fixed offset. The head is selected on one half of the documents and evaluated on the
+    other. Metrics whose relations do not occur in the text are omitted.
     """
     if model.spec.layers < 3:
-        raise HeadwiseError(f"thirds need at least three layers; this model has {model.spec.layers}.")
+        raise UnsupportedModelError(
+            f"model: the comparison of thirds needs at least three layers. Got {model.spec.layers}. Use a deeper model."
+        )
     corpus, relations = _default_texts(model) if text is None else (text, None)
     return _depth_trends(profile(model, corpus, relations=relations, causal=False))
 
 
 def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
-    """The deeper model of every seed."""
+    """Return the deeper model of every seed."""
     return (make_deep_experiment(experiment).make_config(seed) for seed in experiment.seeds)
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Trained models of six layers, and SmolLM2's thirty if it is installed."""
+    """Measure trained six-layer models, and SmolLM2 (30 layers) if it is installed."""
     statistics = StatisticTable()
     _add_trends(
         statistics,
@@ -100,14 +103,14 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
-    """The same with a model and its text."""
+    """Measure the given model on a text."""
     statistics = StatisticTable()
     _add_trends(statistics, "given", [trends_by_depth(model, text)])
     return statistics
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     gaps = {str(condition): gap for condition, gap in statistics.by_condition(GAP).items()}
     confirmed = [condition for condition, gap in gaps.items() if gap.is_interval_above(MIN_GAP)]
     refuted = [condition for condition, gap in gaps.items() if gap.is_interval_below(MIN_GAP)]
@@ -117,51 +120,57 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("holds")
     if 2 * len(refuted) > len(gaps):
         return Verdict("does not hold", format_labeled_lists({"shown": confirmed, "open": unsure}))
-    return Verdict("depends", f"on {'what is meant, and where' if refuted else 'the seed, or the text'}; {details}")
+    return Verdict("depends", f"on {'the property and the model' if refuted else 'the seed, or the text'}; {details}")
 
 
-GAP = "the way the claim has it"  # early − late for what is said to be early, late − early for the rest
+GAP = "the way the claim has it"  # early − late for properties of early layers, late − early for properties of late layers
 
 
 def _default_texts(model: ModelProtocol) -> tuple[Any, Any]:
-    """The model's usual documents; short ones are laid end to end as well, so that something is far away."""
+    """Return the model's default documents. Short documents are also joined, so that long distances occur."""
     documents = [item for item in default_corpus(model).items() if isinstance(item, Document)]
     if np.median([len(document.words) for document in documents]) > 2 * LONG_RANGE:
         return Corpus.of(documents), None
-    stride = max(1, len(documents) // SENTENCES)  # sentences of a text are of all kinds
+    stride = max(1, len(documents) // SENTENCES)  # so that each text contains sentences of all kinds
     texts = [" ".join(document.text for document in documents[start::stride]) for start in range(min(TEXTS, stride))]
     return texts, documents
 
 
-def _depth_trends(profiled: Profile) -> dict[str, DepthTrend]:
+def _depth_trends(profiled: Profile) -> dict[str, LayerThirdMeans]:
     layers = {name: third_of_head for third_of_head, name in enumerate(profiled.metadata["layers"])}
     third_of_head = np.array([3 * layers[str(address.layer_address)] // len(layers) for address in profiled.addresses])
     if len({*third_of_head.tolist()}) < 3:
-        raise HeadwiseError("a third of the layers of this model has no heads left; give the whole model.")
+        raise UnsupportedModelError(
+            "model: early, middle and late thirds of the layers are compared, and one third has no heads left after pruning. "
+            "Use the model before pruning."
+        )
     third = np.eye(3)[third_of_head]  # (heads, 3)
     first, rows = profiled.accumulator.bucket_sums_and_counts("first")  # (buckets, heads)
     non_sink = (rows - first) @ third  # (buckets, 3)
     near_weight = profiled.accumulator.bucket_sums_and_counts("local")[0]
     far_weight, far_rows = profiled.accumulator.bucket_sums_and_counts("long range")
     if not far_rows.sum():
-        raise HeadwiseError(
-            f"no token of this text has another {LONG_RANGE} or more before it, the first left out; give longer texts."
+        raise ArgumentError(
+            f"text: too short to measure long-range attention, {LONG_RANGE} or more tokens back without the first token. "
+            "Use longer texts."
         )
     distance_sums = profiled.accumulator.bucket_sums_and_counts("signed distance")[0]
     trends = {
-        "local": DepthTrend(near_weight @ third, non_sink),
-        "long range": DepthTrend(far_weight @ third, non_sink),
+        "local": LayerThirdMeans(near_weight @ third, non_sink),
+        "long range": LayerThirdMeans(far_weight @ third, non_sink),
         "syntactic": _accuracy(profiled, SYNTAX, third_of_head),
         "semantic": _accuracy(profiled, SEMANTICS, third_of_head),
-        "mean distance back, the first token included": DepthTrend(distance_sums @ third, rows @ third),
-        "weight on the first token": DepthTrend(first @ third, rows @ third),
+        "mean distance back, the first token included": LayerThirdMeans(distance_sums @ third, rows @ third),
+        "weight on the first token": LayerThirdMeans(first @ third, rows @ third),
     }
     return {name: value for name, value in trends.items() if value is not None}
 
 
-def _accuracy(profiled: Profile, names: Sequence[str], third_of_head: np.ndarray) -> DepthTrend | None:
-    """How often the best head of each third follows a relation, above the best fixed offset: the mean of relations."""
-    best: dict[tuple[str, int], tuple[float, np.ndarray]] = {}  # (relation, third): on one half, and sums on the other
+def _accuracy(profiled: Profile, names: Sequence[str], third_of_head: np.ndarray) -> LayerThirdMeans | None:
+    """Return the mean over relations of the best head's accuracy in each third, above the best fixed offset."""
+    best: dict[
+        tuple[str, int], tuple[float, np.ndarray]
+    ] = {}  # (relation, third): gain on the selection half, and sums on the reporting half
     for scores in score(profiled.accumulator, profiled.relation_metric):
         if scores.role.name not in names or min(scores.buckets_in_half(half).sum() for half in (0, 1)) < MIN_UNITS:
             continue
@@ -170,7 +179,7 @@ def _accuracy(profiled: Profile, names: Sequence[str], third_of_head: np.ndarray
         gains, arcs = (scores.scores - scores.baselines) * reporting, scores.counts * reporting  # (buckets, heads)
         for third in range(3):
             head = max(np.flatnonzero(third_of_head == third), key=lambda candidate: selection_gain[candidate])
-            # each relation counts alike, however many arcs it has
+            # each relation has equal weight, regardless of its number of arcs
             sums = np.stack((gains[:, head], arcs[:, head])) / arcs[:, head].sum()  # (2, buckets)
             key = scores.role.name, third
             if key not in best or selection_gain[head] > best[key][0]:  # the better of both directions
@@ -180,11 +189,11 @@ def _accuracy(profiled: Profile, names: Sequence[str], third_of_head: np.ndarray
     reporting = [
         np.sum([sums for (_, third), (_, sums) in best.items() if third == candidate], 0) for candidate in range(3)
     ]
-    return DepthTrend(*np.stack(reporting, -1))  # (2, buckets, 3)
+    return LayerThirdMeans(*np.stack(reporting, -1))  # (2, buckets, 3)
 
 
-def _add_trends(statistics: StatisticTable, model_label: str, trends: Sequence[Mapping[str, DepthTrend]]) -> None:
-    """Of several seeds the interval is over them; of a single model over texts."""
+def _add_trends(statistics: StatisticTable, model_label: str, trends: Sequence[Mapping[str, LayerThirdMeans]]) -> None:
+    """Add the trends. The interval is over seeds, or over texts for a single model."""
     for name in trends[0]:
         for index, third in enumerate(THIRDS):
             statistics.add(name, f"{model_label}: {third}", [trend[name].means_by_third[index] for trend in trends])
@@ -201,21 +210,21 @@ CLAIM = Claim(
     number=19,
     name="early-late",
     statement="Early layers are local and syntactic, later layers long-range and semantic.",
-    counterevidence="A model whose last third of layers is as local or as syntactic as its first, or whose first is "
+    counterevidence="A model whose last third of layers is as local or as syntactic as its first, or whose first third is "
     "as long-range or as semantic as its last.",
-    setup=f"Trained models of {LAYERS} layers on held-out documents, and SmolLM2's 30 layers on the probe set where it "
-    f"is installed, by thirds: the weight 1 to 3 tokens away and {LONG_RANGE} or more away, of what does not rest on the "
-    "first token; and how often the best head follows syntactic relations, or related words and pronouns, above the "
-    "best fixed offset.",
-    rule="Four things are said of each model: local early, syntactic early, long range late, semantic late. Each is "
-    f"shown where the first and the last third surely differ that way by more than {MIN_GAP:g} (share of weight, or "
-    "accuracy), not so where surely by less or the other way, and open else. Holds if all are shown, does not hold if "
-    "more than half are not so. Else depends: on which if any is not so, on the seed or the text if some are open and "
-    "none is not so.",
+    setup=f"Trained models of {LAYERS} layers on held-out documents, and SmolLM2 (30 layers) on the probe set if it is "
+    f"installed, by thirds of the layers: the attention 1 to 3 tokens away and {LONG_RANGE} or more away, as fractions of "
+    "the attention that is not on the first token, and how often the best head follows syntactic relations, or related "
+    "words and pronouns, above the best fixed offset.",
+    rule="Four properties are tested for each model: local early, syntactic early, long range late, semantic late. A "
+    f"property is shown if the first and the last third differ in that direction by significantly more than {MIN_GAP:g} "
+    "(fraction of attention, or accuracy), not so if by significantly less or in the other direction, else open. Holds if "
+    "all are shown, does not hold if more than half are not so. Otherwise depends: on the property and the model if any is "
+    "not so, else on the seed or the text.",
     judged=statistic_key_selector(GAP),
     measure=measure,
     judge=judge,
-    plot=PlotSpec((*EARLY, *LATE), y="share of weight, or accuracy above the best offset"),
+    plot=PlotSpec((*EARLY, *LATE), y="fraction of attention, or accuracy above the best offset"),
     training_configs=training_configs,
     measure_model=measure_model,
     extra_key=installed_pretrained_name,

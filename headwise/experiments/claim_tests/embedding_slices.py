@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from headwise.analysis import compare_weights, fold_norms_into_heads
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
@@ -16,16 +16,16 @@ from headwise.experiments.experiment_context import ExperimentContext
 from headwise.experiments.head_diversity import head_diversity
 from headwise.model import ModelProtocol
 
-MIN_LOSS = 0.02  # nats: 2 % of perplexity
-MIN_OVERLAP = 0.5  # of the overlap that subspaces drawn at random have
+MIN_LOSS = 0.02  # nats, about 2% of perplexity
+MIN_OVERLAP = 0.5  # relative to the overlap of random subspaces
 FULL, SLICED, WIDER = "full input", "slices", "slices with wider MLPs"
 
 
 def input_overlap(model: ModelProtocol) -> float:
-    """How much the spaces that heads of a layer read overlap, over chance: 1 as if drawn at random, 0 a partition.
+    """Return the overlap of the input subspaces of a layer's heads, over chance (1: random, 0: a partition).
 
-    Mean of queries, keys and values over the pairs of each layer; norms before a layer are folded into its weights. What
-    heads share by construction, as the keys of a group, is left out.
+    Mean over queries, keys and values and over the head pairs of each layer. Norms before a layer are folded into its
+    weights. Weights that heads share by construction, such as the keys of a group, are excluded.
     """
     spec, overlaps = model.spec.attention, []
     head_dims = {"read_q": spec.head_dim, "read_k": spec.head_dim, "read_v": spec.value_dim}
@@ -39,14 +39,16 @@ def input_overlap(model: ModelProtocol) -> float:
                 if np.isfinite(matrices[name][off_diagonal]).any()
             ]
     if not overlaps:
-        raise HeadwiseError("no layer of this model has two heads, so there is no overlap; give one with more heads.")
+        raise UnsupportedModelError(
+            "model: no layer has two heads, so overlap cannot be measured. Use a model with more heads."
+        )
     return float(np.mean(overlaps))
 
 
 def own_slice_weight_ratio(model: ModelProtocol) -> float:
-    """The share of a head's reading weights, squared, that lies in its own slice of the channels, over chance.
+    """Return the fraction of a head's squared input weights in its own slice of the channels, relative to chance.
 
-    1: its slice is to it as any other; as many as there are heads: it reads that slice alone.
+    1 means that its slice is like any other. The number of heads means that the head reads only that slice.
     """
     ratios = []
     with torch.no_grad():
@@ -59,7 +61,7 @@ def own_slice_weight_ratio(model: ModelProtocol) -> float:
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """The usual model beside one whose heads read a slice each, and one that makes up for the parameters in its MLPs."""
+    """Compare the default model with a model whose heads read one slice each, with and without wider MLPs."""
     statistics, texts = StatisticTable(), experiment.held_out_corpus()
     trained = {
         name: [experiment.train_or_load(config) for config in group]
@@ -83,30 +85,30 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
-    """What the heads of a model read, by their weights."""
+    """Measure the overlap of the input weights of a model's heads."""
     statistics = StatisticTable().add("overlap of what heads read, over chance", FULL, input_overlap(model))
     return statistics.add("weight in the own slice, over chance", FULL, own_slice_weight_ratio(model))
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     overlap = statistics["overlap of what heads read, over chance", FULL]
-    details = f"what heads read overlaps {overlap.mean:.2f} times as much as by chance"
+    details = f"the input subspaces of heads overlap {overlap.mean:.2f} times as much as by chance"
     if overlap.is_interval_below(MIN_OVERLAP):
         return Verdict("does not hold", details)
     if not overlap.is_interval_above(MIN_OVERLAP):
-        return Verdict("depends", f"on the seed: {details}, and the interval covers {MIN_OVERLAP:g}")
+        return Verdict("depends", f"on the seed: {details}, and the interval includes {MIN_OVERLAP:g}")
     lost = {str(name): statistic for name, statistic in statistics.by_condition("lost by slices").items()}
     not_worse = [name for name, statistic in lost.items() if statistic.is_interval_below(MIN_LOSS)]
     unsure = [
         name for name, statistic in lost.items() if not statistic.is_interval_above(MIN_LOSS) and name not in not_worse
     ]
     if not_worse:
-        details = f"heads read overlapping spaces, but {' and '.join(not_worse)} lose less than {MIN_LOSS:g} nats"
-        return Verdict("depends", f"on what is asked: {details}")
+        details = f"the input subspaces overlap, but {' and '.join(not_worse)} lose less than {MIN_LOSS:g} nats"
+        return Verdict("depends", f"on the criterion: {details}")
     if unsure:
         names = " and ".join(unsure)
-        details = f"heads read overlapping spaces, but whether {names} lose more than {MIN_LOSS:g} nats stays open"
+        details = f"the input subspaces overlap, but whether {names} lose more than {MIN_LOSS:g} nats is inconclusive"
         return Verdict("depends", f"on the seed: {details}")
     return Verdict("holds")
 
@@ -117,7 +119,7 @@ def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condit
 
 
 def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
-    """All three kinds."""
+    """Return all three kinds of models."""
     return [config for group in _configs_by_kind(experiment).values() for config in group]
 
 
@@ -130,7 +132,7 @@ def _configs_by_kind(experiment: ExperimentContext) -> dict[str, list[Experiment
 
 
 def _match_parameters(config: ExperimentConfig, reference: ExperimentConfig) -> ExperimentConfig:
-    """A point with MLPs so wide that it has as many parameters as another."""
+    """Widen the MLPs of a configuration so that its parameter count matches a reference."""
     spec = config.spec
     missing = reference.spec.num_parameters - spec.num_parameters
     extra_hidden = round(missing / (spec.layers * (2 * spec.width + spec.mlp_bias)))
@@ -141,20 +143,20 @@ CLAIM = Claim(
     number=11,
     name="input-slices",
     statement="Heads do not partition the embedding: each reads all of it through projections of its own, and that matters.",
-    counterevidence="Heads whose reading spaces hardly overlap; or models whose heads read a slice of the embedding "
-    "each and are as good.",
-    setup="The usual model, beside one whose head h sees channels h·d to (h + 1)·d alone, and beside that one with "
-    "MLPs so wide that parameters are as many (slices save most of W_Q, W_K and W_V). Losses are paired by seed; "
-    "overlap is the mean Σ cos² of principal angles between what two heads of a layer read, over that of random "
-    "subspaces.",
-    rule=f"Does not hold if what heads read overlaps surely less than {MIN_OVERLAP:g} times as much as by chance, "
-    "depends on the seed if neither surely less nor surely more. If more, holds if slices, with fewer parameters and "
-    f"with as many, surely lose more than {MIN_LOSS:g} nats a token; depends on what is asked if one of them surely "
-    "loses less, else on the seed. On a given model the overlap alone decides.",
+    counterevidence="Heads whose input subspaces hardly overlap, or models whose heads read one slice of the embedding each "
+    "and are as good.",
+    setup="The default model, a model whose head h reads only channels h·d to (h + 1)·d, and the same model with MLPs "
+    "widened to the parameter count of the default model (slices save most of W_Q, W_K and W_V). Losses are paired by seed. "
+    "Overlap is the mean Σ cos² of the principal angles between the input subspaces of two heads of a layer, relative to "
+    "random subspaces.",
+    rule=f"Does not hold if the input subspaces overlap significantly less than {MIN_OVERLAP:g} times as much as by chance. "
+    "Depends on the seed if the overlap is inconclusive. If it is significantly larger: holds if both sliced models lose "
+    f"significantly more than {MIN_LOSS:g} nats per token, depends on the criterion if one of them loses significantly "
+    "less, else depends on the seed. On a given model only the overlap is judged.",
     judged=_judged_statistics,
     measure=measure,
     judge=judge,
-    plot=PlotSpec(("loss", "overlap of what heads read, over chance"), y="nats a token; times chance"),
+    plot=PlotSpec(("loss", "overlap of what heads read, over chance"), y="nats per token; ratio to chance"),
     training_configs=training_configs,
     measure_model=measure_model,
 )

@@ -1,4 +1,4 @@
-"""Heads act like an ensemble: several heads of one model against the average of as many models of one head."""
+"""Heads act like an ensemble: several heads of one model versus the average of as many one-head models."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis import tokenizer_of
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
@@ -18,30 +18,33 @@ from headwise.model import Transformer
 from headwise.text import Corpus
 
 MEMBERS = 4
-MAX_GAP = 0.02  # nats: 2 % of perplexity
+MAX_GAP = 0.02  # nats, about 2% of perplexity
 WIDE, NARROW = "wide members", "narrow members"
 UNDECIDED = "by the seed"
 
 
 class ProbabilityEnsemble(nn.Module):
-    """Decoders that answer together: forward gives the logarithm of their mean probability."""
+    """Decoders whose probabilities are averaged. `forward` returns the logarithm of the mean probability."""
 
     def __init__(self, models: Sequence[Transformer]) -> None:
         super().__init__()
         if not models or len({model.spec.vocab for model in models}) > 1:
-            raise HeadwiseError("an ensemble needs at least one model, and the same vocabulary in all of them.")
+            raise ArgumentError(
+                "models: an ensemble needs at least one model, and all models need the same vocabulary size. "
+                f"Got sizes {[model.spec.vocab for model in models]}. Use models with one tokenizer."
+            )
         self.models = nn.ModuleList(models)
         self.tokenizer, self.device = tokenizer_of(models[0]), models[0].device
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(B, T) → (B, T, vocab)"""
+        """Map ids (B, T) to log probabilities (B, T, vocab)."""
         log_probs = torch.stack([model(ids).log_softmax(-1) for model in self.models])  # (models, B, T, vocab)
         return log_probs.logsumexp(0) - math.log(len(log_probs))
 
 
 @torch.no_grad()
 def ensemble_loss(models: Sequence[Transformer], corpus: Any) -> float:
-    """The loss of models that answer together, nats a token, on texts that each begin anew; one model: its own loss."""
+    """Return the loss of the ensemble in nats per token. Each text starts a new context."""
     ensemble = ProbabilityEnsemble(models).eval()
     total, count = 0.0, 0
     for text in Corpus.of(corpus).items():
@@ -53,7 +56,7 @@ def ensemble_loss(models: Sequence[Transformer], corpus: Any) -> float:
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """One model of several heads for each seed, beside two ensembles, all on the same held-out documents."""
+    """Compare one multi-head model per seed with two ensembles on the same held-out documents."""
     texts, statistics = experiment.held_out_corpus(), StatisticTable()
     trained = [experiment.train_or_load(experiment.make_config(seed, MEMBERS)) for seed in experiment.seeds]
     losses = [ensemble_loss([run.load_model()], texts) for run in trained]
@@ -75,7 +78,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     comparisons = {
         str(name): _compare(statistic) for name, statistic in statistics.by_condition("above the ensemble").items()
     }
@@ -90,14 +93,14 @@ def judge(statistics: StatisticTable) -> Verdict:
 
 
 def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
-    """The model of several heads for each seed, and all members."""
+    """Return the multi-head model of each seed, and all ensemble members."""
     return [experiment.make_config(seed, MEMBERS) for seed in experiment.seeds] + [
         config for members in _members(experiment).values() for config in members
     ]
 
 
 def _members(experiment: ExperimentContext) -> dict[str, list[ExperimentConfig]]:
-    """Models of one head: as wide as the model, or as narrow as one of several heads."""
+    """Return one-head models, with a head as wide as the model or as narrow as one of several heads."""
     seeds, narrow = range(experiment.seeds[0], experiment.seeds[0] + MEMBERS), experiment.size.width // MEMBERS
     return {
         WIDE: [experiment.make_config(seed, 1) for seed in seeds],
@@ -124,22 +127,22 @@ def _compare(gap: Statistic) -> str:
 CLAIM = Claim(
     number=24,
     name="ensemble",
-    statement="Heads act like an ensemble: h heads in one model are as good as h models of one head whose answers are "
+    statement="Heads act like an ensemble: a model with h heads is as good as h one-head models whose predictions are "
     "averaged.",
-    counterevidence="A model of h heads that is clearly worse than the average, or clearly better: then heads do "
-    "together what no averaging of answers does.",
-    setup=f"One model of {MEMBERS} heads for each seed, against {MEMBERS} models of one head, of {MEMBERS} seeds from "
-    "the first one on (other weights, other documents), their probabilities averaged: members with a head as wide as "
-    f"the model, each with as many parameters as the model of {MEMBERS} heads, so {MEMBERS} times as many together; "
-    f"and members with a head of a {MEMBERS}th of the width, whose attention adds up to that of the one model, though "
-    "their MLPs and tables do not. All read the same held-out documents. There is one ensemble of each kind: "
-    "intervals are over seeds of the one model.",
-    rule=f"As good means a loss surely within {MAX_GAP:g} nats a token of the ensemble's. Holds if the heads are as "
-    "good as both ensembles; does not hold if they are surely better than both, or surely worse than both; else "
-    "depends, on the seed if either stays open, or on the members.",
+    counterevidence="A model with h heads that is clearly worse or clearly better than the average. If better, heads "
+    "achieve together what averaging predictions cannot.",
+    setup=f"One model with {MEMBERS} heads per seed, versus {MEMBERS} one-head models of {MEMBERS} consecutive seeds "
+    "(different weights and documents) whose probabilities are averaged. Wide members have a head as wide as the model. "
+    f"Each has as many parameters as the model with {MEMBERS} heads, so that the ensemble has {MEMBERS} times as many. "
+    f"Narrow members have a head of 1/{MEMBERS} of the width. Their attention parameters add up to those of the multi-head "
+    "model, but their MLPs and embeddings do not. All models are evaluated on the same held-out documents. There is one "
+    "ensemble of each kind, so the intervals are over seeds of the multi-head model.",
+    rule=f"As good means a loss significantly within {MAX_GAP:g} nats per token of the ensemble's loss. Holds if the "
+    "multi-head model is as good as both ensembles. Does not hold if it is significantly better than both, or "
+    "significantly worse than both. Otherwise depends: on the seed if either is inconclusive, else on the members.",
     judged=statistic_key_selector("above the ensemble"),
     measure=measure,
     judge=judge,
-    plot=PlotSpec(("loss",), y="held-out loss, nats a token"),
+    plot=PlotSpec(("loss",), y="held-out loss, nats per token"),
     training_configs=training_configs,
 )

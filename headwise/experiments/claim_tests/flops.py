@@ -1,4 +1,4 @@
-"""At a fixed width, the number of heads does not change the work of attention."""
+"""At a fixed width, the number of heads does not change the FLOPs of attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.analysis import TokenizedCorpus
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
@@ -17,26 +17,34 @@ from headwise.model import ModelProtocol
 from headwise.spec import AttentionSpec
 
 HEADS = (1, 2, 4, 8, 16, 32, 64)
-SOFTMAX_OPS = 5  # operations a score: the largest of its row, take it off, exponentiate, add up, divide
-MAX_CHANGE = 0.05  # of the work: more than that, and it is not the same any more
-LARGER_SIZES = ((768, 1024), (4096, 4096))  # width and tokens of GPT-2 and of a Llama, beside the lab's own
+SOFTMAX_OPS = 5  # operations per score: row maximum, subtraction, exponential, sum, division
+MAX_CHANGE = 0.05  # relative change of the FLOPs that counts as a difference
+LARGER_SIZES = (
+    (768, 1024),
+    (4096, 4096),
+)  # (width, tokens) of GPT-2 and of a Llama model, in addition to the default size
 
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Operations of one layer on one text."""
+    """Operations of one layer on one text.
 
-    matmul: int  # of matrices, a multiplication and an addition counted as two
+    Attributes:
+        matmul: Operations of matrix products. A multiply-add counts as two.
+        softmax: Operations of the softmax.
+    """
+
+    matmul: int
     softmax: int
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Sum of both."""
         return self.matmul + self.softmax
 
 
 def count_flops(spec: AttentionSpec, tokens: int) -> LayerFlops:
-    """The operations of a layer that materialises its maps, counted while it runs on tensors without numbers.
+    """Count the operations of a layer that materializes its maps, by running it on meta tensors.
 
     >>> count_flops(AttentionSpec(width=64, heads=4), 10) == LayerFlops(8 * 10 * 64**2 + 4 * 10**2 * 64, 5 * 4 * 10**2)
     True
@@ -56,23 +64,23 @@ def _softmax_flops(shape: torch.Size, *args: Any, out_shape: Any = None, **kwarg
 
 
 def flops_by_heads(width: int, tokens: int, heads: Sequence[int] = HEADS, **fields: Any) -> dict[int, LayerFlops]:
-    """The same for every head count that divides the width; other fields of the spec by name."""
+    """Count the operations for every head count that divides the width. `fields` are further fields of the spec."""
     return {h: count_flops(AttentionSpec(width=width, heads=h, **fields), tokens) for h in heads if width % h == 0}
 
 
 def measure(experiment: ExperimentContext, larger_sizes: Sequence[tuple[int, int]] = LARGER_SIZES) -> StatisticTable:
-    """The lab's width and length, and those of larger models."""
+    """Measure the default size and larger sizes."""
     return _measure_sizes([(experiment.size.width, experiment.size.context), *larger_sizes])
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
-    """The model's width, with other head counts, on as many tokens as it reads: its context, or the longest given text."""
+    """Measure the model's width with other head counts, on its context length or the longest given text."""
     width, tokens = model.spec.width, model.spec.context
     if text is not None:
         tokens = max(len(sample.ids) for sample in TokenizedCorpus.of(model, text))
     if width % 2:
-        raise HeadwiseError(
-            f"a width of {width} cannot be shared out over several heads; take a model of an even width."
+        raise UnsupportedModelError(
+            f"model: a width of {width} cannot be divided among several heads. Use a model with an even width."
         )
     return _measure_sizes([(width, tokens)], model.spec.attention.kv_heads < model.spec.attention.heads)
 
@@ -101,7 +109,7 @@ def _max_over_min(counts: Sequence[int]) -> float:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     spreads = {
         str(condition): statistic.mean for condition, statistic in statistics.by_condition("most over fewest").items()
     }
@@ -114,8 +122,8 @@ def judge(statistics: StatisticTable) -> Verdict:
     if any(ratio != 1 for ratio in plain):
         return Verdict("does not hold")
     if moved:
-        details = "; ".join(f"{condition} moves it up to {ratio:.3g} times" for condition, ratio in moved.items())
-        return Verdict("depends", f"on what is counted, the products alone being equal: {details}")
+        details = "; ".join(f"{condition} changes it up to {ratio:.3g} times" for condition, ratio in moved.items())
+        return Verdict("depends", f"on the operations that are counted. Matrix products alone are equal: {details}")
     return Verdict("true by construction")
 
 
@@ -124,17 +132,17 @@ CLAIM = Claim(
     name="flops",
     statement="At a fixed width, the total work of attention (FLOPs) does not depend on the number of heads.",
     counterevidence="A head count at which a layer of the same width needs more operations on the same text.",
-    setup=f"Layers of {HEADS[0]} to {HEADS[-1]} heads at the lab's width and length and at those of larger models "
-    "(width x tokens). Matrix products (projections, scores, mixing of values) are counted as the layer runs, two for "
-    f"each multiplication with its addition; softmax is counted apart, {SOFTMAX_OPS} for each of the heads x tokens² "
-    "scores. Figures in millions.",
-    rule="Does not hold if the products of a plain layer move at all. Depends if counting softmax too, or sharing one "
-    f"key head, moves the total by more than {MAX_CHANGE:.0%} from the fewest to the most; else it is true by "
+    setup=f"Layers of {HEADS[0]} to {HEADS[-1]} heads at the default width and length and at those of larger models "
+    "(width x tokens). Matrix products (projections, scores, weighted sums of values) are counted while the layer runs, "
+    f"with two operations per multiply-add. Softmax is counted separately, with {SOFTMAX_OPS} operations for each of the "
+    "heads x tokens² scores. Numbers are in millions.",
+    rule="Does not hold if the matrix products of a plain layer change at all. Depends if counting softmax, or sharing one "
+    f"KV head, changes the total by more than {MAX_CHANGE:.0%} from the smallest to the largest. Otherwise it is true by "
     "construction.",
     identity="the products of a plain layer are heads x head_dim wide, which is the width",
     possible_verdicts=("true by construction", "does not hold", "depends"),
     measure=measure,
     judge=judge,
-    plot=PlotSpec(("products", "softmax"), x="heads", y="million operations of a layer", log_x=True),
+    plot=PlotSpec(("products", "softmax"), x="heads", y="million operations per layer", log_x=True),
     measure_model=measure_model,
 )

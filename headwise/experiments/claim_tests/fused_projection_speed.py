@@ -1,4 +1,4 @@
-"""One large projection is much faster than one small one for each head."""
+"""One large projection is much faster than one small projection per head."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from headwise.heads import MultiHeadAttention
 from headwise.model import ModelProtocol
 from headwise.spec import AttentionSpec
 
-MIN_SLOWDOWN = 1.5  # times as long
+MIN_SLOWDOWN = 1.5  # time ratio
 SIZES = (
     (64, 8, 64),
     (64, 64, 64),
@@ -32,7 +32,7 @@ ROUNDS = 15
 
 
 class LoopedHeads(nn.Module):
-    """The same layer as beginners write it: every head has projections of its own, and comes after the one before it."""
+    """A layer with separate projections per head, computed in a loop over heads."""
 
     def __init__(self, layer: MultiHeadAttention) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ class LoopedHeads(nn.Module):
         self.out = nn.Parameter(layer.output_projection.weight.detach().clone())
 
     def project(self, x: Tensor) -> list[Tensor]:
-        """Every head's q, then every k, then every v: (B, T, D) → (B, T, d) each."""
+        """Return q of every head, then k, then v: (B, T, D) → (B, T, d) each."""
         return [F.linear(x, weight) for weight in (*self.q, *self.k, *self.v)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) → (B, T, D)"""
+        """Map x (B, T, D) to (B, T, D)."""
         projected = self.project(x)
         q, k, v = projected[: len(self.q)], projected[len(self.q) : -len(self.v)], projected[-len(self.v) :]
         z = []
@@ -58,7 +58,7 @@ class LoopedHeads(nn.Module):
 def loop_slowdowns(
     spec: AttentionSpec, tokens: int, batch_size: int = 1, rounds: int = ROUNDS, min_seconds: float = 0.01
 ) -> dict[str, Statistic]:
-    """How many times as long a loop over heads takes as one product: projections alone, and the whole layer, each pass.
+    """Return the time of a loop over heads relative to one product, for the projections and for the full layer.
 
     >>> slowdowns = loop_slowdowns(AttentionSpec(width=8, heads=2), 4, rounds=3, min_seconds=0.001)
     >>> list(slowdowns)
@@ -81,7 +81,7 @@ def loop_slowdowns(
 
 
 def _per_head_parameters(weight: Tensor) -> nn.ParameterList:
-    """(heads, channels, width) → a weight of its own for each head."""
+    """Split (heads, channels, width) into one parameter per head."""
     return nn.ParameterList(nn.Parameter(head_weight.detach().clone()) for head_weight in weight)
 
 
@@ -110,7 +110,7 @@ def _backward(function: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -
 def measure(
     experiment: ExperimentContext, sizes: Sequence[tuple[int, int, int]] = SIZES, rounds: int = ROUNDS
 ) -> StatisticTable:
-    """Random layers of several sizes: width, heads, tokens."""
+    """Measure random layers of several sizes: width, heads, tokens."""
     statistics = StatisticTable()
     for width, heads, tokens in sizes:
         _add_slowdown(statistics, AttentionSpec(width=width, heads=heads), tokens, rounds)
@@ -118,7 +118,7 @@ def measure(
 
 
 def measure_model(model: ModelProtocol, text: Any = None, rounds: int = ROUNDS) -> StatisticTable:
-    """Layers of the model's sizes, for one token, for 64 and for as many as it reads, at most 512."""
+    """Measure layers of the model's sizes on 1 token, 64 tokens and its context length, at most 512."""
     attention = model.spec.attention
     spec = AttentionSpec(attention.width, attention.heads, attention.head_dim, attention.value_dim, attention.kv_heads)
     statistics = StatisticTable()
@@ -133,7 +133,7 @@ def _add_slowdown(statistics: StatisticTable, spec: AttentionSpec, tokens: int, 
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     ratios = {pass_name: statistics.by_condition(f"projections {pass_name}") for pass_name in PASSES}
     all_ratios = [
         (f"{condition} {pass_name}", ratio) for pass_name, group in ratios.items() for condition, ratio in group.items()
@@ -148,7 +148,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     details = "; ".join(
         f"{label}: {', '.join(group)}" for label, group in (("not so", refuted), ("open", unsure)) if group
     )
-    factor = "the size (width x heads x tokens)" if confirmed and refuted else "the turn of the clock"
+    factor = "the size (width x heads x tokens)" if confirmed and refuted else "the timing noise"
     return Verdict("depends", f"on {factor}; {details}")
 
 
@@ -156,15 +156,15 @@ CLAIM = Claim(
     number=2,
     name="one-projection",
     statement="One large projection for all heads is much faster than a small one for each head.",
-    counterevidence="A size at which a loop over the heads' own projections takes about as long as one product.",
-    setup="Layers of several widths, head counts and lengths on one thread of this machine: q, k and v by one product "
-    "and by one for each head and letter, forward and with the backward pass, in turns; and the whole layer, batched "
-    "and as a loop over heads. Figures say how many times as long the loop takes: medians over turns, with intervals "
-    "by ranks.",
-    rule=f"Much faster: the loop surely takes more than {MIN_SLOWDOWN:g} times as long. Holds if that is so of the "
-    "projections at every size in both passes; does not hold if at every size it surely takes less; else depends, on "
-    "the size if some surely do and some surely do not, else on the turn of the clock. The whole layer is told beside "
-    "it and not judged.",
+    counterevidence="A size at which a loop over the projections of each head takes about as long as one product.",
+    setup="Layers of several widths, head counts and lengths on one thread of this machine: q, k and v computed by one "
+    "product, and by one product per head and projection, forward and with the backward pass, in interleaved runs. The full "
+    "layer is also timed, batched and as a loop over heads. Numbers are the time of the loop relative to one product: "
+    "medians over rounds, with intervals by ranks.",
+    rule=f"Much faster means that the loop takes significantly more than {MIN_SLOWDOWN:g} times as long. Holds if this is "
+    "true of the projections at every size in both passes. Does not hold if the loop takes significantly less than that at "
+    "every size. Otherwise depends: on the size if some sizes are significantly above and some below, else on the timing "
+    "noise. The full layer is reported but not judged.",
     measure=measure,
     judge=judge,
     plot=PlotSpec(

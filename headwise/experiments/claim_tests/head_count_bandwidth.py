@@ -1,4 +1,4 @@
-"""More heads at the same width cost bandwidth: the same products, but more maps to write and read."""
+"""More heads at the same width cost bandwidth: equal matrix products, but more maps to write and read."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.paired_timing import interleaved_timing
 from headwise.experiments.engine.single_thread import one_thread
@@ -18,7 +18,7 @@ from headwise.model import ModelProtocol
 
 HEADS = (1, 2, 4, 8, 16, 32, 64)
 BASE_HEADS = 8
-MIN_SLOWDOWN = 1.1  # times as long: less is not worth a word
+MIN_SLOWDOWN = 1.1  # smallest time ratio that counts
 BACKENDS = ("batched", "fused")
 PASSES = ("forward", "with backward")
 ROUNDS = 15
@@ -33,14 +33,15 @@ def relative_times(
     backward: bool = False,
     rounds: int = ROUNDS,
 ) -> dict[int, Statistic]:
-    """How long a causal layer of each head count takes, one of 8 heads being 1.
+    """Return the time of a causal layer for each head count, relative to 8 heads.
 
     >>> list(relative_times(16, 8, (8, 16), rounds=3))
     [8, 16]
     """
     if BASE_HEADS not in heads or any(width % h for h in heads):
-        raise HeadwiseError(
-            f"head counts {tuple(heads)} must divide the width {width} and have {BASE_HEADS} among them."
+        raise ArgumentError(
+            f"heads: each head count must divide the width {width}, and the list must contain {BASE_HEADS}, because times "
+            f"are relative to {BASE_HEADS} heads. Got {tuple(heads)}."
         )
     torch.manual_seed(0)
     x = torch.randn(1, tokens, width)
@@ -65,12 +66,12 @@ def _step(layer: MultiHeadAttention, x: Tensor, backward: bool) -> Callable[[], 
 
 
 def measure(experiment: ExperimentContext, rounds: int = ROUNDS) -> StatisticTable:
-    """Layers of four times the lab's width, on four times its context: for the usual size 256 and 512."""
+    """Measure layers of four times the default width and context, 256 and 512 for the default size."""
     return _measure_sizes(4 * experiment.size.width, 4 * experiment.size.context, rounds)
 
 
 def measure_model(model: ModelProtocol, text: Any = None, rounds: int = ROUNDS) -> StatisticTable:
-    """Layers of the model's width on as many tokens as it reads, at most 512."""
+    """Measure layers of the model's width on its context length, at most 512 tokens."""
     return _measure_sizes(model.spec.width, min(512, model.spec.context), rounds)
 
 
@@ -88,7 +89,7 @@ def _measure_sizes(width: int, tokens: int, rounds: int) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     max_heads = max(int(h) for h in statistics.by_condition(statistics.names[0]) if h is not None)
     names = statistics.names
     rising = [name for name in names if statistics[name, max_heads].is_interval_above(MIN_SLOWDOWN)]
@@ -99,20 +100,20 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("holds")
     if not rising:
         return Verdict(
-            "depends", f"on the turn of the clock: whether {max_heads} heads take longer than {BASE_HEADS} stays open"
+            "depends", f"on the timing noise: whether {max_heads} heads take longer than {BASE_HEADS} is inconclusive"
         )
     details = []
     if len(rising) < len(statistics.names):
-        details.append(f"from {BASE_HEADS} to {max_heads} heads it surely costs only {', '.join(rising)}")
+        details.append(f"from {BASE_HEADS} to {max_heads} heads only {', '.join(rising)} takes significantly longer")
     if len(cheap) < len(statistics.names):
         details.append(
-            f"from 1 to {BASE_HEADS} heads it surely costs {'only ' + ', '.join(cheap) if cheap else 'nothing'}"
+            f"from 1 to {BASE_HEADS} heads {'only ' + ', '.join(cheap) if cheap else 'nothing'} takes significantly longer"
         )
-    return Verdict("depends", f"on the head count and the form: {'; '.join(details)}")
+    return Verdict("depends", f"on the head count and the kernel: {'; '.join(details)}")
 
 
 def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condition]]:
-    """The fewest and the most heads of every form and pass."""
+    """Select the smallest and the largest head count of every kernel and pass."""
     for name in statistics.names:
         counts = [h for h in statistics.by_condition(name) if isinstance(h, int)]
         yield from ((name, h) for h in {1, max(counts)})
@@ -121,17 +122,18 @@ def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condit
 CLAIM = Claim(
     number=22,
     name="bandwidth",
-    statement="More heads at the same width cost bandwidth: the products stay the same, but the layer takes longer.",
-    counterevidence="A layer of many heads that takes no longer than one of few.",
-    setup=f"Causal layers of {HEADS[0]} to {HEADS[-1]} heads at one width (four times the lab's) on one thread of this "
-    "machine, with materialised maps (batched) and without (fused), forward and with the backward pass, in turns. "
-    f"Figures are times over that of {BASE_HEADS} heads, medians over turns with intervals by ranks; the products are "
-    "as many, as the claim on FLOPs shows. Time alone is measured, not its cause: that bandwidth is what costs it is "
-    "not tested.",
-    rule=f"Holds if in every form and pass the most heads surely take more than {MIN_SLOWDOWN:g} times as long as "
-    f"{BASE_HEADS}, and 1 head surely less than 1/{MIN_SLOWDOWN:g} of it. Does not hold if the most heads surely take "
-    f"less than {MIN_SLOWDOWN:g} times as long everywhere. Else depends: on the turn of the clock if they surely take "
-    "more nowhere, or on the head count and the form.",
+    statement="More heads at the same width cost bandwidth: the matrix products stay the same, but the layer takes longer.",
+    counterevidence="A layer with many heads that takes no longer than a layer with few.",
+    setup=f"Causal layers of {HEADS[0]} to {HEADS[-1]} heads at one width (four times the default) on one thread of this "
+    "machine, with materialized maps (batched) and without (fused), forward and with the backward pass, in interleaved "
+    f"runs. Numbers are times relative to {BASE_HEADS} heads, medians over rounds with intervals by ranks. The number of "
+    "matrix products is equal, as the claim on FLOPs shows. Only time is measured. Whether bandwidth is the cause is not "
+    "tested.",
+    rule="Holds if for every kernel and pass the largest head count takes significantly more than "
+    f"{MIN_SLOWDOWN:g} times as long as {BASE_HEADS} heads, and 1 head takes significantly less than 1/{MIN_SLOWDOWN:g} of "
+    "that time. Does not hold if the largest head count takes significantly less than "
+    f"{MIN_SLOWDOWN:g} times as long everywhere. Otherwise depends: on the timing noise if it takes significantly more "
+    "nowhere, else on the head count and the kernel.",
     judged=_judged_statistics,
     measure=measure,
     judge=judge,

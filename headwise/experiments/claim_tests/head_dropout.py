@@ -14,32 +14,32 @@ from headwise.experiments.experiment_context import ExperimentContext
 from headwise.model import ModelProtocol
 
 DROPOUT = 0.2
-MAX_COST_RATIO = 0.8  # the worst head must cost at most so much of what it costs without head dropout
-MIN_GINI_DROP = 0.05  # and the Gini index of what heads cost must fall by so much
-MAX_LOSS_INCREASE = 0.01  # of the loss; a dearer one is told
+MAX_COST_RATIO = 0.8  # largest cost of the worst head, relative to its cost without head dropout
+MIN_GINI_DROP = 0.05  # smallest decrease of the Gini index of head costs
+MAX_LOSS_INCREASE = 0.01  # relative increase of the loss from which the verdict mentions it
 
 
 @dataclass(frozen=True)
 class AblationSpread:
-    """What silencing single heads costs, nats a token: the dearest and the average one, and how uneven they are."""
+    """Cost of silencing single heads in nats per token: worst, mean, and how unevenly the costs are distributed."""
 
     worst: float
     mean: float
-    top_fraction: float  # the dearest head's share of what all cost
-    gini: float  # 0: all cost the same; near 1: one costs all
+    top_fraction: float  # fraction of the total cost that is due to the worst head
+    gini: float  # 0: all heads cost the same; near 1: one head has all the cost
 
 
 def ablation_spread(model: ModelProtocol, text: Any = None) -> AblationSpread:
-    """Silence every head in turn, zero in its place, and measure what is lost on a text."""
+    """Silence every head in turn (zero ablation) and measure the loss increase on a text."""
     losses = importance(model, default_corpus(model) if text is None else text, ablation="zero").mean  # (heads,)
-    positive = losses.clip(min=0)  # a head that does harm is relied on by nobody
+    positive = losses.clip(min=0)  # a head that increases the loss is not relied on
     return AblationSpread(
         float(losses.max()), float(losses.mean()), float(positive.max() / max(1e-12, positive.sum())), gini(positive)
     )
 
 
 def gini(values: np.ndarray) -> float:
-    """How unevenly something is shared out: the mean difference of two values over twice their mean.
+    """Return the Gini index: the mean absolute difference of two values over twice their mean.
 
     >>> gini(np.array([1.0, 1.0, 1.0])), gini(np.array([0.0, 0.0, 0.0, 1.0]))
     (0.0, 0.75)
@@ -50,7 +50,7 @@ def gini(values: np.ndarray) -> float:
 
 
 def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
-    """The usual model of every seed, with and without."""
+    """Return the default model of every seed, with and without head dropout."""
     return (
         config
         for seed in experiment.seeds
@@ -59,7 +59,7 @@ def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Both models of every seed on the same held-out documents."""
+    """Measure both models of every seed on the same held-out documents."""
     documents, names = experiment.held_out_corpus(), ("without", "with head dropout")
     trained = [
         (
@@ -91,7 +91,7 @@ STATISTIC_NAMES = {
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     worst = statistics["cost of the worst head, with over without"]
     uneven = statistics["Gini index, with − without"]
     loss_increase = statistics["loss, with over without"].mean - 1
@@ -99,38 +99,38 @@ def judge(statistics: StatisticTable) -> Verdict:
     refuted = worst.is_interval_above(MAX_COST_RATIO), uneven.is_interval_above(-MIN_GINI_DROP)
     if all(confirmed):
         return Verdict(
-            "holds", f"at a price of {loss_increase:.1%} more loss" if loss_increase > MAX_LOSS_INCREASE else ""
+            "holds", f"at a cost of {loss_increase:.1%} more loss" if loss_increase > MAX_LOSS_INCREASE else ""
         )
     if all(refuted):
         return Verdict("does not hold")
     findings = ("the worst head costs less", "heads are needed more evenly")
     unsure = [name for name, *outcomes in zip(findings, confirmed, refuted, strict=True) if not any(outcomes)]
     if unsure:
-        return Verdict("depends", f"on the seed: whether {' and '.join(unsure)} stays open")
+        return Verdict("depends", f"on the seed: whether {' and '.join(unsure)} is inconclusive")
     if confirmed[0]:
         return Verdict(
-            "depends", "on what is meant: the worst head costs less, but heads are as unevenly needed as before"
+            "depends", "on the criterion: the worst head costs less, but heads are as unevenly needed as before"
         )
     return Verdict(
-        "depends", "on what is meant: heads are needed more evenly, but the worst one costs as much as before"
+        "depends", "on the criterion: heads are needed more evenly, but the worst one costs as much as before"
     )
 
 
 CLAIM = Claim(
     number=14,
     name="head-dropout",
-    statement="Head dropout spreads reliance: a model trained with it leans less on any single head.",
-    counterevidence="A model trained with head dropout whose worst single head costs as much as without, or whose "
-    "heads are as unevenly needed.",
-    setup=f"The usual model trained with head dropout {DROPOUT:g} and without, same seed and text; then every head is "
-    "silenced in turn, zero in its place, on held-out documents.",
-    rule=f"Paired over seeds: holds if the worst head surely costs less than {MAX_COST_RATIO:g} times as much, and the "
-    f"Gini index of what heads cost surely falls by more than {MIN_GINI_DROP:g}; does not hold if both surely are not "
-    f"so; else depends, on the seed if either stays open. A price of more than {MAX_LOSS_INCREASE:.0%} of the loss is "
-    "told.",
+    statement="Head dropout spreads reliance: a model trained with it relies less on any single head.",
+    counterevidence="A model trained with head dropout whose worst single head costs as much as without, or whose head "
+    "costs are as uneven.",
+    setup=f"The default model trained with head dropout {DROPOUT:g} and without, with the same seed and text. Then every "
+    "head is silenced in turn (zero ablation) on held-out documents.",
+    rule="Paired by seed: holds if the worst head costs significantly less than "
+    f"{MAX_COST_RATIO:g} times as much and the Gini index of head costs decreases by significantly more than "
+    f"{MIN_GINI_DROP:g}. Does not hold if both are significantly false. Otherwise depends, on the seed if either is "
+    f"inconclusive. A loss increase of more than {MAX_LOSS_INCREASE:.0%} is mentioned.",
     judged=statistic_key_selector("cost of the worst head, with over without", "Gini index, with − without"),
     measure=measure,
     judge=judge,
-    plot=PlotSpec(tuple(STATISTIC_NAMES[name] for name in ("worst", "mean")), y="nats lost without one head"),
+    plot=PlotSpec(tuple(STATISTIC_NAMES[name] for name in ("worst", "mean")), y="loss increase without one head, nats"),
     training_configs=training_configs,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis import TargetBatch, default_corpus
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
@@ -16,14 +16,14 @@ from headwise.experiments.experiment_context import ExperimentContext
 from headwise.heads import AttentionCall
 from headwise.model import ModelProtocol, eval_mode
 
-TEXTS = 32  # whose loss the gradient is of
+TEXTS = 32  # number of texts for the gradient
 MAX_LENGTH = 128
-MAX_COSINE = 0.3  # a mean cosine below it counts as different
+MAX_COSINE = 0.3  # a smaller mean cosine counts as different
 OWN_WEIGHTS, OV_MATRIX, RANDOM = "of its weights", "of what it moves", "random vectors"
 
 
 def mean_abs_cosine(vectors: Tensor) -> float:
-    """The mean |cosine| over pairs of rows, (H, N); 1 for copies, about √(2/πN) for random ones.
+    """Return the mean |cosine| over pairs of rows, (H, N): 1 for copies, about √(2/πN) for random vectors.
 
     >>> mean_abs_cosine(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]))  # one pair of three points the same way
     0.3333333333333333
@@ -34,11 +34,11 @@ def mean_abs_cosine(vectors: Tensor) -> float:
 
 
 def gradient_similarity_by_kind(model: ModelProtocol, corpus: Any = None, texts: int = TEXTS) -> dict[str, float]:
-    """How alike the gradients of a layer's heads are: mean |cosine| over pairs of heads and layers.
+    """Return the mean |cosine| between the gradients of a layer's heads, over pairs of heads and layers.
 
-    `of its weights`: W_Q, W_K, W_V and W_O end to end (where keys are shared by a group, W_Q and W_O alone).
-    `of what it moves`: of W_V W_O as one D×D matrix, which does not hang on the basis a head keeps its channels in.
-    `random vectors`: what as many random numbers would give.
+    `of its weights`: W_Q, W_K, W_V and W_O concatenated (only W_Q and W_O if keys are shared by a group).
+    `of what it moves`: W_V W_O as one D×D matrix, which does not depend on the basis of the head's channels.
+    `random vectors`: chance level for vectors of the same size.
     """
     target_batch = _target_batch(model, corpus, texts)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -68,7 +68,9 @@ def gradient_similarity_by_kind(model: ModelProtocol, corpus: Any = None, texts:
 def _target_batch(model: ModelProtocol, corpus: Any, texts: int) -> TargetBatch:
     target_batch = TargetBatch.of(model, corpus, texts=texts, max_length=MAX_LENGTH)
     if target_batch.targets is None:
-        raise HeadwiseError("this model has no output over a vocabulary, so it has no loss to take gradients of.")
+        raise UnsupportedModelError(
+            "model: it has no output over a vocabulary, so it does not have a loss to differentiate. Use a language model."
+        )
     return target_batch
 
 
@@ -86,9 +88,9 @@ def _maps(call: AttentionCall) -> Tensor:
 
 
 def _per_head_gradients(model: ModelProtocol, grads: dict[nn.Parameter, Tensor | None]) -> list[Tensor]:
-    """Each head's gradient as one row, a matrix for each layer: (H, N).
+    """Return the gradient of each head as one row, one matrix (H, N) per layer.
 
-    A gradient has the shape of what it is of: while it stands in its place, heads show their own part of it.
+    Gradients are temporarily copied into the weights, so that the views of each head select its part.
     """
     previous_data = {weight: weight.data for weight in grads}
     projections = "QKVO" if model.spec.attention.kv_heads == model.spec.attention.heads else "QO"
@@ -104,12 +106,14 @@ def _per_head_gradients(model: ModelProtocol, grads: dict[nn.Parameter, Tensor |
             weight.data = data
     hook_points = [hook_point for hook_point in model.hook_points() if len(hook_point.head_ids) > 1]
     if not hook_points:
-        raise HeadwiseError("no layer of this model has two heads whose gradients could be compared.")
+        raise UnsupportedModelError(
+            "model: no layer has two heads whose gradients can be compared. Use a model with more heads."
+        )
     return [torch.stack([rows[address] for address in hook_point.head_addresses]) for hook_point in hook_points]
 
 
 def _ov_gradient(maps: Tensor, inputs: Tensor, grad_output: Tensor) -> Tensor:
-    """The gradient of W_V W_O, a row for each head: Σ over texts of (P x)ᵀ ∂L/∂out, (H, D·D)."""
+    """Return the gradient of W_V W_O, one row per head: Σ over texts of (P x)ᵀ ∂L/∂out, (H, D·D)."""
     gathered = maps @ inputs[:, None]  # (B, H, T, D)
     return torch.einsum("bhtd,bte->hde", gathered, grad_output).flatten(1)
 
@@ -119,12 +123,12 @@ def _mean(values: list[float]) -> float:
 
 
 def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
-    """The usual model."""
+    """Return the default model of every seed."""
     return [experiment.make_config(seed) for seed in experiment.seeds]
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """The usual model at every step that is kept, on the same held-out texts."""
+    """Measure the default model at every checkpoint on the same held-out texts."""
     statistics = StatisticTable()
     trained = [experiment.train_or_load(experiment.make_config(seed)) for seed in experiment.seeds]
     steps = trained[0].config.recipe.steps
@@ -139,7 +143,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
-    """A model as it is, at the end of its training."""
+    """Measure a given model."""
     statistics = StatisticTable()
     for name, value in gradient_similarity_by_kind(model, default_corpus(model) if text is None else text).items():
         statistics.add(f"cosine {name}", 1.0, value)
@@ -147,7 +151,7 @@ def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     by_kind = {name: statistics.by_condition(f"cosine {name}") for name in (OWN_WEIGHTS, OV_MATRIX)}
     all_statistics = [statistic for group in by_kind.values() for statistic in group.values()]
     if all(statistic.is_interval_below(MAX_COSINE) for statistic in all_statistics):
@@ -165,27 +169,27 @@ def judge(statistics: StatisticTable) -> Verdict:
     ]
     factor, num_steps = "seed" if unsure else "gradient", max(map(len, by_kind.values()))
     return Verdict(
-        "depends", f"on the {factor}: surely different {' and '.join(details)} of {num_steps} steps looked at"
+        "depends", f"on the {factor}: significantly different {' and '.join(details)} of {num_steps} measured steps"
     )
 
 
 CLAIM = Claim(
     number=20,
     name="gradients",
-    statement="Heads carry different gradients, so that each learns something else.",
-    counterevidence="Heads of a layer whose gradients point the same way.",
-    setup=f"The gradient of the loss on {TEXTS} held-out texts, before training, after 1/8, 1/4 and 1/2 of it and at "
-    "its end, head by head: of all its weights end to end, and of W_V W_O as one matrix. The second is what it would "
-    "move otherwise, whatever basis the head keeps its channels in: random bases alone make the first differ. Mean "
-    "|cosine| over the pairs of a layer; 1 for copies, about √(2/πN) for random vectors.",
-    rule=f"Holds if both mean cosines are surely below {MAX_COSINE:g} at every step, does not hold if all surely are "
-    "above it; else depends, on the seed if any stays open.",
+    statement="Heads have different gradients, so that each learns something different.",
+    counterevidence="Heads of a layer whose gradients point in the same direction.",
+    setup=f"The gradient of the loss on {TEXTS} held-out texts, before training, after 1/8, 1/4 and 1/2 of it and at the "
+    "end, for each head: of all its weights concatenated, and of W_V W_O as one matrix. The second does not depend on the "
+    "basis of the head's channels. Random bases alone make the first different. Mean |cosine| over the head pairs of a "
+    "layer: 1 for copies, about √(2/πN) for random vectors.",
+    rule=f"Holds if both mean cosines are significantly below {MAX_COSINE:g} at every step. Does not hold if all are "
+    "significantly above it. Otherwise depends, on the seed if any is inconclusive.",
     judged=statistic_key_selector(f"cosine {OWN_WEIGHTS}", f"cosine {OV_MATRIX}"),
     measure=measure,
     judge=judge,
     plot=PlotSpec(
         tuple(f"cosine {name}" for name in (OWN_WEIGHTS, OV_MATRIX, RANDOM)),
-        x="share of training done",
+        x="fraction of training done",
         y="mean |cosine|",
     ),
     training_configs=training_configs,

@@ -1,4 +1,4 @@
-"""Heads end up different, and the more so the narrower they are."""
+"""Heads become different, and more so the narrower they are."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,18 +13,18 @@ from headwise.experiments.experiment_context import ExperimentContext
 from headwise.experiments.head_counts import head_counts, log2_slopes
 from headwise.model import ModelProtocol
 
-ROWS = 256  # on which maps are compared
+ROWS = 256  # text rows on which maps are compared
 SPACES = ("read_q", "read_k", "read_v", "write")
-MIN_DIVERGENCE = 0.05  # nats of Jensen–Shannon divergence; maps that share nothing are ln 2 = .69 apart
-MAX_OVERLAP = 0.05  # of the way from chance to the same subspace
-MIN_SLOPE = 0.01  # nats, a doubling of the head count
+MIN_DIVERGENCE = 0.05  # nats of Jensen–Shannon divergence; the maximum is ln 2 = 0.69
+MAX_OVERLAP = 0.05  # 0: overlap of random subspaces, 1: identical subspaces
+MIN_SLOPE = 0.01  # nats per doubling of the head count
 
 
 def head_differences(model: ModelProtocol, corpus: Any = None, rows: int = ROWS, seed: int = 0) -> dict[str, float]:
-    """How far the heads of a layer are apart, on average over pairs and layers.
+    """Return the differences between the heads of a layer, averaged over pairs and layers.
 
-    `maps`: Jensen–Shannon divergence of their maps, in nats; `itself`: of one head's, at the same places of another text.
-    `spaces`: how far what they read and write overlaps beyond chance, 0 as random subspaces do, 1 the same.
+    `maps`: Jensen–Shannon divergence of the maps, in nats. `itself`: of one head's maps, at the same positions of another
+    text. `spaces`: overlap of the input and write subspaces beyond chance, 0 for random subspaces, 1 for identical ones.
     """
     comparison = compare_heads(model, corpus, rows=rows, seed=seed)
     layers = list(comparison.mean_by_layer().values())
@@ -43,13 +43,13 @@ def head_differences(model: ModelProtocol, corpus: Any = None, rows: int = ROWS,
 
 
 def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
-    """The usual model, and every head count from two on."""
+    """Return the default model, and every head count from two upward."""
     counts = dict.fromkeys((experiment.size.heads, *head_counts(experiment.size.width, min_heads=2)))
     return [experiment.make_config(seed, heads) for heads in counts for seed in experiment.seeds]
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """The usual model before its first step and after its last; then every head count, after."""
+    """Measure the default model before and after training, and every head count after training."""
     default_runs = [experiment.train_or_load(experiment.make_config(seed)) for seed in experiment.seeds]
     texts = [experiment.held_out_corpus(seed) for seed in experiment.seeds]
     before = [
@@ -78,7 +78,7 @@ def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condit
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
-    """A model beside one of the same spec that has learned nothing; about head counts nothing can be said."""
+    """Compare a model with an untrained model of the same spec. Head counts are not compared."""
     corpus = default_corpus(model) if text is None else text
     return _before_and_after([head_differences(model.untrained(0), corpus)], [head_differences(model, corpus)])
 
@@ -94,14 +94,14 @@ def _before_and_after(before: list[dict[str, float]], after: list[dict[str, floa
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     gained = statistics["maps apart, gained in training"]
     if not gained.is_interval_above(MIN_DIVERGENCE):
         is_certain = gained.is_interval_below(MIN_DIVERGENCE)
         return (
             Verdict("does not hold")
             if is_certain
-            else Verdict("depends", "on the seed: how far maps part varies too much")
+            else Verdict("depends", "on the seed: the distance of maps varies too much")
         )
     failures, unsure = [], []
     spaces = statistics["spaces alike beyond chance", "trained"]
@@ -113,9 +113,11 @@ def judge(statistics: StatisticTable) -> Verdict:
         is_certain = any(slope.is_interval_below(MIN_SLOPE) for slope in slopes)
         (failures if is_certain else unsure).append(f"narrower heads differ {'no more' if is_certain else 'more'}")
     if failures:
-        return Verdict("depends", f"on what is compared: their maps part, but {' and '.join(failures)}")
+        return Verdict("depends", f"on the comparison: their maps diverge, but {' and '.join(failures)}")
     if unsure:
-        return Verdict("depends", f"on the seed: their maps part, but whether {' and '.join(unsure)} stays open")
+        return Verdict(
+            "depends", f"on the seed: their maps diverge, but whether {' and '.join(unsure)} is inconclusive"
+        )
     return Verdict("holds", "" if slopes else "head_dim was not compared")
 
 
@@ -123,15 +125,16 @@ CLAIM = Claim(
     number=8,
     name="heads-differ",
     statement="Heads end up different from each other, and the more so the smaller head_dim is.",
-    counterevidence="Maps of a layer's heads as close after training as before, subspaces more alike than random "
-    "ones, or a distance that does not grow as heads get narrower.",
-    setup="Pairs of heads of one layer, before the first step and after the last: the Jensen–Shannon divergence of "
-    f"their maps on {ROWS} rows of held-out text, and how far the subspaces they read and write overlap, as a share of "
-    "the way from chance, d/D, to 1. Then the distance of maps for every head count from two on, at one width.",
-    rule=f"Does not hold if maps are surely less than {MIN_DIVERGENCE:g} nats further apart after training. Holds if "
-    f"surely more, the overlap is surely less than {MAX_OVERLAP:g} beyond chance and the distance surely grows by more "
-    f"than {MIN_SLOPE:g} nats for each doubling of the head count (where head counts were compared). Else depends: on "
-    "what is compared if maps surely part but one of the others surely is not so, on the seed if that stays open.",
+    counterevidence="Maps of a layer's heads that are as close after training as before, subspaces more similar than "
+    "random ones, or a distance that does not grow as heads get narrower.",
+    setup="Pairs of heads of one layer, before and after training: the Jensen–Shannon divergence of their maps on "
+    f"{ROWS} rows of held-out text, and the overlap of the subspaces that they read and write, as a fraction of the way "
+    "from chance, d/D, to 1. Then the distance of maps for every head count from two upward, at one width.",
+    rule=f"Does not hold if the distance of maps grows by significantly less than {MIN_DIVERGENCE:g} nats in training. "
+    f"Holds if it grows by significantly more, the overlap is significantly less than {MAX_OVERLAP:g} beyond chance and the "
+    f"distance grows by significantly more than {MIN_SLOPE:g} nats per doubling of the head count (if head counts were "
+    "compared). Otherwise depends: on the comparison if maps diverge but one of the others is significantly false, on the "
+    "seed if one is inconclusive.",
     judged=_judged_statistics,
     measure=measure,
     judge=judge,

@@ -1,4 +1,4 @@
-"""Specialisation comes from random initialisation: heads born equal stay equal."""
+"""Specialization comes from random initialization: heads with equal initial weights stay equal."""
 
 import math
 
@@ -13,12 +13,15 @@ from headwise.heads import Head
 from headwise.model import Transformer
 
 INITS = ("twins", "half twins")
-STEP_DIVISOR = 10  # a tenth of the usual steps is enough to see heads move
-MAX_TWIN_DISTANCE, MIN_HALF_TWIN_DISTANCE = 0.01, 0.1  # of the distance between heads born apart
+STEP_DIVISOR = 10  # a tenth of the default steps is enough to see heads change
+MAX_TWIN_DISTANCE, MIN_HALF_TWIN_DISTANCE = (
+    0.01,
+    0.1,
+)  # relative to the distance between heads with different initial weights
 
 
 def relative_distance(first: Tensor, second: Tensor) -> float:
-    """‖a − b‖ over the root mean square of both norms: 0 if they are the same, √2 if they are orthogonal and as long.
+    """Return ‖a − b‖ over the root mean square of both norms: 0 if equal, √2 if orthogonal and of equal length.
 
     >>> relative_distance(torch.tensor([3.0, 0.0]), torch.tensor([3.0, 0.0]))
     0.0
@@ -31,7 +34,7 @@ def relative_distance(first: Tensor, second: Tensor) -> float:
 
 
 def weight_distance(first: Head, second: Head, projections: str = "QKVO") -> float:
-    """The mean distance of two heads' weights, letter by letter."""
+    """Return the mean distance between the weights of two heads over the projections."""
     return sum(
         relative_distance(getattr(first, f"W_{projection}"), getattr(second, f"W_{projection}"))
         for projection in projections
@@ -39,7 +42,7 @@ def weight_distance(first: Head, second: Head, projections: str = "QKVO") -> flo
 
 
 def mean_weight_distance(model: Transformer, first: int = 0, second: int = 1, projections: str = "QKVO") -> float:
-    """The same of two heads by their numbers, on average over layers."""
+    """Return the mean weight distance of two heads, given by number, over layers."""
     distances = [
         weight_distance(layer.heads[first], layer.heads[second], projections) for layer in model.attention_layers()
     ]
@@ -47,7 +50,7 @@ def mean_weight_distance(model: Transformer, first: int = 0, second: int = 1, pr
 
 
 def equal_weight_fraction(model: Transformer, first: int = 0, second: int = 1) -> float:
-    """The share of two heads' weights that are equal to the last bit."""
+    """Return the fraction of the weights of two heads that are bitwise equal."""
     pairs = [(layer.heads[first], layer.heads[second]) for layer in model.attention_layers()]
     equal = [
         (getattr(a, f"W_{projection}") == getattr(b, f"W_{projection}")).flatten()
@@ -58,12 +61,12 @@ def equal_weight_fraction(model: Transformer, first: int = 0, second: int = 1) -
 
 
 def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
-    """Short runs of both kinds of twins."""
+    """Return short runs of both kinds of twins."""
     return [_short_config(experiment, seed, init) for init in INITS for seed in experiment.seeds]
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Heads 0 and 1, born equal, beside heads 2 and 3 of the same model, which were not."""
+    """Compare heads 0 and 1, initialized equally, with heads 2 and 3 of the same model, initialized differently."""
     statistics = StatisticTable()
     for init in INITS:
         projections = "QKVO" if init == "twins" else "QKV"  # half twins differ in W_O from the start
@@ -97,36 +100,36 @@ def _model_at(trained: TrainedModel, step: int) -> Transformer:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     twins, half_twins = (statistics["share of others' distance", init] for init in INITS)
     if twins.is_interval_below(MAX_TWIN_DISTANCE):
         if half_twins.is_interval_above(MIN_HALF_TWIN_DISTANCE):
             return Verdict("holds")
         if half_twins.is_interval_below(MIN_HALF_TWIN_DISTANCE):
-            return Verdict("depends", "on how long they are trained: even twins that write elsewhere stay close")
-        return Verdict("depends", "on the seed: twins stay together, how far half twins part stays open")
+            return Verdict("depends", "on how long they are trained: even twins with different W_O stay close")
+        return Verdict("depends", "on the seed: twins stay together, the distance of half twins is inconclusive")
     if twins.is_interval_above(MIN_HALF_TWIN_DISTANCE):
         return Verdict("does not hold")
     if twins.is_interval_above(MAX_TWIN_DISTANCE):
-        return Verdict("depends", "on rounding: twins drift apart, since sums are rounded in another order")
-    return Verdict("depends", "on the seed: whether twins drift apart, as rounding may have it, stays open")
+        return Verdict("depends", "on rounding: twins drift apart, because sums are rounded in a different order")
+    return Verdict("depends", "on the seed: whether twins drift apart, possibly by rounding, is inconclusive")
 
 
 CLAIM = Claim(
     number=10,
     name="identical-init",
-    statement="Heads specialise because they begin at different random weights; heads born equal stay equal.",
-    counterevidence="Heads born equal in all their weights, without dropout, that come apart in training.",
-    setup="Head 1 of every layer begins as a copy of head 0, W_O included (twins), or all but W_O (half twins); "
-    f"1/{STEP_DIVISOR} of the usual steps, no dropout. The distance of their weights, relative to their size, is held "
-    "against that of heads 2 and 3 of the same models, which began apart; of half twins what they read alone. How "
-    "many weights are still equal to the last bit is told too: equal sums may be rounded differently, and rounding "
-    "may grow.",
-    rule=f"Holds if twins are surely nearer than {MAX_TWIN_DISTANCE:g} of others' distance, and half twins surely "
-    f"further than {MIN_HALF_TWIN_DISTANCE:g} of it; does not hold if twins surely are further than "
-    f"{MIN_HALF_TWIN_DISTANCE:g}. Else depends: on rounding if twins surely are further than {MAX_TWIN_DISTANCE:g}; on "
-    f"the length of training if they surely are nearer and half twins surely nearer than {MIN_HALF_TWIN_DISTANCE:g}; "
-    "else on the seed.",
+    statement="Heads specialize because they start from different random weights. Equally initialized heads stay equal.",
+    counterevidence="Heads with equal initial weights, trained without dropout, that become different.",
+    setup="Head 1 of every layer is initialized as a copy of head 0, including W_O (twins) or without W_O (half twins). "
+    f"Training takes 1/{STEP_DIVISOR} of the default steps, without dropout. The distance of their weights, relative to "
+    "their size, is compared with the distance of heads 2 and 3 of the same models, which were initialized differently. "
+    "For half twins only W_Q, W_K and W_V are compared. The fraction of bitwise equal weights is also reported: equal sums "
+    "may be rounded differently, and rounding errors may grow.",
+    rule=f"Distances are relative to that of the other heads. Holds if twins are significantly closer than "
+    f"{MAX_TWIN_DISTANCE:g} and half twins significantly further than {MIN_HALF_TWIN_DISTANCE:g}. Does not hold if twins "
+    f"are significantly further than {MIN_HALF_TWIN_DISTANCE:g}. Otherwise depends: on rounding if twins are significantly "
+    f"further than {MAX_TWIN_DISTANCE:g}, on the length of training if they are significantly closer and half twins "
+    f"significantly closer than {MIN_HALF_TWIN_DISTANCE:g}, else on the seed.",
     judged=statistic_key_selector("share of others' distance"),
     measure=measure,
     judge=judge,

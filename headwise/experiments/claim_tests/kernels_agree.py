@@ -1,4 +1,4 @@
-"""The naive loop, the batched form and the fused form give the same numbers."""
+"""The naive loop, the batched kernel and the fused kernel compute the same numbers."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -16,14 +16,14 @@ from headwise.kernels import BACKENDS, blockwise, causal
 from headwise.model import ModelProtocol, eval_mode
 
 COMPARED_BACKENDS = ("batched", "fused", "blockwise")
-# of a block; by itself the kernel would take a small call in one block, which is the batched form
+# Block sizes. By default the blockwise kernel would process a small call in one block, which equals the batched kernel.
 ROW_BLOCK, HEAD_BLOCK = (13, 2)
-TOKENS = 32  # that a given model reads
-TOLERANCE = 1e-5  # of float32, relative: sums are made in another order
+TOKENS = 32  # tokens for a given model
+TOLERANCE = 1e-5  # relative, for float32: sums are computed in a different order
 
 
 def max_relative_error_by_backend(layer: MultiHeadAttention, x: Tensor) -> dict[str, float]:
-    """How far each form strays from the loop over heads, in z and the gradients of q, k, v: the largest relative difference.
+    """Return the largest relative error of each kernel against the loop over heads, in z and the gradients of q, k, v.
 
     >>> deviations = max_relative_error_by_backend(MultiHeadAttention(width=8, heads=2), torch.randn(1, 5, 8))
     >>> max(deviations.values()) < 1e-5
@@ -36,7 +36,7 @@ def max_relative_error_by_backend(layer: MultiHeadAttention, x: Tensor) -> dict[
 
 
 def _call_deviation(call: AttentionCall) -> dict[str, float]:
-    """The same of one call."""
+    """Return the largest relative error of each kernel for one attention call."""
     kernels = {**BACKENDS, "blockwise": partial(blockwise, row_block=ROW_BLOCK, head_block=HEAD_BLOCK)}
 
     def outputs_and_grads(backend: str) -> list[Tensor]:
@@ -55,7 +55,7 @@ def _call_deviation(call: AttentionCall) -> dict[str, float]:
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Random layers of several sizes, in float32; the worst of them for each form and seed."""
+    """Measure random layers of several sizes in float32: the worst error for each kernel and seed."""
     statistics = StatisticTable()
     worst: dict[str, list[float]] = {backend: [] for backend in COMPARED_BACKENDS}
     for seed in experiment.seeds:
@@ -73,9 +73,9 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
-    """The same with the calls of a model's own layers, on random tokens."""
+    """Measure the attention calls of a given model on random tokens."""
     ids = torch.randint(
-        model.spec.vocab, (1, min(TOKENS, model.spec.context)), generator=torch.Generator().manual_seed(0)
+        model.spec.vocab, (1, min(TOKENS, model.spec.context)), generator=torch.Generator().manual_seed(0), device="cpu"
     )
     calls: list[AttentionCall] = []
     with eval_mode(model), torch.no_grad(), ExitStack() as stack:
@@ -90,7 +90,7 @@ def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     deviating = [
         str(backend)
         for backend, statistic in statistics.by_condition("relative difference").items()
@@ -99,19 +99,19 @@ def judge(statistics: StatisticTable) -> Verdict:
     if not deviating:
         return Verdict("holds")
     if len(deviating) < len(COMPARED_BACKENDS):
-        return Verdict("depends", f"on the form: {', '.join(deviating)} strays")
+        return Verdict("depends", f"on the kernel: {', '.join(deviating)} deviates")
     return Verdict("does not hold")
 
 
 CLAIM = Claim(
     number=1,
     name="same-numbers",
-    statement="The naive loop over heads, the batched form and the fused form compute the same numbers.",
-    counterevidence="A form whose output or gradient differs from the loop's by more than rounding.",
-    setup="Random causal layers of 1, 4, 8 and 64 heads in float32: what every head gathers (z), and the gradients of "
-    f"q, k and v, held against a loop over heads. The blockwise form runs in blocks of {ROW_BLOCK} rows and "
-    f"{HEAD_BLOCK} heads, at least three.",
-    rule=f"Holds if every form stays within {TOLERANCE:g} (relative, worst seed); depends if only some do.",
+    statement="The naive loop over heads, the batched kernel and the fused kernel compute the same numbers.",
+    counterevidence="A kernel whose output or gradient differs from the loop by more than rounding.",
+    setup="Random causal layers of 1, 4, 8 and 64 heads in float32: the output of each head (z) and the gradients of q, k "
+    f"and v, compared with a loop over heads. The blockwise kernel runs in blocks of {ROW_BLOCK} rows and {HEAD_BLOCK} "
+    "heads, at least three blocks.",
+    rule=f"Holds if every kernel stays within {TOLERANCE:g} (relative, worst seed). Depends if only some do.",
     measure=measure,
     judge=judge,
     plot=PlotSpec(("relative difference",), y="relative difference"),

@@ -1,4 +1,4 @@
-"""Students' heads are aligned through the teacher's logits rather than by imitating each head."""
+"""Students' heads become aligned through the teacher's logits rather than by imitating each head."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,10 +11,10 @@ from headwise.experiments.engine.experiment_config import ExperimentConfig, Trai
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
 
-LAYERS = 4, 2  # of the teacher, of its students
-STEP_FRACTION = 0.5  # of the usual steps
-MIN_GAP = 0.01  # nats a token
-TEXTS = 64  # on which heads are matched
+LAYERS = 4, 2  # layers of the teacher, and of its students
+STEP_FRACTION = 0.5  # fraction of the default steps
+MIN_GAP = 0.01  # nats per token
+TEXTS = 64  # texts on which heads are matched
 MAP_PAIRINGS = {"maps, by order": "order", "maps, first layers": "first", "maps, best assignment": "best"}
 STUDENT_LOSSES = {"text": "", "logits": "logits", **{name: f"maps {pairs}" for name, pairs in MAP_PAIRINGS.items()}}
 STUDENT_LOSSES |= {"qkv": "qkv", "logits and maps": "logits+maps best"}
@@ -24,7 +24,7 @@ GAP, APPROACH = "nats of maps above logits", "bits nearer to the teacher's heads
 
 
 def teacher_and_students_by_loss(experiment: ExperimentContext, seed: int) -> dict[str, ExperimentConfig]:
-    """A teacher, and a student with half its layers and half its heads for each way to learn, all begun and read alike."""
+    """Return a teacher, and a student with half its layers and heads for each loss, with equal initialization and data."""
     steps = {"steps": max(8, int(experiment.size.steps * STEP_FRACTION))}
     teacher = replace(experiment.make_config(seed, layers=LAYERS[0], recipe=steps), checkpoint_steps=())
     student = replace(
@@ -39,14 +39,14 @@ def teacher_and_students_by_loss(experiment: ExperimentContext, seed: int) -> di
 
 
 def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
-    """Those of every seed, teachers first: students ask for them."""
+    """Return the configurations of every seed, teachers first because students need them."""
     families = [teacher_and_students_by_loss(experiment, seed) for seed in experiment.seeds]
     yield from (models["teacher"] for models in families)
     yield from (config for models in families for name, config in models.items() if name != "teacher")
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Loss, exam, how far heads are from the teacher's, and which have a role; differences paired over seeds."""
+    """Measure loss, synthetic evaluation, distance to the teacher's heads, and roles. Differences are paired by seed."""
     trained = [
         {
             name: experiment.train_or_load(config)
@@ -78,7 +78,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     gaps = statistics.by_condition(GAP)
     beaten = [str(name) for name, gap in gaps.items() if gap.is_interval_below(-MIN_GAP)]
     as_good = all(gap.is_interval_above(-MIN_GAP) for gap in gaps.values())
@@ -86,21 +86,21 @@ def judge(statistics: StatisticTable) -> Verdict:
     if as_good and aligned:
         return Verdict("holds")
     if beaten and not aligned:
-        return Verdict("does not hold", f"{beaten[0]} teach better, and logits bring heads no nearer than text does")
+        return Verdict("does not hold", f"{beaten[0]} teach better, and logits bring heads no closer than text does")
     if beaten:
-        return Verdict("depends", f"on what is asked: logits bring heads nearer, but {beaten[0]} teach better")
+        return Verdict("depends", f"on the criterion: logits bring heads closer, but {beaten[0]} teach better")
     if as_good:
-        return Verdict("depends", "on what is asked: logits teach as well, but bring heads no nearer than text does")
-    return Verdict("depends", "on the seed: intervals reach to both sides of the bar")
+        return Verdict("depends", "on the criterion: logits teach as well, but bring heads no closer than text does")
+    return Verdict("depends", "on the seed: an interval includes the threshold")
 
 
 def _mean_accuracy(trained: TrainedModel) -> float:
-    """The mean over quizzes of right answers."""
+    """Return the mean accuracy over the cloze probes."""
     return float(np.mean(list(trained.probe_accuracy.values()))) if trained.probe_accuracy else float("nan")
 
 
 def _mean_distance(teacher: TrainedModel, student: TrainedModel, experiment: ExperimentContext) -> float:
-    """The mean over a student's heads of how far the nearest of the teacher's is, on texts it was not chosen on."""
+    """Return the mean distance of a student's heads to the closest teacher head, selected on other texts."""
     return float(
         np.mean(
             [
@@ -120,23 +120,23 @@ def _reductions(first: list[float], second: list[float]) -> list[float]:
 CLAIM = Claim(
     number=27,
     name="distillation",
-    statement="Students' heads are aligned indirectly, through the teacher's logits, rather than by imitating each head.",
-    counterevidence="A student taught by attention maps that is better than one taught by logits; or heads of a "
-    "student taught by logits that are no nearer to the teacher's than those of a student that read the same text "
+    statement="Students' heads become aligned indirectly, through the teacher's logits, rather than by imitating each head.",
+    counterevidence="A student trained on attention maps that is better than one trained on logits, or heads of a "
+    "logit-trained student that are no closer to the teacher's heads than those of a student trained on the same text "
     "alone.",
-    setup=f"A teacher of {LAYERS[0]} layers with the usual heads, and students of {LAYERS[1]} layers with half as "
-    f"many, each trained on the same documents for {STEP_FRACTION:.0%} of the usual steps: from text alone, by logits, "
-    "by maps (heads paired by order, with the teacher's first layers, by the best assignment on where they look at "
-    "the start), by relations of q, k and v, by logits and maps. Beside the loss and the exam: how far the nearest of "
-    "the teacher's heads is (word by word, chosen on half of the texts, judged on the other), and how many heads have "
-    "a role.",
-    rule="The loss by maps minus that by logits, for each pairing, and how much nearer to the teacher's heads logits "
-    f"bring a student than text does, paired over seeds. Holds if no pairing is better by {MIN_GAP:g} nats a token, "
-    "surely, and heads are surely nearer; does not hold if some pairing is surely better by that and heads are not "
-    "surely nearer; else depends.",
+    setup=f"A teacher of {LAYERS[0]} layers with the default heads, and students of {LAYERS[1]} layers with half as "
+    f"many, each trained on the same documents for {STEP_FRACTION:.0%} of the default steps: on text alone, on logits, "
+    "on maps (heads paired by order, with the teacher's first layers, or by the best assignment of the initial maps), on "
+    "relations of q, k and v, on logits and maps. In addition to the loss and the synthetic evaluation: the distance to "
+    "the closest teacher head (per word, selected on half of the texts, evaluated on the other), and the number of heads "
+    "with a role.",
+    rule="The loss with maps minus the loss with logits, for each pairing, and how much closer to the teacher's heads logits "
+    "bring a student than text does, paired by seed. Holds if every pairing is significantly not better by "
+    f"{MIN_GAP:g} nats per token, and heads are significantly closer. Does not hold if some pairing is significantly better "
+    "by that and heads are not significantly closer. Otherwise depends.",
     judged=statistic_key_selector(GAP, APPROACH),
     measure=measure,
     judge=judge,
-    plot=PlotSpec((LOSS,), x="", y="held-out loss, nats a token"),
+    plot=PlotSpec((LOSS,), x="", y="held-out loss, nats per token"),
     training_configs=training_configs,
 )

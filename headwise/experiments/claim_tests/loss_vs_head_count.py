@@ -1,4 +1,4 @@
-"""Quality against the number of heads is a hill: worst at both ends, best in a broad middle."""
+"""Quality versus the number of heads has a peak: worst at both ends, best in a broad middle."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -8,14 +8,14 @@ from headwise.experiments.engine.statistic import Condition, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
 from headwise.experiments.head_counts import head_counts
 
-MIN_GAP = 0.01  # nats: 1 % of perplexity
-PLATEAU = 0.02  # nats: as near the best as this, a head count is part of the top
+MIN_GAP = 0.01  # nats, about 1% of perplexity
+PLATEAU = 0.02  # nats: head counts this close to the best belong to the plateau
 # Perplexity per wordpiece on newstest2013: https://arxiv.org/abs/1706.03762, table 3, rows (A) and base; width 512.
 PUBLISHED = {1: 5.29, 4: 5.00, 8: 4.92, 16: 4.91, 32: 5.01}
 
 
 def gap_to_best(losses: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-    """How far each head count lies behind the best one that is no end, seed by seed: losses by head count → the same.
+    """Return the loss above the best head count between the two ends, per seed.
 
     >>> gap_to_best({1: [3.0], 4: [2.0], 8: [1.5], 16: [2.5]})
     {1: [1.5], 4: [0.5], 8: [0.0], 16: [1.0]}
@@ -25,7 +25,7 @@ def gap_to_best(losses: Mapping[int, Sequence[float]]) -> dict[int, list[float]]
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """The held-out loss of every head count, and how far behind the best of the middle it is."""
+    """Measure the held-out loss of every head count, and its gap to the best head count between the ends."""
     losses = {
         h: [experiment.train_or_load(experiment.make_config(seed, h)).loss for seed in experiment.seeds]
         for h in head_counts(experiment.size.width)
@@ -41,7 +41,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     gaps = {
         heads: statistic
         for heads, statistic in statistics.by_condition("behind the best").items()
@@ -56,25 +56,25 @@ def judge(statistics: StatisticTable) -> Verdict:
     if unsure:
         open_ends = " or ".join(unsure)
         return Verdict(
-            "depends", f"on the seed: whether {open_ends} is worse than the best stays open; within {plateau_text}"
+            "depends", f"on the seed: whether {open_ends} is worse than the best is inconclusive; within {plateau_text}"
         )
     if len(not_worse) == len(names):
         return Verdict("does not hold", f"neither end is worse; within {plateau_text}")
     if not_worse:
-        return Verdict("depends", f"on the end: {not_worse[0]} is no worse than the best; within {plateau_text}")
+        return Verdict("depends", f"on the end: {not_worse[0]} is not worse than the best; within {plateau_text}")
     if 2 * len(plateau) < len(middle):
-        return Verdict("depends", f"on the head count: the top is narrow; within {plateau_text}")
+        return Verdict("depends", f"on the head count: the plateau is narrow; within {plateau_text}")
     return Verdict("holds", f"within {plateau_text}")
 
 
 def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condition]]:
-    """Both ends; the middle is judged by its means."""
+    """Select both ends. The middle is judged by its means."""
     counts = sorted(heads for heads in statistics.by_condition("behind the best") if isinstance(heads, int))
     return (("behind the best", heads) for heads in (counts[0], counts[-1]))
 
 
 def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
-    """Every head count of the sweep."""
+    """Return every head count of the sweep."""
     return [
         experiment.make_config(seed, heads) for seed in experiment.seeds for heads in head_counts(experiment.size.width)
     ]
@@ -83,22 +83,22 @@ def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig
 CLAIM = Claim(
     number=6,
     name="loss-vs-head-count",
-    statement="At a fixed width, quality against the number of heads is a hill: one head and the narrowest heads are "
+    statement="At a fixed width, quality versus the number of heads has a peak: one head and the narrowest heads are "
     "worst, and a broad middle is best.",
-    counterevidence="An end, one head or heads of a single channel, that does as well as the best of the middle; or a "
-    "top that is a single head count.",
-    setup="Small models of one width and as many parameters, heads 1, 2, 4 … up to one channel each, on the synthetic "
-    "language. At width 64 heads are 64 to 1 channels wide: that shows a shape, and that too narrow heads exist; it "
-    "cannot say whether 64 or 128 channels, or 8 to 32 heads, are best in wide models. The perplexities of Vaswani et "
-    "al. (2017, table 3 A, width 512, English to German) stand beside it and are not judged.",
-    rule=f"An end is worse if its held-out loss, paired by seed, lies surely more than {MIN_GAP:g} nats a token above "
-    "that of the best head count between the ends, and no worse if surely less. Depends on the seed if an end is "
-    "neither; does not hold if both ends are no worse; depends if one is, or if fewer than half of the counts between "
-    f"the ends lie within {PLATEAU:g} nats of the best (their means); else holds. That best is the one with the lowest "
-    "mean of the same seeds, which favours the hill a little.",
+    counterevidence="An end, one head or heads of a single channel, that is as good as the best of the middle, or a "
+    "plateau that is a single head count.",
+    setup="Small models of one width and equal parameter count, with heads 1, 2, 4 … up to one channel each, on the "
+    "synthetic language. At width 64 heads are 64 to 1 channels wide. This shows the shape of the curve, and that heads "
+    "can be too narrow. It cannot show whether 64 or 128 channels, or 8 to 32 heads, are best in wide models. The "
+    "perplexities of Vaswani et al. (2017, table 3 A, width 512, English to German) are reported but not judged.",
+    rule=f"An end is worse if its held-out loss, paired by seed, is significantly more than {MIN_GAP:g} nats per token above "
+    "that of the best head count between the ends, and not worse if significantly less. Depends on the seed if an end is "
+    "inconclusive. Does not hold if both ends are not worse. Depends if one end is not worse, or if fewer than half of the "
+    f"counts between the ends are within {PLATEAU:g} nats of the best (by their means). Otherwise holds. The best count is "
+    "selected by the mean of the same seeds, which slightly favors the claim.",
     measure=measure,
     judge=judge,
-    plot=PlotSpec(("loss",), x="heads", y="held-out loss, nats a token", log_x=True),
+    plot=PlotSpec(("loss",), x="heads", y="held-out loss, nats per token", log_x=True),
     judged=_judged_statistics,
     training_configs=training_configs,
 )

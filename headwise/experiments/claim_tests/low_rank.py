@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis import TokenizedCorpus, default_corpus, effective_rank
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
@@ -19,15 +19,15 @@ from headwise.kernels import raw_scores, repeat_kv
 from headwise.model import ModelProtocol, eval_mode
 from headwise.spec import Address
 
-TOKENS = 128  # or twice head_dim, where that is more
-RANK_TOLERANCE = 1e-9  # singular values below this share of the largest are rounding, in float64
-MAX_UNEXPLAINED = 1e-3  # what the form may leave unexplained, relative: x is known in float32
+TOKENS = 128  # or twice head_dim, if that is more
+RANK_TOLERANCE = 1e-9  # smaller singular values, relative to the largest, are rounding errors in float64
+MAX_UNEXPLAINED = 1e-3  # largest relative residual of the bilinear form: x is known in float32
 ENERGY = "energy in the first half of directions"
 
 
 @dataclass(frozen=True)
 class HeadRank:
-    """One head as it compares tokens: the rank of its scores, and what x W_Q W_Kᵀ xᵀ leaves of them unexplained."""
+    """Rank of the scores of one head, and the relative residual after subtracting x W_Q W_Kᵀ xᵀ."""
 
     head: Address
     head_dim: int
@@ -38,11 +38,11 @@ class HeadRank:
 
 @torch.no_grad()
 def head_score_ranks(model: ModelProtocol, corpus: Any = None) -> list[HeadRank]:
-    """Every head on a stretch of text of more tokens than head_dim: its scores before mask, bias and softmax, in float64.
+    """Measure every head on a text with more tokens than head_dim: its scores before mask, bias and softmax, in float64.
 
-    However many tokens there are, q kᵀ has at most the rank of head_dim. That it is one form of what the layer reads, the
-    same for all pairs of tokens (a bias counts as a constant it reads), fails with rotary positions, which turn it with the
-    offset, and with norms on q and k.
+    The rank of q kᵀ is at most head_dim for any number of tokens. The scores are one bilinear form of the layer input, the
+    same for all pairs of tokens (a bias counts as a constant input channel). This fails with rotary positions, which rotate
+    the form with the offset, and with norms on q and k.
     """
     ids = _token_stretch(model, corpus)
     ranks: list[HeadRank] = []
@@ -73,7 +73,7 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def numerical_rank(matrix: Tensor) -> int:
-    """How many singular values stand out from rounding.
+    """Return the number of singular values above rounding errors.
 
     >>> numerical_rank(torch.ones(5, 7).double())
     1
@@ -83,13 +83,13 @@ def numerical_rank(matrix: Tensor) -> int:
 
 
 def energy_in_first_half(circuit: Circuit) -> float:
-    """The share of Σσ² in the first half of a circuit's directions."""
+    """Return the fraction of Σσ² in the first half of a circuit's directions."""
     power = circuit.singular_values().double().square()  # (d,)
     return float(power[: -(-len(power) // 2)].sum() / power.sum())
 
 
 def _token_stretch(model: ModelProtocol, corpus: Any) -> Tensor:
-    """Texts end to end, more tokens than head_dim, as far as the model can read: (1, T)."""
+    """Concatenate texts to more tokens than head_dim, within the context of the model: (1, T)."""
     spec = model.spec
     max_length = min(max(TOKENS, 2 * spec.attention.head_dim), spec.context)
     ids: list[int] = []
@@ -98,22 +98,25 @@ def _token_stretch(model: ModelProtocol, corpus: Any) -> Tensor:
         if len(ids) >= max_length:
             break
     if len(ids) <= spec.attention.head_dim or max_length <= spec.attention.head_dim:
-        raise HeadwiseError(
-            f"rank shows on more tokens than head_dim, {spec.attention.head_dim}; there are {min(len(ids), max_length)}, "
-            f"give a longer text."
+        raise ArgumentError(
+            f"text: the rank can only be measured on more tokens than head_dim={spec.attention.head_dim}. "
+            f"Got {min(len(ids), max_length)} tokens. Use a longer text."
         )
     return torch.tensor([ids[:max_length]], device=model.device)
 
 
 @torch.no_grad()
 def _spectra(model: ModelProtocol) -> dict[str, float]:
-    """Means over heads, and what random weights of the same shape would give."""
+    """Return means over heads, and the values for random weights of the same shape."""
     circuits = {"W_QK": [head.QK for head in model.heads], "W_OV": [head.OV for head in model.heads]}
     circuits = {name: [Circuit(c.left.float(), c.right.float()) for c in items] for name, items in circuits.items()}
     D, d = circuits["W_QK"][0].left.shape
     generator = torch.Generator().manual_seed(0)
     circuits["random weights"] = [
-        Circuit(torch.randn(D, d, generator=generator), torch.randn(d, D, generator=generator)) for _ in range(8)
+        Circuit(
+            torch.randn(D, d, generator=generator, device="cpu"), torch.randn(d, D, generator=generator, device="cpu")
+        )
+        for _ in range(8)
     ]
     spectra = {}
     for name, items in circuits.items():
@@ -123,14 +126,14 @@ def _spectra(model: ModelProtocol) -> dict[str, float]:
 
 
 def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
-    """Every head count."""
+    """Return every head count."""
     return [
         experiment.make_config(seed, heads) for heads in head_counts(experiment.size.width) for seed in experiment.seeds
     ]
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Trained models of every head_dim."""
+    """Measure trained models of every head_dim."""
     statistics = StatisticTable()
     for heads in reversed(head_counts(experiment.size.width)):
         models = [
@@ -144,7 +147,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
-    """A model as it is."""
+    """Measure a given model."""
     return _add_ranks(StatisticTable(), [(model, default_corpus(model) if text is None else text)])
 
 
@@ -172,13 +175,13 @@ def _add_ranks(statistics: StatisticTable, models: list[tuple[ModelProtocol, Any
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     if any(max(statistic.values) > 1 for statistic in statistics.by_condition("largest rank over head_dim").values()):
         return Verdict("does not hold")
     worst = max(max(statistic.values) for statistic in statistics.by_condition("unexplained by one form").values())
     if worst > MAX_UNEXPLAINED:
         details = f"rank is at most head_dim, but one form misses the scores of a head by {worst:.2g} of their size"
-        return Verdict("depends", f"on positions: {details}; rotary positions turn it with the offset")
+        return Verdict("depends", f"on positions: {details}; rotary positions rotate it with the offset")
     return Verdict("true by construction")
 
 
@@ -186,14 +189,14 @@ CLAIM = Claim(
     number=21,
     name="low-rank",
     statement="Each head compares tokens by a bilinear form of low rank, at most head_dim.",
-    counterevidence="A head whose scores on a long text have a rank above head_dim, or are not a form of what it reads.",
-    setup=f"Models of every head count at one width, on a stretch of text of {TOKENS} tokens: the rank of each head's "
-    "scores before mask and softmax, and what x W_Q W_Kᵀ xᵀ leaves of them unexplained (the largest of all heads). "
-    "Beside it the spectra of W_Q W_Kᵀ and W_V W_O: effective rank, energy in the first half, and random weights of "
-    "that shape. With one head head_dim is the width, and the bound binds nothing.",
-    rule="Does not hold if some head's rank is above head_dim. True by construction if moreover one form explains "
-    f"every head's scores within {MAX_UNEXPLAINED:g}; else depends on positions, or what else acts on q and k. The "
-    "spectra, what heads make of their rank, are told and not judged.",
+    counterevidence="A head whose scores on a long text have a rank above head_dim, or are not a bilinear form of its input.",
+    setup=f"Models of every head count at one width, on a text of {TOKENS} tokens: the rank of each head's scores before "
+    "mask and softmax, and the residual after subtracting x W_Q W_Kᵀ xᵀ (the largest of all heads). The spectra of "
+    "W_Q W_Kᵀ and W_V W_O are also reported: effective rank, energy in the first half, and random weights of that shape. "
+    "With one head, head_dim is the width, and the bound is trivial.",
+    rule="Does not hold if the rank of some head is above head_dim. True by construction if also one form explains the "
+    f"scores of every head within {MAX_UNEXPLAINED:g}. Otherwise depends on positions, or on other operations on q and k. "
+    "The spectra are reported but not judged.",
     identity="q kᵀ is a product of matrices with head_dim columns: its rank cannot be more",
     possible_verdicts=("true by construction", "does not hold", "depends"),
     measure=measure,

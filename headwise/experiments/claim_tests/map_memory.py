@@ -18,11 +18,14 @@ from headwise.model import ModelProtocol
 
 LENGTHS = (256, 512, 1024, 2048)
 BACKENDS = ("batched", "blockwise", "fused")
-MIN_QUADRATIC, MAX_LINEAR = 1.7, 1.3  # exponents from which memory grows like n², and below which it grows like n
+MIN_QUADRATIC, MAX_LINEAR = (
+    1.7,
+    1.3,
+)  # exponents above which growth counts as quadratic, and below which it counts as linear
 
 
 def attention_memory(backend: str, tokens: int, heads: int, head_dim: int, batch_size: int = 2) -> float:
-    """Megabytes that causal attention takes at its peak, forward and backward, above its inputs. In a fresh process."""
+    """Return the peak memory of causal attention in megabytes, forward and backward, above its inputs. In a fresh process."""
     return run_in_subprocess(_measure_memory, backend, tokens, heads, head_dim, batch_size)
 
 
@@ -38,7 +41,7 @@ def _step(backend: str, qkv: Sequence[Tensor]) -> None:
 
 
 def growth_exponent(by_length: Mapping[int, float]) -> float:
-    """The power of n by which something grows: the slope of the straight line through its logarithms, by least squares.
+    """Return the exponent of the growth with n: the least-squares slope of the logarithms.
 
     >>> round(growth_exponent({256: 3 * 256**2, 512: 3 * 512**2, 2048: 3 * 2048**2}), 6)
     2.0
@@ -48,12 +51,12 @@ def growth_exponent(by_length: Mapping[int, float]) -> float:
 
 
 def measure(experiment: ExperimentContext, lengths: Sequence[int] = LENGTHS) -> StatisticTable:
-    """Heads as the lab's usual model has them."""
+    """Measure heads of the default model."""
     return _measure_lengths(experiment.size.heads, experiment.size.width // experiment.size.heads, lengths)
 
 
 def measure_model(model: ModelProtocol, text: Any = None, lengths: Sequence[int] = LENGTHS) -> StatisticTable:
-    """Heads as the model has them."""
+    """Measure heads of the sizes of a given model."""
     return _measure_lengths(model.spec.attention.heads, model.spec.attention.head_dim, lengths)
 
 
@@ -68,7 +71,7 @@ def _measure_lengths(heads: int, head_dim: int, lengths: Sequence[int]) -> Stati
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     exponents = {str(backend): statistic for backend, statistic in statistics.by_condition("exponent").items()}
     blockwise_backends = [backend for backend in exponents if backend != "batched"]
     linear = [backend for backend in blockwise_backends if exponents[backend].is_interval_below(MAX_LINEAR)]
@@ -76,20 +79,20 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("does not hold")
     if linear == blockwise_backends:
         return Verdict("holds")
-    return Verdict("depends", f"on the form: only that of {', '.join(linear)} grows like n")
+    return Verdict("depends", f"on the kernel: only the memory of {', '.join(linear)} grows like n")
 
 
 CLAIM = Claim(
     number=17,
     name="map-memory",
     statement="Attention maps cost memory that grows with the square of the length, unless attention is computed in blocks.",
-    counterevidence="Materialised maps whose memory grows more slowly, or attention in blocks whose memory grows as fast.",
-    setup=f"Causal attention of two texts of {LENGTHS[0]} to {LENGTHS[-1]} tokens, forward and backward, with heads as "
-    "in the usual model, each time in a fresh process: peak memory above what q, k and v take (megabytes), and the "
-    "power of the length by which it grows (exponent), fitted to the logarithms by least squares.",
-    rule=f"Holds if the exponent is above {MIN_QUADRATIC:g} for the batched form and below {MAX_LINEAR:g} for both the "
-    "blockwise and the fused one; depends if only one of the two is below; does not hold if neither is, or if the "
-    "batched form is not above.",
+    counterevidence="Materialized maps whose memory grows more slowly, or attention in blocks whose memory grows as fast.",
+    setup=f"Causal attention on two texts of {LENGTHS[0]} to {LENGTHS[-1]} tokens, forward and backward, with the heads of "
+    "the default model, each time in a fresh process: peak memory above q, k and v (megabytes), and the exponent of its "
+    "growth with the length, fitted to the logarithms by least squares.",
+    rule=f"Holds if the exponent is above {MIN_QUADRATIC:g} for the batched kernel and below {MAX_LINEAR:g} for both the "
+    "blockwise and the fused kernel. Depends if only one of the two is below. Does not hold if neither is, or if the "
+    "batched kernel is not above.",
     measure=measure,
     judge=judge,
     plot=PlotSpec(BACKENDS, x="tokens", y="MB above the inputs", log_x=True),

@@ -1,4 +1,4 @@
-"""One head must blend relations that several heads keep apart."""
+"""One head must blend relations that several heads keep separate."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,12 +10,12 @@ from headwise.experiments.lookup_task import STEPS, OffsetLookupTask, train_and_
 
 TASK = OffsetLookupTask(offsets=(1, 2, 3, 4))
 HEADS = (1, 2, 4, 8)
-MIN_LEARNED, MAX_BLENDED = 0.95, 0.5  # shares of places with all look-ups right
-MIN_DIFFERENCE = 0.05  # a share of right answers that counts
+MIN_LEARNED, MAX_BLENDED = 0.95, 0.5  # fractions of positions with all lookups correct
+MIN_DIFFERENCE = 0.05  # smallest difference in accuracy that counts
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Answers on the synthetic language with one head and with the usual number; then look-ups for every head count."""
+    """Measure accuracy on the synthetic language with one head and the default number, then lookups for every head count."""
     statistics = StatisticTable()
     single, multiple = (
         [experiment.train_or_load(experiment.make_config(seed, heads)).probe_accuracy for seed in experiment.seeds]
@@ -39,7 +39,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     blended, lookup_text = _judge_lookups(statistics)
     lost = {str(name): statistic for name, statistic in statistics.by_condition("lost by one head").items()}
     worse = [name for name, statistic in lost.items() if statistic.is_interval_above(MIN_DIFFERENCE)]
@@ -49,7 +49,7 @@ def judge(statistics: StatisticTable) -> Verdict:
         for name, statistic in lost.items()
         if name not in worse and not statistic.is_interval_below(MIN_DIFFERENCE)
     ]
-    loss_text = f"one head loses {', '.join(worse) or 'no relation for sure'}"
+    loss_text = f"one head loses {', '.join(worse) or 'no relation significantly'}"
     if blended and worse and not better:
         return Verdict("holds", loss_text)
     if blended is False and not worse and not unsure:
@@ -61,7 +61,7 @@ def judge(statistics: StatisticTable) -> Verdict:
 
 
 def _judge_lookups(statistics: StatisticTable) -> tuple[bool | None, str]:
-    """Whether look-ups bear it out, surely do not, or leave it open (None); and in words."""
+    """Return whether lookups support the claim (None: inconclusive), and a description."""
     num_lookups, accuracy_by_heads = len(TASK.offsets), statistics.by_condition("all look-ups right")
     single, multiple = accuracy_by_heads[1], [accuracy_by_heads[heads] for heads in _sufficient_heads(statistics)]
     if single.is_interval_above(MAX_BLENDED):
@@ -74,52 +74,53 @@ def _judge_lookups(statistics: StatisticTable) -> tuple[bool | None, str]:
         return True, f"{num_lookups} look-ups at once do not go through one"
     return (
         None,
-        f"whether {num_lookups} look-ups at once go through one and through {num_lookups} heads or more stays open",
+        f"whether {num_lookups} look-ups at once go through one and through {num_lookups} heads or more is inconclusive",
     )
 
 
 def _sufficient_heads(statistics: StatisticTable) -> list[int]:
-    """Head counts that could keep every look-up apart."""
+    """Return the head counts that are large enough to keep every lookup separate."""
     accuracy_by_heads = statistics.by_condition("all look-ups right")
     return [heads for heads in accuracy_by_heads if isinstance(heads, int) and heads >= len(TASK.offsets)]
 
 
 def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condition]]:
-    """Every relation, since losing any of them counts, and the look-ups that are judged."""
+    """Select every relation, because losing any of them counts, and the judged lookups."""
     yield from (("lost by one head", relation) for relation in statistics.by_condition("lost by one head"))
     yield from (("all look-ups right", heads) for heads in (1, *_sufficient_heads(statistics)))
 
 
 def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
-    """One head and the usual number."""
+    """Return models with one head and with the default number of heads."""
     return [experiment.make_config(seed, heads) for seed in experiment.seeds for heads in (1, None)]
 
 
 CLAIM = Claim(
     number=5,
     name="one-head-blends",
-    statement="One head must blend relations: it has one map of attention, and what several heads keep apart runs "
-    "together in it.",
-    counterevidence="A model with one head of the same width and as many parameters that gets every relation right as "
-    "often; or one head whose output still tells several look-ups apart.",
-    setup="Models of the synthetic language with one head and with many, same width and parameters, examined on each "
-    f"relation; and a single layer that must name the symbols {', '.join(map(str, TASK.offsets))} places back at once, "
-    "read out linearly, with 1 to 8 heads of one width. The same with an MLP before the readout is shown and not "
-    "judged: it can unpick much of a blend, as the models' own MLPs can.",
-    rule=f"Look-ups bear it out if all of them are right at surely more than {MIN_LEARNED:.0%} of places with as many "
-    f"heads as look-ups or more, and at surely fewer than {MAX_BLENDED:.0%} with one; they do not if one of these "
-    f"surely is the other way round. Holds if they do, one head surely loses more than {MIN_DIFFERENCE:.0%} of right "
-    "answers in some relation, and surely gains as much in none. Does not hold if they do not and one head surely "
-    f"loses less than {MIN_DIFFERENCE:.0%} in every relation. Else depends: on the seed if look-ups leave it open, or "
-    "if no relation is surely lost and some may be; or on the relation. Any relation will do, so intervals are "
-    "widened for all of them together.",
+    statement="One head must blend relations: it has one attention map, which mixes what several heads keep separate.",
+    counterevidence="A one-head model of the same width and parameter count that is as accurate on every relation, or a "
+    "single head from whose output several lookups can still be read.",
+    setup="Models of the synthetic language with one head and with many, with equal width and parameter count, evaluated on "
+    "each relation, and a single layer that must predict the symbols "
+    f"{', '.join(map(str, TASK.offsets))} positions back at once with a linear readout, with 1 to 8 heads of one width. The "
+    "same layer with an MLP before the readout is reported but not judged: an MLP can separate much of a blend, and so can "
+    "the MLPs of the models.",
+    rule=f"Lookups support the claim if all of them are correct at significantly more than {MIN_LEARNED:.0%} of positions "
+    "with at least as many heads as lookups, and at significantly fewer than "
+    f"{MAX_BLENDED:.0%} with one head. They contradict it if one of these is significantly false. Holds if they support it, "
+    f"one head loses significantly more than {MIN_DIFFERENCE:.0%} accuracy in some relation, and significantly gains as much "
+    "in none. Does not hold if they contradict it and one head loses significantly less than "
+    f"{MIN_DIFFERENCE:.0%} in every relation. Otherwise depends: on the seed if lookups are inconclusive, or if no relation "
+    "is significantly lost and some are inconclusive, else on the relation. Because any relation is enough, the intervals "
+    "are corrected for all of them.",
     judged=_judged_statistics,
     measure=measure,
     judge=judge,
     plot=PlotSpec(
         ("all look-ups right", "all look-ups right, MLP behind"),
         x="heads",
-        y="places where all four look-ups are right",
+        y="fraction of positions with all four lookups correct",
         log_x=True,
     ),
     training_configs=training_configs,

@@ -1,4 +1,4 @@
-"""The output projection matters: heads laid side by side and never mixed are not enough."""
+"""The output projection matters: heads that are concatenated and never mixed are not enough."""
 
 from collections.abc import Iterable
 
@@ -7,13 +7,13 @@ from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
 
-MIN_LOSS = 0.02  # nats: 2 % of perplexity
+MIN_LOSS = 0.02  # nats, about 2% of perplexity
 LEARNED_OUTPUT = "learned"
 INITS = {LEARNED_OUTPUT: "default", "frozen random": "frozen W_O", "identity": "identity W_O"}
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Loss and right answers with each kind of W_O, and what the fixed ones cost."""
+    """Measure loss and accuracy with each kind of W_O, and the cost of the fixed ones."""
     statistics = StatisticTable()
     trained = {
         name: [experiment.train_or_load(experiment.make_config(seed, init=init)) for seed in experiment.seeds]
@@ -30,7 +30,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     lost = statistics.by_condition("lost")
     costly = [str(name) for name, statistic in lost.items() if statistic.is_interval_above(MIN_LOSS)]
     cheap = [str(name) for name, statistic in lost.items() if statistic.is_interval_below(MIN_LOSS)]
@@ -40,31 +40,31 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("does not hold")
     unsure = [str(name) for name in lost if str(name) not in costly + cheap]
     groups = ((costly, "costs"), (cheap, "does not cost"), (unsure, "may cost, or not"))
-    factor = "the seed" if unsure else "what stands in its place"
+    factor = "the seed" if unsure else "the replacement of W_O"
     return Verdict(
         "depends", f"on {factor}: " + "; ".join(f"{', '.join(names)} {text}" for names, text in groups if names)
     )
 
 
 def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
-    """All three kinds."""
+    """Return all three kinds of models."""
     return [experiment.make_config(seed, init=init) for seed in experiment.seeds for init in INITS.values()]
 
 
 CLAIM = Claim(
     number=12,
     name="output-projection",
-    statement="The output projection W_O matters: what heads found must be mixed, not merely laid side by side.",
+    statement="The output projection W_O matters: the outputs of heads must be mixed, not only concatenated.",
     counterevidence="A model whose W_O is the identity, or random and never trained, and that is as good.",
-    setup="The usual model with W_O learned; frozen as it was drawn (small random numbers); and frozen as the "
-    "identity, so that head h writes to channels h·d to (h + 1)·d alone. All else is trained, W_V too, which can make "
-    "up for much: what a head writes is x W_V W_O. The identity begins larger than a drawn W_O does; the fixed ones "
-    "train 4096 parameters a layer fewer at width 64. Losses are paired by seed.",
-    rule=f"Holds if both fixed ones surely lose more than {MIN_LOSS:g} nats a token; does not hold if both surely lose "
-    "less; else depends, on the seed if either stays open.",
+    setup="The default model with a learned W_O, with W_O frozen at its random initialization (small values), and with W_O "
+    "frozen at the identity, so that head h writes only to channels h·d to (h + 1)·d. All other weights are trained, "
+    "including W_V, which can compensate for much: a head writes x W_V W_O. The identity has larger values than a random "
+    "W_O. At width 64 the frozen models train 4096 fewer parameters per layer. Losses are paired by seed.",
+    rule=f"Holds if both frozen models lose significantly more than {MIN_LOSS:g} nats per token. Does not hold if both lose "
+    "significantly less. Otherwise depends, on the seed if either is inconclusive.",
     judged=statistic_key_selector("lost"),
     measure=measure,
     judge=judge,
-    plot=PlotSpec(("lost",), y="loss above that of a learned W_O, nats a token"),
+    plot=PlotSpec(("lost",), y="loss above that of a learned W_O, nats per token"),
     training_configs=training_configs,
 )

@@ -1,4 +1,4 @@
-"""Heads that are laid side by side are parallel paths for gradients, like the branches of a grouped convolution."""
+"""Concatenated heads are parallel paths for gradients, like the branches of a grouped convolution."""
 
 import copy
 from itertools import chain, islice
@@ -14,19 +14,19 @@ from headwise.experiments.gradient_paths import convolution_branches, head_branc
 from headwise.model import ModelProtocol, Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
-TOLERANCE = 1e-9  # relative, in float64: rounding
+TOLERANCE = 1e-9  # relative rounding error in float64
 SHARED_KEYS = "heads, shared keys"
-KINDS: dict[str, dict[str, Any]] = {  # of layers
+KINDS: dict[str, dict[str, Any]] = {  # kinds of layers
     "heads": {},
     "heads, sliced input": {"head_input": "slice"},
     SHARED_KEYS: {"kv_heads": 2},
 }
 CONVOLUTION = "grouped convolution"
-TOKENS = 12  # of a text
+TOKENS = 12  # tokens per text
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Small untrained layers of several kinds, and a grouped convolution, in float64."""
+    """Measure small untrained layers of several kinds, and a grouped convolution, in float64."""
     results: dict[str, list[dict[str, float]]] = {}
     for seed in experiment.seeds:
         for kind, fields in KINDS.items():
@@ -43,7 +43,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
-    """Three layers of a copy of the model, in float64, on the beginning of a text, beside a grouped convolution."""
+    """Measure three layers of a float64 copy of the model on the start of a text, and a grouped convolution."""
     model_copy: Any = copy.deepcopy(model).eval()
     model_copy.double().requires_grad_(True)
     corpus = TokenizedCorpus.of(model_copy, default_corpus(model_copy) if text is None else text)
@@ -70,7 +70,7 @@ def _summarize(results: dict[str, list[dict[str, float]]]) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     leftover, moved = (
         {str(k): max(statistic.values) for k, statistic in statistics.by_condition(name).items()}
         for name in ("left over", "moved by others")
@@ -79,12 +79,12 @@ def judge(statistics: StatisticTable) -> Verdict:
     if not max(leftover.values()) <= TOLERANCE or any(
         not moved[kind] <= TOLERANCE for kind in (*independent, CONVOLUTION)
     ):
-        return Verdict("does not hold", "which breaks the chain rule: the code is wrong")
+        return Verdict("does not hold", "which contradicts the chain rule: the code is wrong")
     if not independent:
-        return Verdict("does not hold", "where heads share keys and values, by construction too")
+        return Verdict("does not hold", "because heads share keys and values, by construction too")
     if SHARED_KEYS not in moved:
         return Verdict("true by construction")
-    details = f"where they share keys, paths meet ({moved[SHARED_KEYS]:.2g} of a gradient), by construction too"
+    details = f"if they share keys, paths are coupled ({moved[SHARED_KEYS]:.2g} of a gradient), by construction too"
     return Verdict("true by construction", f"for heads with weights of their own; {details}")
 
 
@@ -92,16 +92,15 @@ CLAIM = Claim(
     number=25,
     name="jacobians",
     statement="Concatenated heads are parallel paths for gradients, like the branches of a grouped convolution.",
-    counterevidence="A layer whose Jacobian is not the sum of its heads', or heads whose gradients hang on each "
-    "other's weights.",
-    setup="Layers with 4 heads of several kinds, and a grouped convolution of 4 branches, in float64: what the sum of "
-    "the branches' Jacobians leaves of the whole's; how far a branch's own gradient moves when all others are drawn "
-    "anew, with the gradient from above fixed and through a squared loss; and the share of input channels a branch "
-    "reads.",
-    rule=f"True by construction if, to {TOLERANCE:g}, the Jacobians add up and the gradient of no head with weights of "
-    "its own moves while the gradient from above is fixed; does not hold if one of these fails, or if every layer's "
-    "heads share keys. What moves through a loss and what is read are told beside it: a head reads every channel, a "
-    "branch its own.",
+    counterevidence="A layer whose Jacobian is not the sum of its heads' Jacobians, or heads whose gradients depend on the "
+    "weights of other heads.",
+    setup="Layers with 4 heads of several kinds, and a grouped convolution with 4 branches, in float64: the full Jacobian "
+    "minus the sum of the branch Jacobians, the change of a branch's own gradient when all other branches are resampled "
+    "(with a fixed output gradient and through a squared loss), and the fraction of input channels that a branch reads.",
+    rule=f"True by construction if, within {TOLERANCE:g}, the Jacobians add up and no head with separate weights changes "
+    "its gradient at a fixed output gradient. Does not hold if one of these fails, or if the heads of every layer share "
+    "keys. The change through a loss and the channels read are reported but not judged: a head reads every channel, a "
+    "branch only its own.",
     identity="a layer is a sum over heads, and the derivative of a sum is the sum of derivatives",
     possible_verdicts=("true by construction", "does not hold"),
     measure=measure,

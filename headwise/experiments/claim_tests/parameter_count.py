@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
@@ -16,7 +16,7 @@ from headwise.heads import MultiHeadAttention
 from headwise.model import ModelProtocol
 from headwise.spec import AttentionSpec
 
-VARIANTS: dict[str, dict[str, Any]] = {  # what a layer may have beside plain projections
+VARIANTS: dict[str, dict[str, Any]] = {  # parts of a layer in addition to plain projections
     "plain": {},
     "biases": {"bias": True, "out_bias": True},
     "gates": {"gated": True},
@@ -28,7 +28,7 @@ OWN_KIND = "the model's own kind"
 
 
 def count_parameters(spec: AttentionSpec) -> int:
-    """The parameters of a layer, by building it of tensors without numbers.
+    """Count the parameters of a layer by building it on meta tensors.
 
     >>> count_parameters(AttentionSpec(width=64, heads=4))
     16384
@@ -39,24 +39,24 @@ def count_parameters(spec: AttentionSpec) -> int:
 
 
 def with_heads(spec: AttentionSpec, heads: int) -> AttentionSpec:
-    """The same kind of layer with another head count, and as many key heads as can be shared out over it.
+    """Change the head count of a layer spec. The number of KV heads becomes the largest one that divides both.
 
     >>> with_heads(AttentionSpec(width=96, heads=12, kv_heads=3), 16).kv_heads
     1
     """
     kv_heads = heads if spec.kv_heads == spec.heads else gcd(heads, spec.kv_heads)
-    # rotary needs an even head_dim, and has no parameters
+    # rotary positions need an even head_dim, and have no parameters
     return replace(spec, heads=heads, head_dim=0, value_dim=0, kv_heads=kv_heads, kept_heads=None, rotary=None)
 
 
 def max_min_parameter_ratio(spec: AttentionSpec, heads: Sequence[int]) -> float:
-    """The most parameters of a layer over its fewest, when only the number of heads changes."""
+    """Return the largest over the smallest parameter count of a layer when only the number of heads changes."""
     counts = [count_parameters(with_heads(spec, h)) for h in heads]
     return max(counts) / min(counts)
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Layers of every head count that divides the width, plain and otherwise."""
+    """Measure plain and other layers of every head count that divides the width."""
     width = experiment.size.width
     heads = tuple(h for h in range(1, width + 1) if width % h == 0)
     statistics = StatisticTable()
@@ -70,12 +70,12 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
-    """A plain layer of the model's width and the model's own kind, with other head counts."""
+    """Measure a plain layer of the model's width and the model's own kind of layer, with other head counts."""
     spec = model.spec.attention
     heads = head_counts(spec.width)
     if len(heads) < 2:
-        raise HeadwiseError(
-            f"a width of {spec.width} cannot be shared out over several heads; take a model of an even width."
+        raise UnsupportedModelError(
+            f"model: a width of {spec.width} cannot be divided among several heads. Use a model with an even width."
         )
     statistics = StatisticTable()
     for h in heads:
@@ -87,14 +87,14 @@ def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     spreads = statistics.by_condition("most over fewest")
     moving = [str(name) for name, statistic in spreads.items() if statistic.mean != 1]
     if spreads["plain"].mean != 1:
         return Verdict("does not hold")
     if moving:
-        moves = "move" if len(moving) > 1 else "moves"
-        return Verdict("depends", f"on what else the layer has: {', '.join(moving)} {moves} it")
+        moves = "change" if len(moving) > 1 else "changes"
+        return Verdict("depends", f"on other parts of the layer: {', '.join(moving)} {moves} it")
     return Verdict("true by construction")
 
 
@@ -102,13 +102,13 @@ CLAIM = Claim(
     number=3,
     name="parameters",
     statement="At a fixed width, the number of heads does not change the number of parameters.",
-    counterevidence="A layer whose parameter count moves when only its head count does.",
-    setup="Layers of one width with every head count that divides it, plain and with biases, gates, sinks, shared "
-    "keys or sliced inputs; parameters are counted by building each. Of a given model, a plain layer of its width and "
-    "its own kind.",
-    rule="Does not hold if a plain layer's count moves at all; depends if only another kind's does; else it is true "
-    "by construction.",
-    identity="a plain layer has four matrices of width x width, however they are shared out over heads",
+    counterevidence="A layer whose parameter count changes when only its head count changes.",
+    setup="Layers of one width with every head count that divides it, plain and with biases, gates, sinks, shared keys or "
+    "sliced inputs. Each layer is built and its parameters are counted. For a given model: a plain layer of its width, and "
+    "its own kind of layer.",
+    rule="Does not hold if the count of a plain layer changes at all. Depends if only that of another kind changes. "
+    "Otherwise it is true by construction.",
+    identity="a plain layer has four matrices of width x width, however they are divided among heads",
     possible_verdicts=("true by construction", "does not hold", "depends"),
     measure=measure,
     judge=judge,

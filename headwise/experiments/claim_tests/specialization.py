@@ -1,4 +1,4 @@
-"""Heads specialise."""
+"""Heads specialize."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,20 +10,20 @@ from headwise.experiments.engine.statistic import Condition, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
 from headwise.model import ModelProtocol
 
-MIN_ARCS = 20  # arcs on the half for reporting that a relation needs
-MIN_ROLE_FRACTION = 0.5  # of the heads must have a role
-MIN_GAIN = 0.05  # of the heads, beyond the untrained model's
+MIN_ARCS = 20  # smallest number of arcs of a relation on the reporting half
+MIN_ROLE_FRACTION = 0.5  # smallest fraction of heads with a role
+MIN_GAIN = 0.05  # fraction of heads, above the untrained model
 
 
 def role_fraction(profiled: Profile) -> float:
-    """The share of heads with a role that stands on held-out texts: `attention` or better."""
+    """Return the fraction of heads with a role that is confirmed on held-out texts: evidence level `attention` or better."""
     return sum(head.evidence_level != "none" for head in profiled) / len(profiled)
 
 
 def relation_gains_and_significance(profiled: Profile, min_arcs: int = MIN_ARCS) -> dict[str, tuple[float, bool]]:
-    """For each relation, how much oftener its best head is right than the best fixed offset; and whether that counts.
+    """Return the gain in accuracy of each relation's best head over the best fixed offset, and whether it is significant.
 
-    Head, direction and offset are chosen on one half of the texts and told on the other.
+    Head, direction and offset are selected on one half of the texts and reported on the other.
     """
     rows = best_relation_heads(profiled, min_arcs)
     gains = {row.relation: row.accuracy - row.offset_accuracy for row in rows}
@@ -33,12 +33,12 @@ def relation_gains_and_significance(profiled: Profile, min_arcs: int = MIN_ARCS)
 
 
 def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
-    """The usual model."""
+    """Return the default model of every seed."""
     return [experiment.make_config(seed) for seed in experiment.seeds]
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """The usual model after its last step, beside itself before the first."""
+    """Compare the default model after training with its initial state."""
     pairs = []
     for seed in experiment.seeds:
         trained, texts = experiment.train_or_load(experiment.make_config(seed)), experiment.held_out_corpus(seed)
@@ -53,7 +53,7 @@ def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condit
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
-    """A model beside one of the same spec that has learned nothing."""
+    """Compare a model with an untrained model of the same spec."""
     return _before_and_after(
         [tuple(profile(model, text, causal=False, control=control) for control in ("random-init", None))]
     )
@@ -78,14 +78,14 @@ def _before_and_after(pairs: list[tuple[Profile, ...]]) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     fraction = statistics["share of heads with a role", "trained"]
     relations = statistics["relations followed, gained"]
     gained = statistics["share of heads with a role, gained"]
     if not gained.is_interval_above(MIN_GAIN) and not relations.is_interval_above(0):
         if gained.is_interval_below(MIN_GAIN) and relations.is_interval_below(1):
             return Verdict("does not hold")
-        return Verdict("depends", "on the seed: whether heads come to have roles or follow relations stays open")
+        return Verdict("depends", "on the seed: whether heads acquire roles or follow relations is inconclusive")
     if fraction.is_interval_above(MIN_ROLE_FRACTION) and relations.is_interval_above(0):
         return Verdict("holds")
     followed = statistics["relations followed", "trained"].mean
@@ -97,19 +97,19 @@ def judge(statistics: StatisticTable) -> Verdict:
 CLAIM = Claim(
     number=9,
     name="specialization",
-    statement="Heads specialise: each comes to do a job of its own, such as following one relation of grammar.",
-    counterevidence="Heads that do after training nothing an untrained model's do not, or that look where a fixed "
-    "offset would.",
-    setup="Every head's profile on held-out text, before training and after. Heads whose role is `attention` or "
-    "better are counted: above its null on texts it was not chosen on, over all heads and roles tested. And for each "
-    f"relation with at least {MIN_ARCS} arcs the best head is held against the best fixed offset, both chosen on one "
-    f"half of the texts and told on the other; followed means {RELATION_THRESHOLD:g} more accurate, with p < .05 over "
-    "the relations.",
-    rule=f"Does not hold if the share of heads with a role surely grew by less than {MIN_GAIN:g} in training and the "
-    "number of relations followed by less than one. Depends on the seed if that is not sure, but neither is that the "
-    f"share grew by more than {MIN_GAIN:g} or the number by more than none. Else holds if surely more than "
-    f"{MIN_ROLE_FRACTION:.0%} of heads have a role and relations surely came to be followed. Else depends: on the head "
-    "if one of these surely is not so, on the seed if that stays open.",
+    statement="Heads specialize: each acquires a function of its own, such as following one grammatical relation.",
+    counterevidence="Heads that do nothing after training that those of an untrained model do not do, or that attend "
+    "where a fixed offset would.",
+    setup="The profile of every head on held-out text, before and after training. Counted are heads whose role has evidence "
+    "level `attention` or better: above its baseline on texts that it was not selected on, over all tested heads and roles. "
+    f"For each relation with at least {MIN_ARCS} arcs the best head is compared with the best fixed offset, both selected "
+    f"on one half of the texts and reported on the other. Followed means {RELATION_THRESHOLD:g} more accurate, with "
+    "p < 0.05 over the relations.",
+    rule=f"Does not hold if the fraction of heads with a role grew by significantly less than {MIN_GAIN:g} in training and "
+    "the number of followed relations by significantly less than one. Depends on the seed if neither this is significant "
+    f"nor a growth of the fraction by more than {MIN_GAIN:g} or of the number by more than zero. Otherwise holds if "
+    f"significantly more than {MIN_ROLE_FRACTION:.0%} of heads have a role and the number of followed relations grew "
+    "significantly. Otherwise depends: on the head if one of these is significantly false, else on the seed.",
     judged=_judged_statistics,
     measure=measure,
     judge=judge,

@@ -1,4 +1,4 @@
-"""Many heads make training more stable: less spread over seeds, and higher rates before it breaks."""
+"""Many heads make training more stable: less variation over seeds, and higher learning rates before it diverges."""
 
 import math
 from collections.abc import Iterable
@@ -10,19 +10,19 @@ from headwise.experiments.engine.experiment_config import ExperimentConfig, Trai
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
 
-RATE_FACTORS = (5, 15)  # times the usual rate
+RATE_FACTORS = (5, 15)  # multiples of the default learning rate
 STEPS, WARMUP = 320, 10
 MIN_SAVING = 0.1  # nats that a high rate costs one head more than many
-LOST_NATS = 0.5  # nats above the usual rate: such a run has learned little
+LOST_NATS = 0.5  # nats above the default rate from which a run has learned little
 
 
 def loss_excess(trained: TrainedModel, reference: TrainedModel) -> float:
-    """How far a run ended above the same model at the usual rate; one that diverged knows no more than to guess."""
+    """Return the final loss above the same model at the default rate. A diverged run gets the loss of a uniform guess."""
     return min(trained.loss, math.log(trained.config.spec.vocab)) - reference.loss
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """What high rates cost with one head, with the usual number and with four times as many; and the spread over seeds."""
+    """Measure the cost of high rates with one head, the default number and four times as many, and the spread over seeds."""
     statistics, excesses = StatisticTable(), {}
     for heads in _heads(experiment):
         reference_runs = [
@@ -60,7 +60,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     spared = statistics.by_condition("spared by many heads")
     stable = [heads for heads, statistic in spared.items() if statistic.is_interval_above(MIN_SAVING)]
     ratios = statistics.by_condition("spread of one head over that of many")
@@ -71,23 +71,27 @@ def judge(statistics: StatisticTable) -> Verdict:
     if len(refuted) == len(spared):
         return Verdict("does not hold")
     if not stable:
-        return Verdict("depends", f"on the seed: whether high rates spare {_join(unsure)} heads stays open")
+        return Verdict("depends", f"on the seed: whether high rates spare {_join(unsure)} heads is inconclusive")
     if wider:
         details = (
             f"high rates spare {_join(stable)} heads, but their losses spread further over seeds with {_join(wider)}"
         )
         return Verdict("depends", f"on what stable means: {details}")
     if refuted:
-        return Verdict("depends", f"on how many: high rates surely spare {_join(stable)} of {_join(spared)} heads")
+        return Verdict(
+            "depends", f"on the head count: high rates significantly spare {_join(stable)} of {_join(spared)} heads"
+        )
     if unsure:
-        details = f"high rates surely spare {_join(stable)} heads, whether {_join(unsure)} as well stays open"
+        details = (
+            f"high rates significantly spare {_join(stable)} heads, whether {_join(unsure)} as well is inconclusive"
+        )
         return Verdict("depends", f"on the seed: {details}")
-    spread_note = f"is less with {_join(narrower)}" if narrower else "shows no difference, of so few"
+    spread_note = f"is less with {_join(narrower)}" if narrower else "shows no difference with this number of seeds"
     return Verdict("holds", f"high rates cost one head more; the spread over seeds {spread_note}")
 
 
 def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
-    """Short runs at three rates; with several seeds also whole ones, which the sweep has anyway."""
+    """Return short runs at three rates. With several seeds also full runs, which the sweep shares."""
     short_configs = [
         _short_config(experiment, seed, h, factor)
         for seed in experiment.seeds
@@ -107,7 +111,7 @@ def _heads(experiment: ExperimentContext) -> tuple[int, ...]:
 
 
 def _short_config(experiment: ExperimentContext, seed: int, heads: int, factor: float) -> ExperimentConfig:
-    """A short run at so many times the usual rate, and with hardly a warm-up."""
+    """Return a short run at a multiple of the default rate, with little warmup."""
     steps = min(STEPS, experiment.size.steps)
     settings = {"steps": steps, "warmup": min(WARMUP, steps // 2), "evaluate_every": steps, "save_every": steps}
     return experiment.make_config(
@@ -123,22 +127,21 @@ CLAIM = Claim(
     number=23,
     name="stability",
     statement="Many heads make training more stable.",
-    counterevidence="One head that bears high learning rates as well as many do; or losses that spread further over "
-    "seeds with many.",
-    setup=f"One head, the usual number and four times as many: short runs ({STEPS} steps, {WARMUP} of warm-up, "
-    f"gradients clipped to length 1) at the usual rate and at {RATE_FACTORS[0]} and {RATE_FACTORS[1]} times that; "
-    "whole runs at the usual rate for the spread of losses over seeds, where there are several. Each seed has "
-    "held-out documents of its own, whose differences are part of that spread. A run that diverged counts as one that "
-    "guesses.",
-    rule="The cost of high rates is how far runs end above the same model at the usual rate, averaged over both. Does "
-    f"not hold if both larger head counts surely save less than {MIN_SAVING:g} nats a token of what they cost one head "
-    "(paired by seed); else depends on the seed if neither surely saves more. If one does, depends on what stable "
-    "means if losses spread surely further over seeds with many heads than with one (Fisher's F; of few seeds only a "
-    "manifold spread would show), on how many if the other surely saves less, on the seed if that stays open. Else "
-    "holds.",
+    counterevidence="One head that tolerates high learning rates as well as many heads do, or losses that vary more over "
+    "seeds with many heads.",
+    setup=f"One head, the default number and four times as many: short runs ({STEPS} steps, {WARMUP} of warmup, gradients "
+    f"clipped to norm 1) at the default rate and at {RATE_FACTORS[0]} and {RATE_FACTORS[1]} times that rate, and full runs "
+    "at the default rate for the variation of losses over seeds, if there are several. Each seed has its own held-out "
+    "documents, whose differences are part of that variation. A diverged run gets the loss of a uniform guess.",
+    rule="The cost of high rates is the final loss above that of the same model at the default rate, averaged over both. "
+    f"Does not hold if both larger head counts save significantly less than {MIN_SAVING:g} nats per token of the cost for "
+    "one head (paired by seed). Depends on the seed if neither saves significantly more. If one does: depends on what stable "
+    "means if losses vary significantly more over seeds with many heads than with one (Fisher's F, which with few seeds "
+    "detects only large ratios), on the head count if the other saves significantly less, on the seed if that is "
+    "inconclusive. Otherwise holds.",
     judged=statistic_key_selector("spared by many heads", "spread of one head over that of many"),
     measure=measure,
     judge=judge,
-    plot=PlotSpec(("cost of high rates",), x="heads", y="nats above the usual rate", log_x=True),
+    plot=PlotSpec(("cost of high rates",), x="heads", y="nats above the default rate", log_x=True),
     training_configs=training_configs,
 )

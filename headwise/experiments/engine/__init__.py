@@ -1,1 +1,1 @@
-"""What experiments run on: training runs kept by what decides them, processes, clocks, figures with their intervals."""
+"""Infrastructure of experiments: result store, training pool, timing, memory and statistics with confidence intervals."""

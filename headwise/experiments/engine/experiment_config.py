@@ -1,4 +1,4 @@
-"""A point: everything that decides a training run, as plain data, and what the run gave."""
+"""Configuration of one training run as plain data, and its results."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, HeadwiseError, suggest_names
 from headwise.model import Transformer
 from headwise.spec import JSONSpec, ModelSpec
 from headwise.training import Recipe
@@ -17,34 +17,55 @@ from headwise.training import Recipe
 
 @dataclass(frozen=True)
 class ExperimentConfig(JSONSpec):
-    """A model to be trained. The text is a file or folder; none is the synthetic language, whose words come as tokens."""
+    """Configuration of one model to train.
+
+    Attributes:
+        spec: Architecture of the model.
+        recipe: Training settings.
+        init: Initialization, a key of INITIALIZERS.
+        text: Text file or folder. Empty: the synthetic language.
+        tokenizer: Tokenizer name.
+        checkpoint_steps: Steps after which a copy of the model is saved. 0 is the initial model.
+        teacher: Configuration of the teacher for distillation, or None.
+        distill_losses: Distillation losses of `headwise.distillation`, joined by "+". A loss on maps may be followed by
+            a space and the pairing of heads.
+    """
 
     spec: ModelSpec
     recipe: Recipe
-    init: str = "default"  # how it begins: a name of INITIALIZERS
+    init: str = "default"
     text: str = ""
     tokenizer: str = "word"
-    checkpoint_steps: tuple[int, ...] = ()  # steps after which the model is kept as well; 0: before the first
-    teacher: "ExperimentConfig | None" = None  # another point, that this one learns from
-    # What it learns from it: losses of headwise.distillation, joined by +; of maps also how heads are paired.
+    checkpoint_steps: tuple[int, ...] = ()
+    teacher: "ExperimentConfig | None" = None
     distill_losses: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "checkpoint_steps", tuple(sorted(set(self.checkpoint_steps))))
         if self.init not in INITIALIZERS:
-            raise HeadwiseError(f"there is no init {self.init!r}; {suggest_names(self.init, INITIALIZERS)}")
+            raise ArgumentError(f"init={self.init!r} does not exist: {suggest_names(self.init, INITIALIZERS)}")
         if (self.teacher is None) != (self.distill_losses == ""):
-            raise HeadwiseError("a point that learns from a teacher says by what, and one that does not has none.")
+            raise ArgumentError(
+                "teacher and distill_losses must be set together. "
+                f"Got teacher={'None' if self.teacher is None else 'set'}, distill_losses={self.distill_losses!r}. "
+                "Set both or neither."
+            )
 
     def key(self, *extra: str) -> str:
-        """A short name for this point, and for whatever else decides it."""
+        """Return a hash of this configuration and of further strings that determine the result."""
         key_text = json.dumps([self.to_json(), *extra])
         return hashlib.sha256(key_text.encode()).hexdigest()[:20]
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained point: what was measured at the end, and the model on the disk."""
+    """A trained model on disk and its measurements.
+
+    Attributes:
+        config: Configuration of the run.
+        folder: Folder of the run.
+        results: Measurements at the end of training.
+    """
 
     config: ExperimentConfig
     folder: Path
@@ -52,64 +73,67 @@ class TrainedModel:
 
     @property
     def loss(self) -> float:
-        """On held-out text, nats a token; infinite if the run diverged."""
+        """Held-out loss in nats per token. Infinite if the run diverged."""
         return float("inf") if self.has_diverged else self.results["loss"]
 
     @property
     def has_diverged(self) -> bool:
-        """Whether training ran away."""
+        """Whether training diverged."""
         return self.results["loss"] is None
 
     @property
     def loss_curve(self) -> list[tuple[int, float]]:
-        """The held-out loss through training: step, loss."""
+        """Held-out loss during training as (step, loss) pairs."""
         return [(int(step), float(loss)) for step, loss in self.results["curve"]]
 
     @property
     def probe_accuracy(self) -> dict[str, float]:
-        """The share of right answers by kind of quiz; empty for another text than the synthetic language."""
+        """Accuracy by kind of cloze probe. Empty if the text is not the synthetic language."""
         return self.results["probe_accuracy"]
 
     def load_model(self, step: int | None = None) -> Transformer:
-        """The trained model, or as it was after a step that was watched."""
+        """Load the trained model, or its checkpoint after `step`."""
         folder = self.folder / ("model" if step is None else f"step-{step}")
         if step is None and self.has_diverged:
-            raise HeadwiseError(f"the run in {self.folder} diverged and left no model; lower the learning rate.")
-        if not folder.is_dir():
             raise HeadwiseError(
-                f"the model was not kept at step {step}; watched: {list(self.config.checkpoint_steps)}."
+                f"{self.folder}: the run diverged, so the trained model does not exist. Use a lower learning rate."
+            )
+        if not folder.is_dir():
+            raise ArgumentError(
+                f"step={step}: no checkpoint was saved at this step. Use one of {list(self.config.checkpoint_steps)}."
             )
         return Transformer.reopen(folder).eval()
 
 
-# How a model begins, when not as usual. Each changes a new model in place; what it freezes stays as it is.
+# Initializers. Each changes a new model in place. Weights that it freezes are not trained.
 
 
 def _init_identity_output(model: Transformer) -> None:
-    """Heads are laid side by side and never mixed."""
+    """Set W_O to the identity and freeze it, so that heads are concatenated and never mixed."""
     for layer in model.attention_layers():
         weight = layer.output_projection.weight
         if weight.shape[0] != weight.shape[1]:
-            raise HeadwiseError(
-                f"an identity W_O needs heads × head_dim equal to the width, got {weight.shape[1]} and {weight.shape[0]}."
+            raise ArgumentError(
+                f"init='identity W_O' needs heads × head_dim equal to width. Got {weight.shape[1]} and {weight.shape[0]}. "
+                "Change heads or head_dim."
             )
         torch.nn.init.eye_(weight)
         weight.requires_grad_(False)
 
 
 def _init_frozen_output(model: Transformer) -> None:
-    """W_O stays as it was drawn."""
+    """Freeze W_O at its random initialization."""
     for layer in model.attention_layers():
         layer.output_projection.weight.requires_grad_(False)
 
 
 def _init_twins(model: Transformer) -> None:
-    """Head 1 of every layer is born equal to head 0, W_O included."""
+    """Initialize head 1 of every layer as a copy of head 0, including W_O."""
     _copy_head(model, "QKVO")
 
 
 def _init_half_twins(model: Transformer) -> None:
-    """Head 1 of every layer reads as head 0 does, but writes elsewhere."""
+    """Copy W_Q, W_K and W_V of head 0 to head 1 in every layer, but not W_O."""
     _copy_head(model, "QKV")
 
 

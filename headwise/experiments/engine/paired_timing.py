@@ -1,22 +1,26 @@
-"""Time on a noisy machine: contestants take turns, and what is told is a ratio with its interval."""
+"""Timing on a noisy machine: interleaved runs, reported as a ratio with its confidence interval."""
 
 import gc
 import time
 from collections.abc import Callable, Mapping
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.experiments.engine.statistic import Statistic
 
 
 def interleaved_timing(
     functions: Mapping[str, Callable[[], object]], baseline: str, rounds: int = 15, min_seconds: float = 0.02
 ) -> dict[str, Statistic]:
-    """How many times as long as the base each takes: the median over turns, with its interval.
+    """Return the time of each function relative to the baseline: the median over rounds, with its interval.
 
-    Everyone runs once a turn, in an order that rotates; short calls are repeated until a turn takes `min_seconds` seconds.
+    Args:
+        functions: Functions to time, by name.
+        baseline: Name of the function that the others are compared with.
+        rounds: Number of rounds. Each function runs once per round, in rotating order.
+        min_seconds: Short functions are repeated until one round takes at least this long.
     """
     if baseline not in functions:
-        raise HeadwiseError(f"the base {baseline!r} is none of {', '.join(functions)}.")
+        raise ArgumentError(f"baseline={baseline!r} is not a timed function. Use one of {', '.join(functions)}.")
     names = list(functions)
     repeats = {name: _num_repeats(functions[name], min_seconds) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes at its peak, above what the process held before. Ask in a fresh process: `apart`."""
+"""Peak memory of a function, above the memory of the process before the call. Measure in a fresh process."""
 
 import gc
 import sys
@@ -8,28 +8,33 @@ from pathlib import Path
 
 from headwise.errors import HeadwiseError
 
-# on Linux; getrusage there tells a process the peak of the one that started it, too
+# Linux only. getrusage on Linux also includes the peak of the parent process.
 STATUS_FILE = Path("/proc/self/status")
 
 
 def peak_memory(work: Callable[[], object], warm_up: Callable[[], object] | None = None) -> float:
-    """Megabytes. `warm_up` is smaller work of the same kind: what torch sets up once is then there and not counted."""
+    """Return the peak memory in megabytes.
+
+    Args:
+        work: Function to measure.
+        warm_up: Smaller work of the same kind, run first so that the one-time setup of torch is not counted.
+    """
     if not peak_memory_available():
-        raise HeadwiseError(
-            "how much memory a process held at most is not told on Windows; run this on Linux or macOS."
-        )
+        raise HeadwiseError("Peak memory cannot be measured on Windows. Run this on Linux or macOS.")
     if warm_up is not None:
         warm_up()
     gc.collect()
-    with suppress(OSError):  # a kernel may refuse; then the peak of the start stands, and small work hides below it
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    with suppress(
+        OSError
+    ):  # if the kernel does not allow a reset, the peak at startup stays, and smaller peaks are not seen
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _process_memory("VmRSS")
     work()
     return max(0.0, _process_memory("VmHWM") - before)
 
 
 def peak_memory_available() -> bool:
-    """Whether the system says how much a process held at most."""
+    """Whether the operating system reports the peak memory of a process."""
     return sys.platform != "win32"
 
 

@@ -1,4 +1,4 @@
-"""One thread for a while: how work is shared out over cores is another question than how much there is."""
+"""Context manager for single-threaded torch, so that timings do not depend on parallelization."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,8 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """While open, torch computes on one thread.
+    """Limit torch to one thread inside the context.
+
 
     >>> with one_thread():
     ...     torch.get_num_threads()

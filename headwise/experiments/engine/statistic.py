@@ -1,4 +1,4 @@
-"""Figures an experiment gives: a number for every seed, their mean, and how sure one can be of it."""
+"""Statistics of experiments: one value per seed, their mean and its confidence interval."""
 
 import math
 import statistics
@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import bdtr, fdtri, ndtri, stdtrit  # scipy.stats has them too, and takes a second to import
+from scipy.special import bdtr, fdtri, ndtri, stdtrit  # scipy.stats has them too, but takes a second to import
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 
-Condition = str | int | float | None  # what a figure was measured at: a number of heads, the name of a variant
-# How its interval is found: Student's of a mean, by ranks of a median, Fisher's of two spreads, or known from elsewhere.
+Condition = str | int | float | None  # condition of a measurement: a head count, or the name of a variant
+# Kind of interval: Student's t for a mean, ranks for a median, Fisher's F for a ratio of standard deviations, or given.
 IntervalKind = Literal["mean", "median", "spread", "known"]
 LEVEL = 0.95
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """One quantity. `low` and `high` are the ends of its interval, None where a single value gives none.
+    """One measured quantity with its confidence interval.
 
     >>> Statistic.mean_of([1.0, 2.0, 3.0]).mean
     2.0
@@ -28,52 +28,60 @@ class Statistic:
     (-0.484, 4.484)
     >>> Statistic.mean_of([1.0]).is_interval_above(0), statistic.is_interval_above(0)
     (True, False)
+
+    Attributes:
+        mean: The mean, or the median if `interval_kind` is "median".
+        low: Lower end of the interval, or None if there is a single value.
+        high: Upper end of the interval, or None if there is a single value.
+        values: One value per seed, measurement or timing round. For "spread" both samples, concatenated.
+        interval_kind: Method of the interval.
+        level: Confidence level.
     """
 
-    mean: float  # of `median`: the median
+    mean: float
     low: float | None
     high: float | None
-    values: tuple[float, ...]  # one for every seed, measurement or turn; of `spread` both samples, one after the other
+    values: tuple[float, ...]
     interval_kind: IntervalKind = "mean"
     level: float = LEVEL
 
     @staticmethod
     def mean_of(values: Sequence[float] | float) -> "Statistic":
-        """Of one value for each seed, or each measurement: the mean and Student's interval."""
+        """Return the mean and Student's t interval of one value per seed or measurement."""
         samples = tuple(map(float, [values] if isinstance(values, int | float) else values))
         if not samples:
-            raise HeadwiseError("a figure needs at least one value.")
+            raise ArgumentError("values: a statistic needs at least one value. Got an empty sequence.")
         return _estimate(samples, "mean", LEVEL)
 
     @staticmethod
     def median_of(values: Sequence[float]) -> "Statistic":
-        """Of one value for each turn of a clock: the median, and its interval by ranks, however they spread.
+        """Return the median of one value per timing round, with its distribution-free interval by ranks.
 
         >>> statistic = Statistic.median_of([5.0, 1.0, 2.0, 3.0, 4.0, 9.0, 7.0, 6.0])
-        >>> statistic.mean, statistic.low, statistic.high  # eight turns: the second to the seventh would hold with 93 % only
+        >>> statistic.mean, statistic.low, statistic.high  # 8 values: the 2nd to the 7th would have a level of only 93%
         (4.5, 1.0, 9.0)
         """
         return _estimate(tuple(map(float, values)), "median", LEVEL)
 
     @staticmethod
     def spread_ratio(first: Sequence[float], second: Sequence[float]) -> "Statistic":
-        """The standard deviation of one sample over that of another as large, with the interval of Fisher's F.
+        """Return the ratio of the standard deviations of two samples of equal size, with the interval of Fisher's F.
 
         >>> statistic = Statistic.spread_ratio([1.0, 2.0, 3.0], [1.0, 3.0, 5.0])
         >>> statistic.mean, round(statistic.low, 2), round(statistic.high, 2)  # F of 2 and 2 degrees: 1/39 to 39
         (0.5, 0.08, 3.12)
         """
         if len(first) != len(second):
-            raise HeadwiseError(f"spreads are compared of as many values each; got {len(first)} and {len(second)}.")
+            raise ArgumentError(f"first and second must have equal length. Got {len(first)} and {len(second)} values.")
         return _estimate((*map(float, first), *map(float, second)), "spread", LEVEL)
 
     @staticmethod
     def with_interval(mean: float, low: float, high: float) -> "Statistic":
-        """Of a mean whose 95 % interval was found another way, as over texts."""
+        """Return a statistic whose 95% interval is given, for example a bootstrap over texts."""
         return Statistic(float(mean), float(low), float(high), (float(mean),), "known")
 
     def at_confidence_level(self, level: float) -> "Statistic":
-        """The same with an interval that holds so often. One that is known is widened as a normal one would be."""
+        """Return the statistic with an interval of another confidence level. A given interval is scaled as if normal."""
         if self.low is None or self.high is None or level == self.level:
             return self
         if self.interval_kind != "known":
@@ -83,11 +91,11 @@ class Statistic:
         return replace(self, low=low, high=high, level=level)
 
     def is_interval_above(self, threshold: float) -> bool:
-        """Surely above: the whole interval is; with a single value, the one number."""
+        """Whether the entire interval is above the threshold. A single value is compared itself."""
         return (self.mean if self.low is None else self.low) > threshold
 
     def is_interval_below(self, threshold: float) -> bool:
-        """Surely below."""
+        """Whether the entire interval is below the threshold. A single value is compared itself."""
         return (self.mean if self.high is None else self.high) < threshold
 
     def __str__(self) -> str:
@@ -98,7 +106,7 @@ class Statistic:
 def _estimate(values: tuple[float, ...], interval_kind: IntervalKind, level: float) -> Statistic:
     if len(values) == 1:
         return Statistic(values[0], None, None, values, interval_kind, level)
-    if not all(map(math.isfinite, values)):  # a run diverged: if all did alike that is sure, else nothing is
+    if not all(map(math.isfinite, values)):  # diverged runs: the mean is known only if all values are equal
         all_equal = len(set(values)) == 1 and interval_kind != "spread"
         mean, low, high = (values[0],) * 3 if all_equal else (math.nan, -math.inf, math.inf)
     else:
@@ -115,10 +123,13 @@ def _mean_interval(values: tuple[float, ...], level: float) -> tuple[float, floa
 
 
 def _median_interval(values: tuple[float, ...], level: float) -> tuple[float, float, float]:
-    """From the k-th smallest to the k-th largest: the true median lies outside if fewer than k fell on one side of it."""
+    """Return the median and the interval from the k-th smallest to the k-th largest value.
+
+    The true median is outside if fewer than k values fell on one side of it.
+    """
     n, ordered = len(values), sorted(values)
     k = sum(2 * float(bdtr(fewer, n, 0.5)) <= 1 - level for fewer in range(n // 2))
-    low, high = (ordered[k - 1], ordered[-k]) if k else (-math.inf, math.inf)  # so few turns are never as sure as that
+    low, high = (ordered[k - 1], ordered[-k]) if k else (-math.inf, math.inf)  # too few values for this level
     return statistics.median(values), low, high
 
 
@@ -131,7 +142,7 @@ def _spread_ratio_interval(values: tuple[float, ...], level: float) -> tuple[flo
 
 
 class StatisticTable:
-    """Named figures, each at something: `table["loss", 8]`, or all of a name: `table.by_condition("loss")`.
+    """Statistics by name and condition: `table["loss", 8]`, or all conditions of a name: `table.by_condition("loss")`.
 
     >>> table = StatisticTable().add("loss", 1, [2.5, 2.7]).add("loss", 8, [2.4, 2.4]).add("parameters", None, 10)
     >>> table["loss", 8].mean, list(table.by_condition("loss")), table["parameters"].mean
@@ -142,14 +153,16 @@ class StatisticTable:
         self._statistics: dict[tuple[str, Condition], Statistic] = {}
 
     def add(self, name: str, condition: Condition, values: Statistic | Sequence[float] | float) -> "StatisticTable":
-        """One more; returns itself."""
+        """Add a statistic and return the table."""
         self._statistics[name, condition] = values if isinstance(values, Statistic) else Statistic.mean_of(values)
         return self
 
     def __getitem__(self, name_or_key: str | tuple[str, Condition]) -> Statistic:
         key = (name_or_key, None) if isinstance(name_or_key, str) else name_or_key
         if key not in self._statistics:
-            raise HeadwiseError(f"there is no figure {key[0]!r} at {key[1]!r}; there is {', '.join(self.names)}.")
+            raise ArgumentError(
+                f"statistic {key[0]!r} at condition {key[1]!r} does not exist. Available names: {', '.join(self.names)}."
+            )
         return self._statistics[key]
 
     def __iter__(self) -> Iterator[tuple[str, Condition, Statistic]]:
@@ -159,12 +172,12 @@ class StatisticTable:
         return len(self._statistics)
 
     def bonferroni(self, keys: Iterable[tuple[str, Condition]]) -> "StatisticTable":
-        """The same, the intervals that are asked for so wide that all of them hold at once with 95 %: Bonferroni's.
+        """Widen the intervals of these keys so that all of them are correct at once with 95% confidence (Bonferroni).
 
         >>> table = StatisticTable().add("lost", "a", [1.0, 2.0, 3.0]).add("lost", "b", [1.0, 2.0, 3.0])
-        >>> round(table.bonferroni([("lost", "a")])["lost", "a"].low, 3)  # one is not corrected
+        >>> round(table.bonferroni([("lost", "a")])["lost", "a"].low, 3)  # a single interval is not corrected
         -0.484
-        >>> round(table.bonferroni([("lost", "a"), ("lost", "b")])["lost", "a"].low, 3)  # t of 2 degrees at 1 − .05/4: 6.205
+        >>> round(table.bonferroni([("lost", "a"), ("lost", "b")])["lost", "a"].low, 3)  # t(2) at 1 − 0.05/4: 6.205
         -1.583
         """
         selected = {key for key in keys if key in self._statistics and self._statistics[key].low is not None}
@@ -178,11 +191,11 @@ class StatisticTable:
 
     @property
     def names(self) -> list[str]:
-        """Every name, once."""
+        """Distinct names."""
         return list(dict.fromkeys(name for name, _ in self._statistics))
 
     def by_condition(self, name: str) -> dict[Condition, Statistic]:
-        """All figures of a name, by what they were measured at."""
+        """Return all statistics with this name, by condition."""
         return {
             condition: statistic
             for (other_name, condition), statistic in self._statistics.items()
@@ -190,7 +203,7 @@ class StatisticTable:
         }
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Plain data, a row each; what is not finite is a word, as JSON has no number for it: inf, -inf, nan."""
+        """Return JSON-compatible rows. Values that are not finite become the strings inf, -inf and nan."""
         return [
             {
                 "name": name, "condition": condition, "mean": _json_number(statistic.mean),
@@ -203,7 +216,7 @@ class StatisticTable:
 
     @staticmethod
     def from_rows(rows: Sequence[Mapping[str, Any]]) -> "StatisticTable":
-        """The figures of rows written before."""
+        """Create a table from the rows of `to_rows`."""
         table = StatisticTable()
         for row in rows:
             low, high = (None if row[end] is None else float(row[end]) for end in ("low", "high"))

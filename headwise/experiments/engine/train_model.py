@@ -1,4 +1,4 @@
-"""Train one point and measure it, once: what is there is taken from the store, what was interrupted goes on."""
+"""Train and measure one configuration. Finished runs are loaded from the store, interrupted runs are resumed."""
 
 import shutil
 from dataclasses import replace
@@ -21,26 +21,26 @@ from headwise.text import Corpus, make_tokenizer
 from headwise.text.synthetic import SyntheticLanguage
 from headwise.training import ClozeScore, DivergenceError, LanguageLoss, MakeLoss, TrainResult, synthetic_eval, train
 
-HELD_OUT_DOCUMENTS = 500  # documents of the synthetic language the loss is measured on; no more than are learned from
-EVAL_DOCUMENTS = 600  # and those of the exam,
-EVAL_SEED_OFFSET = 20_000  # whose seed is that of the point and so much more
+HELD_OUT_DOCUMENTS = 500  # documents for the held-out loss, at most as many as are trained on
+EVAL_DOCUMENTS = 600  # documents of the synthetic evaluation
+EVAL_SEED_OFFSET = 20_000  # added to the seed of the run to get the seed of the evaluation
 
 
 def train_or_load(config: ExperimentConfig, store: ExperimentStore) -> TrainedModel:
-    """A trained point; trained now if it is not there. Raises KeyboardInterrupt if training was told to stop."""
+    """Return the trained model, and train it if it is not in the store. Raises KeyboardInterrupt if training is stopped."""
     folder = store.folder_of(config)
     with store.locked(folder):
         existing = store.load_trained(config)
         if existing is not None:
             return existing
-        with one_thread():  # so that it is the same bits whoever trains it
+        with one_thread():  # so that the result does not depend on the number of cores
             results = _train(config, folder, store)
         store.write_json(folder / RESULTS_FILE, results)
         for leftover in (
             folder / "tokens",
             folder / "checkpoints",
             *folder.glob(".step-*"),
-        ):  # a finished run needs none
+        ):  # not needed after training
             shutil.rmtree(leftover, ignore_errors=True)
     return TrainedModel(config, folder, results)
 
@@ -72,7 +72,7 @@ def _train(config: ExperimentConfig, folder: Path, store: ExperimentStore) -> di
 
 
 def _loss(config: ExperimentConfig, corpus: Corpus, store: ExperimentStore) -> MakeLoss:
-    """What it learns from: the text, or a teacher that is trained first."""
+    """Return the training loss: language modeling, or distillation from a teacher that is trained first."""
     if config.teacher is None:
         return LanguageLoss
     teacher = train_or_load(config.teacher, store).load_model()
@@ -86,7 +86,7 @@ def _loss(config: ExperimentConfig, corpus: Corpus, store: ExperimentStore) -> M
 
 
 def _first_layers(config: ExperimentConfig, teacher: Transformer) -> list[tuple[str, str]]:
-    """Every layer with the teacher's of the same number, its heads in order."""
+    """Pair each head with the teacher's head of the same layer and number."""
     student_heads = config.spec.head_addresses
     teacher_heads = set(teacher.spec.head_addresses)
     return [(str(head), str(head)) for head in student_heads if head in teacher_heads]
@@ -107,12 +107,12 @@ def _measure(config: ExperimentConfig, run: TrainResult) -> dict[str, Any]:
 
 
 def evaluate_synthetic(model: Transformer, seed: int, documents: int = EVAL_DOCUMENTS) -> tuple[ClozeScore, ...]:
-    """The exam of a seed: documents that other seeds are not asked about."""
+    """Run the synthetic evaluation on documents that are different for each seed."""
     return synthetic_eval(model, documents=documents, seed=EVAL_SEED_OFFSET + seed)
 
 
 def _initial_model(config: ExperimentConfig, corpus: Corpus) -> Any:
-    """The spec, for a model begun as usual; else a new model, changed before its first step."""
+    """Return the spec for the default initialization, else a new model with the custom initialization applied."""
     initialize = INITIALIZERS[config.init]
     if initialize is None:
         return config.spec
@@ -126,7 +126,7 @@ def _initial_model(config: ExperimentConfig, corpus: Corpus) -> Any:
 
 
 def _corpora(config: ExperimentConfig, store: ExperimentStore) -> tuple[Corpus, Corpus | None]:
-    """What is learned and what is held out. Documents of the synthetic language are written once for all points of a seed."""
+    """Return the training and held-out corpus. Training documents are generated once and shared by all runs of a seed."""
     if config.text:
         return Corpus.of(Path(config.text)), None
     recipe = config.recipe

@@ -1,4 +1,4 @@
-"""Points trained in several processes, or by any executor: what is in the store is not trained again."""
+"""Train configurations in several processes or with an executor. Models in the store are not trained again."""
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -19,12 +19,12 @@ def train_all(
     progress: Progress | None = None,
     executor: Executor | str | None = None,
 ) -> None:
-    """Train every point that is not in the store; stopped, and called again, it goes on with what is left."""
+    """Train every configuration that is not in the store. An interrupted call can be repeated and resumes."""
     pending = [config for config in dict.fromkeys(configs) if store.load_trained(config) is None]
     if not pending:
         return
     store.check_disk_space(pending)
-    pending.sort(key=_estimated_cost, reverse=True)  # the longest first, so that none is left alone at the end
+    pending.sort(key=_estimated_cost, reverse=True)  # longest first, so that the workers finish at about the same time
     steps = sum(config.recipe.steps for config in pending)
     jobs = [(config.to_json(), str(store.folder), store.folder_of(config).name) for config in pending]
 
@@ -45,19 +45,20 @@ def _train(config_json: str, folder: str, name: str) -> None:
 
 
 def check_unchanged(own_key: str, expected_key: str) -> None:
-    """Whether another process names a thing as the one that began it: else the code or a text was changed meanwhile."""
+    """Raise an error if a worker computes another key, because the code or a text changed after the start."""
     if own_key != expected_key:
-        raise HeadwiseError("the code or the text was changed while the lab was at work; run the same again.")
+        raise HeadwiseError("The code or the text changed while the experiment was running. Run the command again.")
 
 
 def _estimated_cost(config: ExperimentConfig) -> float:
-    """About how long a point takes: narrow heads are slow."""
+    """Estimate the relative training time. Narrow heads are slow."""
     spec = config.spec
     return config.recipe.steps * config.recipe.batch_size * spec.layers * (spec.width + 2 * spec.attention.heads)
 
 
 def _steps_done(config: ExperimentConfig, store: ExperimentStore) -> int:
-    """How far a point is, by what it logged last."""
+    """Return the number of finished steps from the last log entry."""
+
     if store.load_trained(config) is not None:
         return config.recipe.steps
     return last_logged_step(store.folder_of(config))

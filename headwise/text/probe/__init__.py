@@ -1,14 +1,14 @@
 """The probe set: hand-written English sentences with gold relations, for models that know English.
 
-The sentences stand in the text files beside this one, a file per relation, each headed by what the relation means.
-Every relation is varied in distance: no fixed offset finds more than half of its arcs. No arc starts or ends at the
-first word of a sentence, where many heads rest whatever the words.
+The sentences are in the text files of this folder, one file per relation, which start with a definition of the relation.
+Distances vary in every relation: no fixed offset finds more than half of its arcs. No arc starts or ends at the first word
+of a sentence, which is an attention sink of many heads.
 """
 
 from functools import cache
 from importlib.resources import files
 
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, suggest_names
 from headwise.text.annotated_document import Document
 from headwise.text.probe.markup import RELATION_BY_TAG, parse_file
 
@@ -18,9 +18,9 @@ RELATIONS = tuple(RELATION_BY_TAG.values())
 
 
 def probe_set(*relations: str) -> tuple[Document, ...]:
-    """Every probe sentence; or those that hold any of the relations named, with the arcs of these alone.
+    """Return the probe sentences, or only those with an arc of the named relations, with only these arcs.
 
-    Each `unrelated` control stands beside its `related` sentence, behind it and before it by turns.
+    Each `unrelated` control is next to its `related` sentence, in alternating order.
 
     >>> probe_set("possessive")[0].text
     'The students gave the teacher their essays on the last day.'
@@ -29,7 +29,9 @@ def probe_set(*relations: str) -> tuple[Document, ...]:
     """
     for name in relations:
         if name not in RELATIONS:
-            raise HeadwiseError(f"no relation {name!r} in the probe set; {suggest_names(name, RELATIONS)}")
+            raise ArgumentError(
+                f"relations: no such relation in the probe set. Got {name!r}; {suggest_names(name, RELATIONS)}"
+            )
     if not relations:
         return _all_documents()
     selected = []

@@ -1,9 +1,9 @@
-"""The synthetic language: endless English-like documents with gold relations, in which no fixed offset finds them."""
+"""The synthetic language: an infinite sequence of English-like documents with gold relations at varying offsets."""
 
 from headwise.text.synthetic.cloze_probes import ClozeProbe, cloze_probes
 from headwise.text.synthetic.generator import SyntheticLanguage
-from headwise.text.synthetic.max_offset_accuracy import MAX_OFFSET_FRACTIONS
-from headwise.text.synthetic.relation_statistics import RelationOffsetSummary, describe_language
+from headwise.text.synthetic.offset_accuracy_limits import MAX_OFFSET_FRACTIONS
+from headwise.text.synthetic.relation_statistics import SyntheticLanguageSummary, describe_language
 from headwise.text.synthetic.vocabulary import VOCABULARY, WORD_CLASSES
 
 __all__ = [
@@ -11,8 +11,8 @@ __all__ = [
     "VOCABULARY",
     "WORD_CLASSES",
     "ClozeProbe",
-    "RelationOffsetSummary",
     "SyntheticLanguage",
+    "SyntheticLanguageSummary",
     "cloze_probes",
     "describe_language",
 ]

@@ -1,4 +1,4 @@
-"""Pieces of text that know their relations. Words are objects, so arcs hold whatever the pieces are joined with."""
+"""Fragments of text with relations. Words are objects, so that arcs stay valid when fragments are joined."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ from headwise.text.synthetic.vocabulary import Noun
 
 
 class Word:
-    """One word in one place: its text, its class, and the noun it names, if it does."""
+    """One occurrence of a word: its text, its class, and its noun, if it names one."""
 
     __slots__ = ("index", "kind", "noun", "text")
 
@@ -14,7 +14,7 @@ class Word:
         self.text = text
         self.kind = kind
         self.noun = noun
-        self.index = -1  # known once the document is whole
+        self.index = -1  # set when the document is complete
 
 
 Arc = tuple[str, Word, Word]
@@ -22,7 +22,14 @@ Arc = tuple[str, Word, Word]
 
 @dataclass(slots=True)
 class AnnotatedFragment:
-    """Words, the arcs among them, the phrases in them (first and last word), and the word the rest depends on."""
+    """A fragment of a document.
+
+    Attributes:
+        words: Words in order.
+        head: Syntactic head.
+        arcs: Relations of the words.
+        phrases: First and last word of each phrase.
+    """
 
     words: list[Word]
     head: Word
@@ -30,13 +37,13 @@ class AnnotatedFragment:
     phrases: list[tuple[Word, Word]] = field(default_factory=list)
 
     def add_relation(self, name: str, source: Word, target: Word) -> "AnnotatedFragment":
-        """Add an arc, source → target; both may stand anywhere in the document."""
+        """Add an arc from source to target. Both may be anywhere in the document."""
         self.arcs.append((name, source, target))
         return self
 
 
 def join_fragments(*parts: Word | AnnotatedFragment, head: Word | None = None) -> AnnotatedFragment:
-    """One fragment of several, in this order; its head is the first part's unless given.
+    """Join fragments in order. The head is that of the first part unless given.
 
     >>> dog, sees = Word("dog", "noun"), Word("sees", "verb")
     >>> phrase = join_fragments(Word("a", "determiner"), dog)

@@ -1,4 +1,4 @@
-"""Places in a document where the next word follows from a relation: what a model that learned the language must know."""
+"""Cloze probes: positions in a document at which the next word follows from a relation."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,13 @@ PROBE_CHOICES = {
 
 
 class ClozeProbe(NamedTuple):
-    """The word at `position` is to be predicted from those before it; `choices` are the words that compete, it among them."""
+    """A position whose word should be predicted from the words before it.
+
+    Attributes:
+        kind: One of PROBE_KINDS.
+        position: Index of the word.
+        choices: Candidate words, including the correct one.
+    """
 
     kind: str
     position: int
@@ -23,14 +29,14 @@ class ClozeProbe(NamedTuple):
 
 
 def cloze_probes(document: Document) -> list[ClozeProbe]:
-    """All the quizzes of a document of the synthetic language, in the order of their places.
+    """Return the cloze probes of a document of the synthetic language, by position.
 
-    bracket: which bracket or quote closes. surname: that of a person met before. agreement: the number of a verb behind
-    another noun than its subject. referent: what is said of the noun a pronoun stands for.
+    bracket: the matching closing bracket or quote. surname: the surname of a person mentioned before. agreement: the number
+    of a verb with another noun between it and its subject. referent: the adjective that fits the antecedent of a pronoun.
 
     >>> from headwise.text.synthetic.generator import SyntheticLanguage
     >>> document = SyntheticLanguage(seed=0).document(0)
-    >>> all(document.words[quiz.position] in quiz.choices for quiz in cloze_probes(document))
+    >>> all(document.words[probe.position] in probe.choices for probe in cloze_probes(document))
     True
     """
     matches = []
@@ -50,7 +56,7 @@ def cloze_probes(document: Document) -> list[ClozeProbe]:
 
 
 def _is_distant_agreement(document: Document, subject: int, verb: int) -> bool:
-    """A form of be, sure to come (behind "today …", or behind a relative clause), with other nouns before it."""
+    """Return whether the verb is a form of be that must follow (after "today …" or a relative clause), after other nouns."""
     words, classes = document.words, document.classes
     if words[verb] not in PROBE_CHOICES["agreement"] or verb < subject:
         return False
@@ -61,5 +67,5 @@ def _is_distant_agreement(document: Document, subject: int, verb: int) -> bool:
 
 
 def _is_state_clause(document: Document, pronoun: int) -> bool:
-    """It is soft."""
+    """Return whether the clause is of the form "it is soft"."""
     return document.words[pronoun + 1] in IS and document.words[pronoun + 2] in PROBE_CHOICES["referent"]

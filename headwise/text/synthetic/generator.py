@@ -1,4 +1,4 @@
-"""Documents without end. Document i depends on the seed, the split and i alone, so an order of reading can be resumed."""
+"""Infinite sequence of documents. Document i depends only on the seed, the split and i, so that reading can be resumed."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,12 +11,12 @@ from headwise.text.synthetic.phrases import DocumentState
 from headwise.text.synthetic.vocabulary import Noun
 from headwise.text.synthetic.word_pair_splits import check_split
 
-MIN_WORDS, MAX_WORDS = 20, 80  # words of a document
+MIN_WORDS, MAX_WORDS = 20, 80  # per document
 _WEIGHTED_SENTENCES = [pattern for pattern, weight in SENTENCE_WEIGHTS.items() for _ in range(weight)]
 
 
 class SyntheticLanguage:
-    """English-like documents with gold relations, seeded and endless; `held-out` ones pair words training never pairs.
+    """English-like documents with gold relations. `held-out` documents have word pairs that never occur in training.
 
     >>> language = SyntheticLanguage(seed=0)
     >>> language.document(5) == SyntheticLanguage(seed=0).document(5)
@@ -38,13 +38,13 @@ class SyntheticLanguage:
             index += 1
 
     def document(self, index: int) -> Document:
-        """The document of this number, the same whenever it is asked for."""
+        """Return the document with this index. It is always the same."""
         doc = DocumentState(Random(f"{self.seed} {self.split} {index}").random, self.split)
         return to_document(generate_document_fragment(doc))
 
 
 def generate_document_fragment(doc: DocumentState) -> AnnotatedFragment:
-    """Sentence after sentence, now about one topic, now about the other, until the document is long enough."""
+    """Generate sentences about two topics until the document is long enough."""
     target_words = MIN_WORDS + doc.random() * (MAX_WORDS - MIN_WORDS) * 0.75
     fragment = _generate_sentence(doc)
     while len(fragment.words) < target_words:
@@ -55,7 +55,7 @@ def generate_document_fragment(doc: DocumentState) -> AnnotatedFragment:
 
 
 def to_document(fragment: AnnotatedFragment) -> Document:
-    """Give every word its place, add the relations that run through the whole document, and turn arcs into places."""
+    """Convert a fragment to a document, and add the relations that span the document."""
     for index, word in enumerate(fragment.words):
         word.index = index
     arcs = [
@@ -77,7 +77,7 @@ def _generate_sentence(doc: DocumentState) -> AnnotatedFragment:
 
 
 def _copy_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
-    """A surname that was there before points at where it was first."""
+    """Yield an arc from each repeated surname to its first occurrence."""
     first: dict[str, Word] = {}
     for word in words:
         if word.kind == "name" and word.noun:
@@ -88,7 +88,7 @@ def _copy_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
 
 
 def _related_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
-    """A noun points at the nearest earlier noun of its topic that is another word."""
+    """Yield an arc from each noun to the nearest earlier noun of its topic with another lemma."""
     earlier: list[tuple[Word, Noun]] = []
     for word in words:
         if word.kind == "noun" and word.noun:
@@ -100,7 +100,7 @@ def _related_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
 
 
 def _delimiter_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
-    """The end of a sentence points at the end of the one before."""
+    """Yield an arc from the end of each sentence to the end of the previous one."""
     ends = [word for word in words if word.text in (".", "?")]
     for earlier, word in pairwise(ends):
         yield "delimiter", word, earlier

@@ -1,7 +1,7 @@
-"""The sentences. Each function tells one kind of sentence and returns it with its relations.
+"""Sentences of the synthetic language. Each function generates one kind of sentence with its relations.
 
-Where a pronoun stands, all other nouns the reader has in mind differ from its antecedent in pronoun *and* kind: exactly one
-noun fits, though another may be nearer.
+All other nouns near a pronoun differ from its antecedent in pronoun *and* kind: exactly one noun fits, although another one
+may be nearer.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def punctuation_word(mark: str = ".") -> Word:
 
 
 def pronoun_for(noun: Noun, antecedent: Word) -> AnnotatedFragment:
-    """The pronoun that stands for a noun, with its arc."""
+    """Return the pronoun of a noun, with an arc to its antecedent."""
     word = Word(noun.pronoun, "pronoun", noun)
     return join_fragments(word).add_relation("pronoun-antecedent", word, antecedent)
 
@@ -48,9 +48,11 @@ def transitive_sentence(doc: DocumentState) -> AnnotatedFragment:
 
 
 def pronoun_sentence(doc: DocumentState) -> AnnotatedFragment:
-    """The dogs like the pillow because it is soft: whoever knows which noun "it" is knows the last word."""
+    """The dogs like the pillow because it is soft: the antecedent of "it" determines the last word."""
     refers_to_subject = doc.bernoulli(0.5)
-    antecedent = doc.sample_noun(animate=refers_to_subject, name_probability=0.15)  # or "late" would be the best guess
+    antecedent = doc.sample_noun(
+        animate=refers_to_subject, name_probability=0.15
+    )  # rare, so that "late" is not the best guess
     other = doc.sample_noun(animate=not refers_to_subject, distinct_from=antecedent)
     tail_probability = 0.3
     if refers_to_subject:
@@ -102,7 +104,7 @@ def possessive_sentence(doc: DocumentState) -> AnnotatedFragment:
 
 
 def _common_noun(doc: DocumentState, distinct_from: Noun) -> Noun:
-    """A noun without a name: Alice Smith is nobody's."""
+    """Return a noun that is not a named person, because Alice Smith cannot be owned."""
     while (noun := doc.sample_noun(distinct_from=distinct_from)).kind == "named":
         pass
     return noun
@@ -199,7 +201,7 @@ def conditional_sentence(doc: DocumentState) -> AnnotatedFragment:
 
 
 def question_answer(doc: DocumentState) -> AnnotatedFragment:
-    """One question of four kinds, with its answer."""
+    """Return one of four kinds of questions, with its answer."""
     return doc.choice((where_question, what_question, who_question, yes_no_question))(doc)
 
 
@@ -225,7 +227,7 @@ def where_question(doc: DocumentState) -> AnnotatedFragment:
 
 
 def what_question(doc: DocumentState) -> AnnotatedFragment:
-    """What does the old dog see ? it sees a cake ."""
+    """Return a question about an object, with its answer: `what does the old dog see ? it sees a cake .`"""
     noun = doc.sample_noun(animate=True)
     subject = noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.3)
     question_word, do, verb = Word("what", "question"), inflect(v.DO, noun), doc.sample_verb(v.TRANSITIVE, noun)
@@ -293,7 +295,7 @@ def yes_no_question(doc: DocumentState) -> AnnotatedFragment:
     return sentence.add_relation("verb-object", object.head, verb).add_relation("question-answer", do, answer)
 
 
-# how often each kind of sentence is told
+# Relative frequency of each kind of sentence.
 SENTENCE_WEIGHTS: dict[Callable[[DocumentState], AnnotatedFragment], int] = {
     pronoun_sentence: 5, agreement_sentence: 3, transitive_sentence: 4, two_person_sentence: 2, quote_sentence: 3,
     possessive_sentence: 2, cause_sentence: 2, conditional_sentence: 2, question_answer: 3,

@@ -1,4 +1,4 @@
-"""Noun phrases, clauses and asides: the pieces sentences are made of. Each returns its words with their relations."""
+"""Noun phrases, clauses and parentheticals: the parts of sentences. Each function returns words with their relations."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -16,9 +16,9 @@ _ANIMATE_BY_TOPIC = {t: tuple(noun for noun in nouns if noun.kind in v.ANIMATE) 
 
 
 class DocumentState:
-    """What one document is about: its topics, its people with names, and the dice that decide everything.
+    """State of one document: its topics, its named people and the RNG.
 
-    Only `random()` is asked of the dice: its sequence is promised to stay the same from one Python to the next.
+    Only `random()` of the RNG is used, because Python guarantees its sequence across versions.
     """
 
     def __init__(self, random: Callable[[], float], split: str) -> None:
@@ -26,36 +26,36 @@ class DocumentState:
         self.split = split
         first = self.choice(v.TOPICS)
         self.topics = (first, self.choice([topic for topic in v.TOPICS if topic != first]))
-        self.topic = first  # of the sentence under way
+        self.topic = first  # of the current sentence
         self.people = self._sample_people()
-        self.mentioned: set[Noun] = set()  # in the sentence under way
+        self.mentioned: set[Noun] = set()  # in the current sentence
 
     def start_sentence(self) -> None:
-        """Begin a sentence: it has one of the two topics, and names nobody yet."""
+        """Begin a sentence with one of the two topics."""
         self.topic = self.choice(self.topics)
         self.mentioned.clear()
 
     def choice(self, options: Sequence[Item]) -> Item:
-        """One of several, each as likely."""
+        """Return a random option."""
         return options[int(self.random() * len(options))]
 
     def bernoulli(self, probability: float) -> bool:
-        """True so often."""
+        """Return True with this probability."""
         return self.random() < probability
 
     def sample_noun(
         self, *, animate: bool = False, distinct_from: Noun | None = None, name_probability: float | None = None
     ) -> Noun:
-        """A noun to speak of; one that can be mistaken for `distinct_from` neither by its pronoun nor by its kind.
+        """Return a random noun. It differs from `distinct_from` in pronoun and kind.
 
-        `name_probability`: how often it is a person with a name, where there are any.
+        `name_probability` is the probability of a named person, if the document has any.
         """
         name_probability = (0.6 if animate else 0.4) if name_probability is None else name_probability
         while True:
             if self.people and self.bernoulli(name_probability):
                 noun = self.choice(self.people)
                 if noun in self.mentioned:
-                    continue  # once in a sentence is enough
+                    continue  # a person is named at most once per sentence
             else:
                 topic = self.topic if self.bernoulli(0.75) else self.choice(self.topics)
                 noun = self.choice((_ANIMATE_BY_TOPIC if animate else _BY_TOPIC)[topic])
@@ -65,17 +65,17 @@ class DocumentState:
                 return noun
 
     def sample_verb(self, table: tuple[tuple[str, str], ...], subject: Noun) -> tuple[str, str]:
-        """A verb this subject may have in this split, in both its numbers."""
+        """Return a verb that the subject may have in this split, as (singular, plural)."""
         return self.choice(allowed_partners(self.split, subject.index, table))
 
     def sample_adjective(self, noun: Noun, other: str = "") -> str:
-        """An adjective this noun may have in this split, and not that other one."""
+        """Return an adjective that the noun may have in this split, other than `other`."""
         while (adjective := self.choice(allowed_partners(self.split, noun.index, v.ADJECTIVES))) == other:
             pass
         return adjective
 
     def _sample_people(self) -> tuple[Noun, ...]:
-        """One person with a name, now and then two, who share no name; and only some meet in this split."""
+        """Return one named person, or sometimes two with different surnames who may occur together in this split."""
         people: list[Noun] = []
         num_people = self.choice((1, 1, 1, 1, 1, 1, 1, 2))
         while len(people) < num_people:
@@ -93,12 +93,12 @@ class DocumentState:
         return tuple(people)
 
     def _may_meet(self, first: int, second: int) -> bool:
-        """Whether two people, by their first names, may be in one document of this split."""
+        """Return whether two people, by the indices of their first names, may occur in one document of this split."""
         return first != second and is_held_out(first, second) == (self.split == "held-out")
 
 
 def inflect(verb: tuple[str, str], subject: Noun) -> Word:
-    """The form of a verb that agrees with its subject."""
+    """Return the form of a verb that agrees with its subject."""
     auxiliary = verb in (v.IS, v.WAS, v.DO)
     return Word(verb[subject.plural], "auxiliary" if auxiliary else "verb")
 
@@ -111,9 +111,9 @@ def noun_phrase(
     tail_probability: float = 0.0,
     determiner: Word | None = None,
 ) -> AnnotatedFragment:
-    """[the] [old and quiet] dog [near the barn]: the noun is its head.
+    """[the] [old and quiet] dog [near the barn]: the noun is the head.
 
-    `tail_probability`: how likely a prepositional phrase follows.
+    `tail_probability` is the probability of a prepositional phrase.
     """
     head = Word(noun.text, "name" if noun.kind == "named" else "noun", noun)
     if noun.kind == "named":
@@ -134,7 +134,7 @@ def noun_phrase(
 
 
 def adjective_phrase(doc: DocumentState, noun: Noun, head: Word) -> AnnotatedFragment | None:
-    """Nothing, old, old quiet, or old and quiet."""
+    """Empty, old, old quiet, or old and quiet."""
     u = doc.random()
     if u < 0.5:
         return None
@@ -155,7 +155,7 @@ def prepositional_phrase(doc: DocumentState, distinct_from: Noun | None) -> Anno
 
 
 def intransitive_clause(doc: DocumentState, subject: AnnotatedFragment, noun: Noun) -> AnnotatedFragment:
-    """The dog sleeps: a subject, with all that belongs to it, and its intransitive verb, which is the head."""
+    """The dog sleeps: a subject phrase and its intransitive verb, which is the head."""
     verb = inflect(doc.sample_verb(v.INTRANSITIVE, noun), noun)
     return join_fragments(subject, *optional_pre_adverb(doc), verb, head=verb).add_relation(
         "subject-verb", subject.head, verb
@@ -174,7 +174,7 @@ def transitive_clause(
 
 
 def optional_pre_adverb(doc: DocumentState) -> list[Word]:
-    """Always, never, still, or nothing."""
+    """Always, never, still, or empty."""
     return [Word(doc.choice(v.PRE_ADVERBS), "adverb")] if doc.bernoulli(0.3) else []
 
 
@@ -186,8 +186,8 @@ def random_adverb(doc: DocumentState) -> Word:
 def enclosed_clause(
     doc: DocumentState, shape: int, distinct_from: Noun | None = None, *, nest_probability: float = 0.35
 ) -> AnnotatedFragment:
-    """( the boy sings [ a dog waits here ] often ): what is enclosed always ends with an adverb, so that a reader
-    knows *that* it closes, and must remember *what* was opened."""
+    """( the boy sings [ a dog waits here ] often ): the clause ends with an adverb, so that the position of the closing
+    bracket is predictable, and its kind must be remembered."""
     kind = "quote" if v.BRACKETS[shape] in v.QUOTES else "bracket"
     opener, closer = (Word(mark, kind) for mark in v.BRACKETS[shape])
     noun = doc.sample_noun(animate=True, distinct_from=distinct_from)
@@ -205,5 +205,5 @@ def enclosed_clause(
 
 
 def parenthetical(doc: DocumentState, distinct_from: Noun | None = None) -> AnnotatedFragment:
-    """Something said by the way, in round, square or curly brackets."""
+    """A parenthetical clause in round, square or curly brackets."""
     return enclosed_clause(doc, doc.choice((0, 1, 2)), distinct_from)

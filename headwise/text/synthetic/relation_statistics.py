@@ -1,16 +1,25 @@
-"""What the synthetic language is like, measured: how far one offset gets with each relation, and examples."""
+"""Statistics of the synthetic language: accuracy of the best fixed offset for each relation, with examples."""
 
 from itertools import islice
 from typing import NamedTuple
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.text.annotated_document import Document, Relation, best_offset, count_relation_offsets
 from headwise.text.synthetic.generator import SyntheticLanguage
-from headwise.text.synthetic.max_offset_accuracy import MAX_OFFSET_FRACTIONS
+from headwise.text.synthetic.offset_accuracy_limits import MAX_OFFSET_FRACTIONS
 
 
 class RelationSummary(NamedTuple):
-    """A relation: how many arcs, its best offset, the share of arcs that hits, the limit of that share, one arc."""
+    """Statistics of one relation.
+
+    Attributes:
+        relation: Name of the relation.
+        arcs: Number of arcs.
+        best_offset: Most frequent offset from source to target.
+        fraction: Fraction of the arcs with that offset.
+        max_fraction: Limit of that fraction.
+        example: Words of one arc, with its ends between stars.
+    """
 
     relation: str
     arcs: int
@@ -20,15 +29,20 @@ class RelationSummary(NamedTuple):
     example: str
 
 
-class RelationOffsetSummary(NamedTuple):
-    """The table, one row per relation, and one whole document."""
+class SyntheticLanguageSummary(NamedTuple):
+    """Statistics of all relations, and one example document.
+
+    Attributes:
+        rows: One row per relation.
+        document: The first document.
+    """
 
     rows: tuple[RelationSummary, ...]
     document: Document
 
 
-def describe_language(documents: int = 2000, split: str = "train", seed: int = 0) -> RelationOffsetSummary:
-    """Measure the first so many documents.
+def describe_language(documents: int = 2000, split: str = "train", seed: int = 0) -> SyntheticLanguageSummary:
+    """Measure the first documents of the synthetic language.
 
     >>> rows, document = describe_language(documents=200)
     >>> all(row.fraction <= 0.6 for row in rows)
@@ -37,7 +51,7 @@ def describe_language(documents: int = 2000, split: str = "train", seed: int = 0
     ('determiner-noun', 1)
     """
     if documents < 1:
-        raise HeadwiseError(f"the number of documents must be at least 1, got {documents}.")
+        raise ArgumentError(f"documents: must be at least 1. Got {documents}. Use documents=2000, for example.")
     sampled = list(islice(SyntheticLanguage(seed, split), documents))
     table = count_relation_offsets(sampled)
     rows = []
@@ -47,11 +61,11 @@ def describe_language(documents: int = 2000, split: str = "train", seed: int = 0
             rows.append(
                 RelationSummary(name, table[name].total(), best, fraction, max_fraction, _example(sampled, name, best))
             )
-    return RelationOffsetSummary(tuple(rows), sampled[0])
+    return SyntheticLanguageSummary(tuple(rows), sampled[0])
 
 
 def _example(documents: list[Document], name: str, top_offset: int) -> str:
-    """The shortest of the first arcs that the best offset misses; any, if it misses none."""
+    """Return the shortest of the first arcs that the best offset misses, or of all arcs if it misses none."""
     arcs = ((document, arc) for document in documents for arc in document.relations if arc.name == name)
     first = list(islice(arcs, 20))
     missed = [pair for pair in first if pair[1].target - pair[1].source != top_offset]
@@ -59,7 +73,7 @@ def _example(documents: list[Document], name: str, top_offset: int) -> str:
 
 
 def mark_arc(document: Document, arc: Relation) -> str:
-    """The words from one end of an arc to the other, both ends between stars.
+    """Return the words from one end of an arc to the other, with both ends between stars.
 
     >>> mark_arc(Document.of(["the", "old", "cat", "sat"]), Relation("determiner-noun", 0, 2))
     '*the* old *cat*'

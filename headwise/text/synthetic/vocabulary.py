@@ -1,7 +1,7 @@
-"""The words, as tables of data: what class each belongs to, its number, gender, animacy and topic.
+"""The words of the synthetic language as tables: class, number, gender, animacy and topic.
 
-What a noun *is* (its kind) decides what may be said of it later: an animal is tired, cloth is soft. So the word behind
-"because it is" can only be known by whoever knows which noun "it" stands for.
+The kind of a noun determines the adjective of later sentences: an animal is tired, cloth is soft. So the word after
+"because it is" can be predicted only from the antecedent of "it".
 """
 
 from dataclasses import dataclass
@@ -9,15 +9,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Noun:
-    """One form of a noun. `pronoun` is the one that stands for it: gender, number and animacy in one word."""
+    """One form of a noun.
+
+    Attributes:
+        text: The form.
+        lemma: Singular form.
+        plural: Whether the form is plural.
+        pronoun: he, she, it or they, by gender, number and animacy.
+        kind: Kind, such as animal or cloth.
+        topic: Topic, such as farm.
+        index: Index of the lemma in the tables, which determines the splits.
+    """
 
     text: str
     lemma: str
     plural: bool
-    pronoun: str  # he, she, it, they
+    pronoun: str
     kind: str
     topic: str
-    index: int  # of the lemma, in the order of the tables; splits go by it
+    index: int
 
 
 # topic: singular plural kind
@@ -35,14 +45,14 @@ _NOUNS = {
     "town": """boy boys child-m, girl girls child-f, pigeon pigeons animal, train trains vehicle, truck trucks vehicle,
                bridge bridges building, shop shops building, bun buns food""",
 }
-# as the table says it: kind, and the pronoun of one of them
+# label in the table: kind, and the singular pronoun
 _KINDS = {
     "man": ("family", "he"), "woman": ("family", "she"),
     "child-m": ("child", "he"), "child-f": ("child", "she"),
     "ruler-m": ("ruler", "he"), "ruler-f": ("ruler", "she"),
 }  # fmt: skip
 
-# kind: what is said of it where a pronoun stands for it
+# kind: the adjective that follows a pronoun for it
 STATE_ADJECTIVES = {
     "family": "kind", "child": "young", "ruler": "proud", "named": "late", "animal": "tired",
     "cloth": "soft", "food": "sweet", "tool": "sharp", "vehicle": "fast", "building": "tall",
@@ -77,7 +87,7 @@ SURNAMES = (
     "Bell", "Lane", "Gray", "Miller", "Turner", "Shaw", "Moore", "Clark", "Hunt", "Webb", "Cole", "Field",
 )  # fmt: skip
 
-# a verb is (with one subject, with several)
+# (singular, plural) forms of verbs
 TRANSITIVE = (
     ("sees", "see"), ("likes", "like"), ("finds", "find"), ("wants", "want"), ("follows", "follow"), ("knows", "know"),
     ("draws", "draw"), ("paints", "paint"), ("hears", "hear"), ("needs", "need"), ("loves", "love"),
@@ -93,20 +103,20 @@ ADJECTIVES = (
     "old", "new", "small", "big", "red", "blue", "green", "black", "clean", "strange", "quiet", "famous", "pretty",
     "little", "thin", "heavy",
 )  # fmt: skip
-# cause: (what does it, what it does, how things are then)
+# (agent, verb, effect)
 CAUSES = (
     ("rain", "falls", "wet"), ("sun", "shines", "warm"), ("wind", "blows", "cold"),
     ("night", "comes", "dark"), ("fire", "burns", "hot"),
 )  # fmt: skip
 EFFECTS = tuple(effect for _, _, effect in CAUSES)
 
-SINGULAR_DETERMINERS = ("the", "the", "a", "this", "that", "every")  # twice: twice as often
+SINGULAR_DETERMINERS = ("the", "the", "a", "this", "that", "every")  # "the" is twice as frequent
 PLURAL_DETERMINERS = ("the", "the", "some", "these", "those", "many")
 POSSESSIVES = {"he": "his", "she": "her", "it": "its", "they": "their"}
 PREPOSITIONS = ("near", "behind", "beside", "under", "with")
-ADVERBS = ("here", "there", "often", "again", "quietly", "slowly")  # behind a verb
-PRE_ADVERBS = ("always", "never", "still")  # before it
-TIME_ADVERBS = {"today": IS, "now": IS, "yesterday": WAS, "once": WAS}  # when, and the verb that follows
+ADVERBS = ("here", "there", "often", "again", "quietly", "slowly")  # after a verb
+PRE_ADVERBS = ("always", "never", "still")  # before a verb
+TIME_ADVERBS = {"today": IS, "now": IS, "yesterday": WAS, "once": WAS}  # adverb: forms of the verb that follows
 CONNECTIVES = ("because", "so", "and", "if", "then")
 QUESTION_WORDS = ("where", "what", "who", "which")
 ANSWER_WORDS = ("yes", "no", "not")
@@ -120,7 +130,7 @@ WORD_CLASSES = (
     *("conjunction", "question", "answer", "delimiter", "bracket", "quote"),
 )
 
-# Every word once, in an order that stays: the place of a word is its id.
+# Every word once, in a fixed order: the index of a word is its id.
 VOCABULARY: tuple[str, ...] = tuple(
     dict.fromkeys(
         [

@@ -1,1 +1,1 @@
-"""Figures for people and papers: each is a `Drawing`, a picture and the numbers it shows."""
+"""Figures for reports and papers. Each is a `FigureWithData`: a matplotlib figure and its data."""

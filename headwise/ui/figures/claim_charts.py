@@ -1,13 +1,13 @@
-"""The picture of a claim: lines where its figures were measured at numbers, bars where at names."""
+"""Plot of a claim: lines if its conditions are numbers, bars if they are names."""
 
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.experiments.engine.statistic import Condition, Statistic
 from headwise.experiments.head_count_sweep import HeadSweep
 from headwise.experiments.run_claims import ClaimResult
-from headwise.ui.figures.figure_io import (
+from headwise.ui.figures.figure_with_data import (
     LINE_COLORS,
     TEXT_COLOR,
     FigureWithData,
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def has_plottable_statistics(result: ClaimResult) -> bool:
-    """Whether there is something to draw: on a given model some figures are not measured."""
+    """Return whether any statistic of the plot was measured."""
     return any(_finite(result.statistics.by_condition(name)) for name in result.claim.plot.statistics)
 
 
 def draw_claim(result: ClaimResult) -> FigureWithData:
-    """A claim's figures, with their intervals; the verdict stands above."""
+    """Plot the statistics of a claim with their intervals. The title has the verdict."""
     plot_spec = result.claim.plot
     selected = {
         name: statistics
@@ -35,8 +35,9 @@ def draw_claim(result: ClaimResult) -> FigureWithData:
         if (statistics := _finite(result.statistics.by_condition(name)))
     }
     if not selected:
-        raise HeadwiseError(
-            f"{result.claim.name} has none of the figures its picture shows: {', '.join(plot_spec.statistics)}."
+        raise ArgumentError(
+            f"{result.claim.name}: there is nothing to plot, because none of the statistics of this claim was measured: "
+            f"{', '.join(plot_spec.statistics)}. Run the claim on a model that supports at least one of them."
         )
     title = f"{result.claim.name}: {result.verdict.word}" + (" (one seed: indicative)" if result.has_few_seeds else "")
     if all(isinstance(at, int | float) for statistics in selected.values() for at in statistics):
@@ -54,24 +55,26 @@ def _finite(statistics: dict[Condition, Statistic]) -> dict[Condition, Statistic
 
 
 def draw_sweep(sweep: HeadSweep) -> FigureWithData:
-    """The held-out loss against the number of heads, the interval over seeds as a band."""
+    """Plot the held-out loss against the number of heads, with a confidence band over seeds."""
     rows = [
         {"x": row.heads, "mean": row.loss.mean, "low": row.loss.low, "high": row.loss.high, "head_dim": row.head_dim}
         for row in sweep.rows
     ]
-    title = f"width {sweep.width}, constant {sweep.constant}, {sweep.steps} steps, {sweep.seeds} seeds; band: 95 % over seeds"
-    return draw_tradeoff(rows, "heads", "held-out loss, nats a token", title, log=True)
+    title = (
+        f"width {sweep.width}, constant {sweep.constant}, {sweep.steps} steps, {sweep.seeds} seeds; 95% CI over seeds"
+    )
+    return draw_tradeoff(rows, "heads", "held-out loss, nats per token", title, log=True)
 
 
 def draw_training_curves(sweep: HeadSweep) -> FigureWithData:
-    """The held-out loss through training, a line for each model."""
+    """Plot the held-out loss during training, one line per model."""
     rows = [{"line": name, "x": p["step"], **p} for name, points in sweep.curves.items() for p in points]
-    title = f"constant {sweep.constant}, {sweep.seeds} seeds; bands: 95 % over seeds"
-    return draw_tradeoff(rows, "step", "held-out loss, nats a token", title)
+    title = f"constant {sweep.constant}, {sweep.seeds} seeds; 95% CI over seeds"
+    return draw_tradeoff(rows, "step", "held-out loss, nats per token", title)
 
 
 def _draw_bars(selected: dict[str, dict[Condition, Statistic]], y: str, title: str) -> FigureWithData:
-    """A group of bars for each name measured at, one bar for each figure."""
+    """Plot a group of bars for each condition, with one bar per statistic."""
     labels = list(dict.fromkeys(at for statistics in selected.values() for at in statistics))
     figure = make_figure(max(5.0, min(11.0, 1.2 + 0.75 * len(labels) * max(1, len(selected) / 2))), 4.2)
     axes = figure.subplots()
@@ -98,7 +101,7 @@ def _draw_bars(selected: dict[str, dict[Condition, Statistic]], y: str, title: s
     )
     axes.axhline(0, color=TEXT_COLOR, linewidth=0.6)
     if len(selected) > 1:
-        axes.margins(y=0.2 + 0.06 * len(selected))  # room for the names above the bars
+        axes.margins(y=0.2 + 0.06 * len(selected))  # space for the legend above the bars
         axes.legend(fontsize=8, frameon=False, loc="upper right", labelcolor=TEXT_COLOR)
     axes.set_title(title, fontsize=8, color=TEXT_COLOR, loc="left")
     return FigureWithData(figure, rows)

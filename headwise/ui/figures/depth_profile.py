@@ -1,4 +1,4 @@
-"""The depth profile: how measures go from the first layer to the last."""
+"""Depth profile: metrics from the first layer to the last."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,15 @@ from headwise.analysis.metrics.offsets import OFFSET_SPECS
 from headwise.analysis.metrics.row_shape import CONFIDENCE, DISTANCE, ENTROPY, FIRST_TOKEN
 from headwise.analysis.metrics.variability import VARIABILITY
 from headwise.analysis.roles.profile_result import Profile
-from headwise.errors import HeadwiseError, suggest_names
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure, style_axes
+from headwise.errors import ArgumentError, suggest_names
+from headwise.ui.figures.figure_with_data import (
+    LINE_COLORS,
+    MUTED_COLOR,
+    TEXT_COLOR,
+    FigureWithData,
+    make_figure,
+    style_axes,
+)
 from headwise.ui.role_badges import hue_to_hex
 
 DEFAULT_METRICS = tuple(
@@ -18,10 +25,12 @@ DEFAULT_METRICS = tuple(
 
 
 def draw_depth(profile: Profile, metrics: Sequence[str] = DEFAULT_METRICS) -> FigureWithData:
-    """A panel for each measure: a dot for each head, a line through the means of layers."""
+    """Plot one panel per metric: one dot per head, and the mean of each layer."""
     for name in metrics:
         if name not in profile.accumulator.fields:
-            raise HeadwiseError(f"{name!r} was not measured; {suggest_names(name, profile.accumulator.fields)}")
+            raise ArgumentError(
+                f"metrics: {name!r} was not measured, {suggest_names(name, profile.accumulator.fields)}"
+            )
     layers = profile.metadata["layers"]
     layer_index = np.array([layers.index(str(address.layer_address)) for address in profile.addresses])
     columns = min(3, len(metrics))

@@ -1,17 +1,17 @@
-"""The multi-head diagram: input, q k v for every head, scaled dot products, concatenation, W_O; with the sizes of a spec."""
+"""Diagram of multi-head attention with the sizes of a spec: input, q k v per head, attention, concatenation, W_O."""
 
 from typing import TYPE_CHECKING, Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
+from headwise.ui.figures.figure_with_data import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_DRAWN_HEADS = 6  # heads that are drawn one by one; of more, the first ones and the last
-BOX_HEIGHT = 0.62  # the height of a box; a head's row is 1
-# Where columns begin, and how wide they are.
+MAX_DRAWN_HEADS = 6  # with more heads, the first ones and the last are drawn
+BOX_HEIGHT = 0.62  # relative to the row of a head
+# Left edge and width of each column.
 INPUT, QKV, ATTENTION, Z, CONCAT, W_O, OUTPUT = (
     (0.0, 1.0),
     (2.3, 2.2),
@@ -24,10 +24,10 @@ INPUT, QKV, ATTENTION, Z, CONCAT, W_O, OUTPUT = (
 
 
 def draw_attention_diagram(spec: AttentionSpec | ModelSpec) -> FigureWithData:
-    """One layer from left to right. Heads of a group share k and v: they are drawn once, beside the first of them."""
+    """Draw one layer from left to right. Heads of a group share k and v, which are drawn once, at the first head."""
     spec = spec.attention if isinstance(spec, ModelSpec) else spec
     if not spec.head_ids:
-        raise HeadwiseError("a layer without heads writes its bias alone; there is nothing to draw.")
+        raise ArgumentError("spec: a layer without heads cannot be drawn. Use a spec with at least one head.")
     drawn_heads = _heads_to_draw(len(spec.head_ids))
     num_rows = len(drawn_heads)
     figure = make_figure(9.6, 0.52 * num_rows + 1.5)
@@ -37,7 +37,7 @@ def draw_attention_diagram(spec: AttentionSpec | ModelSpec) -> FigureWithData:
     _draw_box(axes, OUTPUT, middle, f"output\nT × {spec.width}", TEXT_COLOR, height=1.6)
     inner = len(spec.head_ids) * spec.value_dim
     _draw_box(axes, W_O, middle, f"W_O\n{inner} × {spec.width}", TEXT_COLOR, height=1.6, fill=True)
-    kv_rows: dict[int, int] = {}  # key head: the row it stands in
+    kv_rows: dict[int, int] = {}  # KV head: its row
     for row, index in enumerate(drawn_heads):
         if index is None:
             for column in (QKV, ATTENTION, Z):
@@ -55,7 +55,7 @@ def draw_attention_diagram(spec: AttentionSpec | ModelSpec) -> FigureWithData:
         (INPUT, "input"),
         (QKV, "project"),
         (ATTENTION, "attend"),
-        (Z, "found"),
+        (Z, "head output"),
         (CONCAT, "concat"),
         (W_O, "mix"),
         (OUTPUT, ""),
@@ -80,7 +80,7 @@ def draw_attention_diagram(spec: AttentionSpec | ModelSpec) -> FigureWithData:
 def _draw_head(axes: "Axes", spec: AttentionSpec, index: int, row: int, kv_rows: dict[int, int], middle: float) -> None:
     head_id, group = spec.head_ids[index], spec.kv_of_head[index]
     color = LINE_COLORS[index % len(LINE_COLORS)]
-    kv_color = LINE_COLORS[spec.kv_of_head.index(group) % len(LINE_COLORS)]  # of the first head of the group
+    kv_color = LINE_COLORS[spec.kv_of_head.index(group) % len(LINE_COLORS)]  # color of the first head of the group
     is_group_first = group not in kv_rows
     kv_rows.setdefault(group, row)
     third = QKV[1] / 3
@@ -91,7 +91,7 @@ def _draw_head(axes: "Axes", spec: AttentionSpec, index: int, row: int, kv_rows:
             _draw_box(axes, at, row, projection, color if projection == "q" else kv_color, fill=True)
     if is_group_first:
         _draw_arrow(axes, (QKV[0] + QKV[1], row), (ATTENTION[0], row), color)
-    else:  # its own q, and what the first of the group made
+    else:  # its own q, with k and v of the first head of the group
         _draw_arrow(axes, (QKV[0] + third, row), (ATTENTION[0], row), color)
         _draw_arrow(axes, (QKV[0] + QKV[1], kv_rows[group]), (ATTENTION[0], row), kv_color)
     _draw_box(axes, ATTENTION, row, "softmax(q kᵀ / √d) v", color)
@@ -130,7 +130,7 @@ def _draw_arrow(axes: "Axes", start: tuple[float, float], end: tuple[float, floa
 
 
 def _heads_to_draw(heads: int) -> list[int | None]:
-    """Which heads are drawn; None is a gap."""
+    """Return the indices of the heads to draw. None is a gap."""
     return list(range(heads)) if heads <= MAX_DRAWN_HEADS else [*range(MAX_DRAWN_HEADS - 2), None, heads - 1]
 
 
@@ -139,7 +139,7 @@ def _has_shared_kv(spec: AttentionSpec) -> bool:
 
 
 def _matrix_rows(spec: AttentionSpec) -> list[dict[str, Any]]:
-    """Every matrix of the layer: how many there are, and their sizes."""
+    """Return count and sizes of every matrix of the layer."""
     H, K, D, d, e = len(spec.head_ids), len(spec.kv_head_ids), spec.width, spec.head_dim, spec.value_dim
     return [
         {"part": "W_Q", "count": H, "rows": D, "columns": d},

@@ -1,4 +1,4 @@
-"""Heads beside each other: a map whose distances are those between heads, and the tree of their clusters."""
+"""Similarity of heads: a two-dimensional embedding and a dendrogram."""
 
 from typing import TYPE_CHECKING
 
@@ -8,17 +8,17 @@ from scipy.spatial.distance import pdist, squareform
 
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.similarity.compare_heads import HeadComparison
-from headwise.ui.figures.figure_io import MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure, style_axes
+from headwise.ui.figures.figure_with_data import MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure, style_axes
 from headwise.ui.role_badges import role_badge
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_LEAVES = 64  # of the tree; above it near heads stand together
+MAX_LEAVES = 64  # leaves of the dendrogram; with more heads, a leaf is a cluster
 
 
 def draw_embedding(comparison: HeadComparison, profile: Profile | None = None) -> FigureWithData:
-    """A place for every head, near those that look at the same; coloured by role where a profile is given."""
+    """Plot heads so that similar attention is close. With a profile, they are colored by role."""
     points = comparison.head_coordinates()  # (H, 2)
     roles, colors = _roles_and_colors(comparison, profile)
     figure = make_figure(6.4, 5.6)
@@ -26,11 +26,11 @@ def draw_embedding(comparison: HeadComparison, profile: Profile | None = None) -
     axes.scatter(*points.T, s=22, c=colors, linewidths=0.4, edgecolors="#ffffff")
     correlation = np.corrcoef(pdist(points), squareform(np.sqrt(comparison["js"]), checks=False))[0, 1]
     subtitle = f"{len(points)} heads on {comparison.rows} rows of {comparison.texts} texts"
-    title = f"{subtitle}; distances here and true ones: r {correlation:.2f}"
+    title = f"{subtitle}; correlation of plotted and true distances: {correlation:.2f}"
     axes.set_title(title, fontsize=8, color=TEXT_COLOR, loc="left")
-    style_axes(axes, "distance is √(Jensen–Shannon divergence) of where heads look", "")
+    style_axes(axes, "distance: √(Jensen–Shannon divergence) of attention", "")
     axes.set_aspect("equal", adjustable="datalim")
-    order = np.argsort([role == "unclear" for role in roles], kind="stable")  # those with a role are named first
+    order = np.argsort([role == "unclear" for role in roles], kind="stable")  # heads with a role are labeled first
     _label_points(axes, points[order], [_head_label(str(comparison.addresses[i]), roles[i]) for i in order])
     _legend(axes, roles)
     rows = [
@@ -41,9 +41,9 @@ def draw_embedding(comparison: HeadComparison, profile: Profile | None = None) -
 
 
 def draw_clusters(comparison: HeadComparison, profile: Profile | None = None) -> FigureWithData:
-    """The tree of average linkage: heads that join far to the left look at the same; the line is the null.
+    """Plot the average-linkage dendrogram of heads. Heads that join at the left have similar attention.
 
-    The line is as near as a head is to itself on other text. With many heads, those nearest stand on one line.
+    The dashed line is the baseline: the distance of a head to itself on other text. With many heads, a leaf is a cluster.
     """
     roles, colors = _roles_and_colors(comparison, profile)
     tree = linkage(squareform(np.sqrt(comparison["js"]), checks=False), "average")
@@ -69,14 +69,14 @@ def draw_clusters(comparison: HeadComparison, profile: Profile | None = None) ->
         axes.text(-0.01, 10 * row + 5, f"{role_label}  {names}".strip(), transform=axes.get_yaxis_transform(), ha="right",
                    va="center", fontsize=7, color=colors[members[0]] if role_label else TEXT_COLOR)  # fmt: skip
     axes.set_ylim(10 * count, 0)
-    style_axes(axes, "√(Jensen–Shannon divergence) at which they join; dashed: a head and itself on other text")
+    style_axes(axes, "√(Jensen–Shannon divergence) at which heads join; dashed: a head and itself on other text")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     return FigureWithData(figure, rows)
 
 
 def _roles_and_colors(comparison: HeadComparison, profile: Profile | None) -> tuple[list[str], list[str]]:
-    """Every head's role and colour; grey where there is none, or no profile."""
+    """Return role and color of every head; gray without a role or profile."""
     role_of = {} if profile is None else {head.address: head.role for head in profile}
     roles = [role_of.get(address, "unclear") for address in comparison.addresses]
     return roles, ["#c3c8ce" if role == "unclear" else role_badge(role)[1] for role in roles]
@@ -87,10 +87,10 @@ def _head_label(head: str, role: str) -> str:
 
 
 def _label_points(axes: "Axes", points: np.ndarray, names: list[str]) -> None:
-    """Names beside as many dots as there is room for: none over another name, none over another dot."""
+    """Label as many dots as possible without overlaps."""
     figure = axes.get_figure()
     assert figure is not None
-    figure.canvas.draw()  # where things are is known only now
+    figure.canvas.draw()  # computes the positions
     labeled: list[tuple[float, float]] = []
     dots = axes.transData.transform(points)
     for point, (x, y), name in zip(points, dots, names, strict=True):
@@ -123,7 +123,7 @@ def _legend(axes: "Axes", roles: list[str]) -> None:
 
 
 def _members(tree: np.ndarray, node: int, heads: int) -> list[int]:
-    """The heads under a node of the tree."""
+    """Return the heads of a node of the dendrogram."""
     if node < heads:
         return [node]
     left, right = tree[node - heads, :2].astype(int)

@@ -1,25 +1,32 @@
-"""Offset profiles: how much heads attend so many tokens back, or ahead."""
+"""Offset profiles: mean attention of heads by distance."""
 
 import numpy as np
 
 from headwise.analysis.metrics.offsets import OFFSET_SPECS
 from headwise.analysis.roles.profile_result import Profile
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads.head import HeadPattern
 from headwise.spec import Address, select
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure, style_axes
+from headwise.ui.figures.figure_with_data import (
+    LINE_COLORS,
+    MUTED_COLOR,
+    TEXT_COLOR,
+    FigureWithData,
+    make_figure,
+    style_axes,
+)
 
-MAX_HEADS = 12  # heads in one picture
-MAX_OFFSET = 16  # tokens back and ahead
-DEFAULT_HEADS = 6  # heads, where none are named
+MAX_HEADS = 12  # heads per figure
+MAX_OFFSET = 16  # tokens in either direction
+DEFAULT_HEADS = 6  # number of heads if none are given
 
 
 def draw_offsets(profile: Profile, heads: HeadPattern | None = None) -> FigureWithData:
-    """A panel for each head: the weight at each distance, and its role. None: the six that keep most to one distance."""
+    """Plot the mean attention by distance, one panel per head. None plots the six heads with the strongest single offset."""
     selected = _most_focused_heads(profile) if heads is None else select(heads, profile.addresses)
     if len(selected) > MAX_HEADS:
-        raise HeadwiseError(
-            f"{len(selected)} heads do not fit into one picture; name at most {MAX_HEADS}, e.g. {selected[0]!s}."
+        raise ArgumentError(
+            f"heads: a figure shows at most {MAX_HEADS}. Got {len(selected)}. Name fewer, for example {selected[0]!s}."
         )
     offsets = _offsets(profile)
     columns = min(3, len(selected))
@@ -45,13 +52,13 @@ def draw_offsets(profile: Profile, heads: HeadPattern | None = None) -> FigureWi
         ]
     for axes in panel_axes[len(selected) :]:
         axes.axis("off")
-    figure.supxlabel("tokens from the one that looks; −1 is the one before", fontsize=8, color=MUTED_COLOR)
+    figure.supxlabel("offset from the query in tokens; −1 is the previous token", fontsize=8, color=MUTED_COLOR)
     figure.supylabel("mean attention weight", fontsize=8, color=MUTED_COLOR)
     return FigureWithData(figure, rows)
 
 
 def _offsets(profile: Profile) -> list[int]:
-    """The distances measured, far behind first; a decoder never looks ahead."""
+    """Return the measured offsets, the farthest back first. A decoder has no negative ones."""
     measured = [
         offset
         for offset in range(MAX_OFFSET, -MAX_OFFSET - 1, -1)
@@ -65,7 +72,7 @@ def _offsets(profile: Profile) -> list[int]:
 
 
 def _most_focused_heads(profile: Profile) -> tuple[Address, ...]:
-    """The heads with most weight at one distance, in the order of their addresses."""
+    """Return the heads with the largest weight at a single offset, sorted by address."""
     weights = [profile.metric(OFFSET_SPECS[offset].name) for offset in _offsets(profile)]
     max_weights = np.nan_to_num(np.stack(weights)).max(0)  # (heads,); cross-attention has no distances
     return tuple(profile.addresses[i] for i in sorted(np.argsort(-max_weights, kind="stable")[:DEFAULT_HEADS]))

@@ -1,11 +1,11 @@
-"""The role grid: every head of a model, by layer and number, with its role and how sure that is."""
+"""Role grid: every head by layer and number, with its role and evidence level."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
-from headwise.ui.figures.figure_io import MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
+from headwise.ui.figures.figure_with_data import MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
 from headwise.ui.role_badges import role_badge, text_color
 
 if TYPE_CHECKING:
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 LEVEL_ALPHA = {"attention": 0.55, "value-weighted": 0.75, "causal": 1.0}
 NO_ROLE_COLOR = "#f0f2f4"
-LEVEL_COLOR = "#1f6fb4"  # of the legend alone
-CELL_INCHES = 0.31  # inches
+LEVEL_COLOR = "#1f6fb4"  # only in the legend
+CELL_INCHES = 0.31
 
 
 def draw_roles(profile: Profile) -> FigureWithData:
-    """Layers from left to right, heads down: two letters and a color for a role, stronger for a higher evidence level."""
+    """Plot layers from left to right, heads downward. Letters and color show the role, opacity the evidence level."""
     layers = {layer: column for column, layer in enumerate(profile.metadata["layers"])}
     num_rows = 1 + max((address.head for address in profile.addresses), default=0)
     role_counts = Counter(head.role for head in profile if head.role != "unclear")
@@ -49,7 +49,7 @@ def draw_roles(profile: Profile) -> FigureWithData:
 
 
 def role_rows(profile: Profile) -> list[dict[str, Any]]:
-    """One row per head: its role with evidence level, score and baseline, and its idle pattern."""
+    """Return one row per head: role, evidence level, score, baseline and idle pattern."""
     columns = ("head", "role", "detail", "evidence_level", "score", "baseline", "low", "high", "effect", "idle_pattern")
     return [{name: row[name] for name in columns} for row in profile.table()]
 
@@ -77,13 +77,13 @@ def _idle_symbol(head: HeadProfile) -> str:
 
 
 def _legend(figure: Any, role_counts: Counter[str], columns: int) -> None:
-    """Every role found with the number of its heads, then what is grey, and what the three strengths mean."""
+    """Add the legend: roles with their number of heads, idle symbols, and evidence levels."""
     from matplotlib.patches import Patch
 
     lines = [
         (role_badge(role)[1], f"{role_badge(role)[0]}  {role} ({count})") for role, count in sorted(role_counts.items())
     ]
-    lines += [(NO_ROLE_COLOR, "no role;  ‥ rests on a token, ~ on all")]
+    lines += [(NO_ROLE_COLOR, "no role;  ‥ sink, ~ diffuse, _ inactive")]
     patches = [Patch(facecolor=color, label=label) for color, label in lines]
     patches += [
         Patch(facecolor=LEVEL_COLOR, alpha=strength, label=f"evidence: {level}")

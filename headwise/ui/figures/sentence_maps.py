@@ -1,12 +1,12 @@
-"""Pictures of one sentence: a heat map, and lines between words."""
+"""Attention on one sentence: heat maps, and lines between words."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headwise.analysis.recording.attention_maps import AttentionView, Word
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads.head import HeadPattern
-from headwise.ui.figures.figure_io import (
+from headwise.ui.figures.figure_with_data import (
     LINE_COLORS,
     MUTED_COLOR,
     TEXT_COLOR,
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 HeadsArgument = HeadPattern | Sequence[str]
-MAX_HEADS = 12  # heads in one picture
-MIN_LINE_WEIGHT = 0.02  # below this weight a line says nothing
-MIN_LABEL_WEIGHT = 0.05  # from this weight on it is told as a number too
-DEFAULT_HEADS = 3  # heads in a picture for which none were named
+MAX_HEADS = 12  # heads per figure
+MIN_LINE_WEIGHT = 0.02  # smaller weights are not drawn
+MIN_LABEL_WEIGHT = 0.05  # larger weights are printed as numbers
+DEFAULT_HEADS = 3  # number of heads if none are given
 
 
 def draw_heat_map(view: AttentionView, heads: HeadsArgument = "*") -> FigureWithData:
-    """One head's map, or several side by side: rows look, columns are looked at."""
+    """Plot the map of one head, or of several side by side. Rows are queries, columns are keys."""
     selected = _select_heads(view, heads)
     query_groups, key_groups = view.query_key_groups(selected[0])
     cell = 0.3 if max(len(query_groups.labels), len(key_groups.labels)) <= 40 else 0.2
@@ -43,9 +43,16 @@ def draw_heat_map(view: AttentionView, heads: HeadsArgument = "*") -> FigureWith
 
 
 def draw_arcs(view: AttentionView, heads: HeadsArgument = "*", query: Word | None = None) -> FigureWithData:
-    """Words in two columns, on the left those that look, on the right those that are looked at, with the weight of the
-    strongest line that ends there. A line is as strong as its weight is beside the head's largest. Several heads stand side
-    by side; `source` shows the lines of one word alone."""
+    """Plot attention as lines from queries (left) to keys (right).
+
+    The opacity of a line is its weight relative to the largest weight of the head. The number at a key is the largest weight
+    on it.
+
+    Args:
+        view: The attention maps.
+        heads: Heads to plot, side by side.
+        query: Only show the lines of this word.
+    """
     selected = _select_heads(view, heads)
     labels = [label for name in selected for group in view.query_key_groups(name) for label in group.labels]
     num_rows = max(len(group.labels) for name in selected for group in view.query_key_groups(name))
@@ -62,11 +69,16 @@ def draw_arcs(view: AttentionView, heads: HeadsArgument = "*", query: Word | Non
 
 
 def top_heads(view: AttentionView, query: Word | None = None, key: Word | None = None) -> tuple[str, ...]:
-    """The heads that look hardest, of one word or of all; each at another word, or many would show the same; none at where
-    heads rest. With a `target`, the heads that look hardest at it."""
+    """Return the heads with the largest weights, each on another key; idle attention does not count.
+
+    Args:
+        view: The attention maps.
+        query: Only consider this query.
+        key: With `query`, return the heads with the largest weight from query to key.
+    """
     if query is not None and key is not None:
         return tuple(head for head, _ in view.top_heads_for_pair(query, key, DEFAULT_HEADS))
-    head_of_key: dict[str, str] = {}  # word that is looked at: the head that does so hardest
+    head_of_key: dict[str, str] = {}  # key: the head with the largest weight on it
     for edge in view.top_edges(len(view.heads) * len(view.words), query):
         if edge.head not in head_of_key.values():
             head_of_key.setdefault(edge.attended, edge.head)
@@ -111,8 +123,8 @@ def _draw_map(axes: "Axes", view: AttentionView, head: str) -> "AxesImage":
     axes.tick_params(which="minor", length=0)
     for spine in axes.spines.values():
         spine.set_color("#d5dade")
-    axes.set_ylabel("looks", fontsize=8, color=MUTED_COLOR, style="italic")
-    axes.set_xlabel("is looked at", fontsize=8, color=MUTED_COLOR, style="italic")
+    axes.set_ylabel("query", fontsize=8, color=MUTED_COLOR, style="italic")
+    axes.set_xlabel("key", fontsize=8, color=MUTED_COLOR, style="italic")
     axes.set_title(f"head {head}", fontsize=10, color=TEXT_COLOR, loc="left", fontweight="bold", pad=8)
     return image
 
@@ -121,7 +133,7 @@ def _draw_lines(axes: "Axes", view: AttentionView, head: str, color: str, query:
     query_groups, key_groups = view.query_key_groups(head)
     query_index = None if query is None else query_groups.find(query)
     weights = view.map(head).cpu().tolist()
-    max_weight_of_key = [0.0] * len(key_groups.labels)  # the strongest line that ends at each word
+    max_weight_of_key = [0.0] * len(key_groups.labels)  # largest weight on each key
     edges = [
         (i, j, weight) for i, row in enumerate(weights) if query_index in (None, i) for j, weight in enumerate(row)
     ]
@@ -129,9 +141,7 @@ def _draw_lines(axes: "Axes", view: AttentionView, head: str, color: str, query:
     for i, j, weight in edges:
         if weight >= MIN_LINE_WEIGHT:
             max_weight_of_key[j] = max(max_weight_of_key[j], weight)
-            relative_weight = (
-                weight / largest
-            )  # a head that spreads its attention would else show nothing but pale lines
+            relative_weight = weight / largest  # otherwise a diffuse head would only have faint lines
             axes.plot((0, 1), (i, j), color=color, alpha=0.15 + 0.85 * relative_weight, linewidth=0.6 + 2.6 * relative_weight,
                        solid_capstyle="round")  # fmt: skip
     for i, label in enumerate(map(escape_dollar, query_groups.labels)):
@@ -146,7 +156,7 @@ def _draw_lines(axes: "Axes", view: AttentionView, head: str, color: str, query:
         )
     axes.set_xlim(-margin, 1 + margin)
     axes.set_ylim(max(len(query_groups.labels), len(key_groups.labels)) - 0.4, -1.5)
-    for x, side, title in ((-0.04, "right", "looks"), (1.04, "left", "is looked at")):
+    for x, side, title in ((-0.04, "right", "query"), (1.04, "left", "key")):
         axes.text(x, -1, title, ha=side, va="center", fontsize=8, color=MUTED_COLOR, style="italic")
     axes.set_title(f"head {head}", fontsize=10, color=color, fontweight="bold", pad=6)
     axes.axis("off")
@@ -155,7 +165,7 @@ def _draw_lines(axes: "Axes", view: AttentionView, head: str, color: str, query:
 def _select_heads(view: AttentionView, heads: HeadsArgument) -> tuple[str, ...]:
     selected = view.resolve_head_pattern(heads)
     if len(selected) > MAX_HEADS:
-        raise HeadwiseError(
-            f"{len(selected)} heads do not fit into one picture; name at most {MAX_HEADS}, e.g. {selected[0]!r}."
+        raise ArgumentError(
+            f"heads: a figure shows at most {MAX_HEADS}. Got {len(selected)}. Name fewer, for example {selected[0]!r}."
         )
     return selected

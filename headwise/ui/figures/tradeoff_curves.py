@@ -1,27 +1,38 @@
-"""Trade-off curves: what is lost against what is spared, with bands. A pruning curve is one of them."""
+"""Trade-off curves with confidence bands, for example loss against the fraction of heads kept."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from headwise.compression.pruning_curve import PruningCurve
-from headwise.errors import HeadwiseError
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure, style_axes
+from headwise.compression.pruning_curve import PruningCurves
+from headwise.errors import ArgumentError
+from headwise.ui.figures.figure_with_data import (
+    LINE_COLORS,
+    MUTED_COLOR,
+    TEXT_COLOR,
+    FigureWithData,
+    make_figure,
+    style_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-REQUIRED_COLUMNS = ("x", "mean")  # of every row; low and high make a band, line names the line it belongs to
-# Small losses matter and large ones are a hundred times as large: where there are such, the axis is even up to EVEN only,
-# and beyond it every tenfold takes the same room.
+REQUIRED_COLUMNS = ("x", "mean")  # optional: low and high (band), line (name of the line)
+# If losses span orders of magnitude, the y axis is linear up to LINEAR_LIMIT and logarithmic above it.
 LINEAR_LIMIT, TICKS = 0.1, (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 def draw_tradeoff(
     rows: Iterable[Mapping[str, Any]], xlabel: str = "", ylabel: str = "loss", title: str = "", *, log: bool = False
 ) -> FigureWithData:
-    """Lines of rows with `x`, `mean`, and if known `low`, `high` (a band) and `line` (its name); x and y name the axes.
+    """Plot lines with confidence bands.
 
-    With `log`, each doubling of x takes the same room.
+    Args:
+        rows: Dicts with `x` and `mean`; optional `low` and `high` (band) and `line` (name of the line).
+        xlabel: Label of the x axis.
+        ylabel: Label of the y axis.
+        title: Title of the figure.
+        log: Use a base-2 logarithmic x axis.
 
     >>> made = [{"x": heads, "mean": 2 / heads, "low": 1.9 / heads, "high": 2.1 / heads} for heads in (1, 2, 4, 8)]
     >>> len(draw_tradeoff(made, "heads").figure.axes[0].lines)
@@ -29,7 +40,9 @@ def draw_tradeoff(
     """
     row_dicts = [dict(row) for row in rows]
     if not row_dicts or any(name not in row for row in row_dicts for name in REQUIRED_COLUMNS):
-        raise HeadwiseError("a curve is drawn from rows with x and mean, and perhaps low, high and line.")
+        raise ArgumentError(
+            "rows: every row needs x and mean; low, high and line are optional. Pass at least one such row."
+        )
     figure = make_figure(6.4, 4.2)
     axes = figure.subplots()
     lines: dict[str, list[dict[str, Any]]] = {}
@@ -54,8 +67,8 @@ def draw_tradeoff(
     return FigureWithData(figure, row_dicts)
 
 
-def draw_pruning(curve: PruningCurve) -> FigureWithData:
-    """How much more is lost than by the full model, against the share of heads kept; bands are intervals."""
+def draw_pruning(curve: PruningCurves) -> FigureWithData:
+    """Plot the loss increase over the full model against the fraction of heads kept, with 95% intervals."""
     rows = [
         {
             "line": p.ranking,
@@ -71,10 +84,10 @@ def draw_pruning(curve: PruningCurve) -> FigureWithData:
         {"line": ranking, "x": 1.0, "mean": 0.0, "low": 0.0, "high": 0.0}
         for ranking in dict.fromkeys(r["line"] for r in rows)
     ]
-    title = f"{curve.texts} texts; the full model's loss is {curve.full_loss.mean:.3f}; bands: 95 % over texts, "
-    title += f"for random the least and most of {curve.seeds}"
+    title = f"{curve.texts} texts; loss of the full model: {curve.full_loss.mean:.3f}; bands: 95% CI over texts, "
+    title += f"for random the minimum and maximum of {curve.seeds} seeds"
     figure_result = draw_tradeoff(
-        [*full_rows, *rows], "share of heads kept", f"loss above the full model's, {curve.metric}", title
+        [*full_rows, *rows], "fraction of heads kept", f"loss increase, {curve.metric}", title
     )
     axes = figure_result.figure.axes[0]
     axes.axhline(0, color=TEXT_COLOR, linewidth=0.6)

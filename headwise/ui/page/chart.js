@@ -1,22 +1,22 @@
-// Charts: lines with intervals, weights by distance, bars. Each has its numbers beside it as a table.
+// Charts: lines with intervals, attention by distance, bars. Each also shows its numbers as a table.
 
 import { el, svg, grid, number, signed } from "./dom.js";
 import { CHOSEN } from "./color.js";
 
 const WIDE = 600, HIGH = 260, LEFT = 52, BELOW = 40, ABOVE = 12, RIGHT = 14;
 
-// { title, x, y, base, log, series: [{ name, points: [[x, y, low, high]] }] }; `log`: the x axis grows by factors of 2.
+// { title, x, y, base, log, series: [{ name, points: [[x, y, low, high]] }] }; `log`: base-2 log scale of the x axis.
 export function lineChart(given) {
   const drawn = linePlot(given);
-  if (drawn.matches("figure")) drawn.append(el("details", {}, el("summary", {}, "The numbers"),
+  if (drawn.matches("figure")) drawn.append(el("details", {}, el("summary", {}, "Data"),
     grid(given.title, ["", given.x, given.y, "low", "high"], given.series.flatMap((one) => one.points.map((point) => [one.name, ...[0, 1, 2, 3].map((i) => [point[i] ?? null, 3])])))));
   return drawn;
 }
 
-// The same without its numbers.
+// A line chart without the table.
 export function linePlot(given) {
   const points = given.series.flatMap((one) => one.points).filter((point) => Number.isFinite(point[1]));
-  if (points.length === 0) return el("p", { class: "note" }, `${given.title}: no numbers`);
+  if (points.length === 0) return el("p", { class: "note" }, `${given.title}: no data`);
   const place = given.log ? Math.log2 : Number, xs = range(points.map((point) => place(point[0])));
   const ys = range([...points.flatMap((point) => point.slice(1)).filter(Number.isFinite), ...(Number.isFinite(given.base) ? [given.base] : [])]);
   const across = (x) => LEFT + ((place(x) - xs[0]) / (xs[1] - xs[0])) * (WIDE - LEFT - RIGHT);
@@ -47,11 +47,11 @@ function curve(points, color, across, up) {
   return made;
 }
 
-// Mean weight at each distance, oneself at 0; a second head beside the first.
+// Mean attention weight at each distance (0 is the token itself), for one head or two.
 export function offsetChart(offsets, others = null) {
   const high = 120, wide = 420, all = [...offsets, ...(others ?? [])];
   const top = Math.max(0.05, ...all.map(([, weight]) => weight ?? 0)), step = (wide - 40) / Math.max(1, offsets.length);
-  const made = svg("svg", { viewBox: `0 0 ${wide} ${high + 34}`, class: "plot", role: "img", "aria-label": `Mean weight by distance, at most ${number(top, 2)}` });
+  const made = svg("svg", { viewBox: `0 0 ${wide} ${high + 34}`, class: "plot", role: "img", "aria-label": `Mean attention weight by distance, maximum ${number(top, 2)}` });
   made.append(svg("line", { class: "axis", x1: 36, x2: wide, y1: high, y2: high }),
     svg("text", { class: "soft", x: 32, y: 14, "text-anchor": "end" }, number(top, 2)), svg("text", { class: "soft", x: 32, y: high, "text-anchor": "end" }, "0"));
   const paint = (some, color, part, parts) => some.forEach(([offset, weight]) => {
@@ -73,10 +73,10 @@ export function offsetChart(offsets, others = null) {
 }
 
 function distanceName(offset) {
-  return offset === 0 ? "oneself" : offset > 0 ? `${offset} back` : `${-offset} ahead`;
+  return offset === 0 ? "self" : offset > 0 ? `${offset} back` : `${-offset} ahead`;
 }
 
-// Bars for and against: [label, value].
+// Bars of positive and negative values: [label, value].
 export function barList(rows, digits_ = 2, plain = false) {
   const top = Math.max(1e-9, ...rows.map(([, value]) => Math.abs(value)));
   return el("div", { class: "bars" }, rows.flatMap(([label, value]) => [
@@ -86,8 +86,8 @@ export function barList(rows, digits_ = 2, plain = false) {
   ]));
 }
 
-// { title, y, bars: [{ name, rows: [[label, value, low, high]] }] }: a bar from zero for each value, its interval over it.
-// Values that lie close together, far from zero, are dots on a scale of their own: a length would say nothing of them.
+// { title, y, bars: [{ name, rows: [[label, value, low, high]] }] }: a bar from zero for each value, with its interval.
+// Values that are close together and far from zero are dots on their own scale, because bar lengths would look equal.
 export function intervalBars(given) {
   const all = given.bars.flatMap((one) => one.rows).flatMap((row) => row.slice(1)).filter(Number.isFinite);
   const low = Math.min(...all), high = Math.max(...all), dots = low > 0 && high - low < 0.3 * high;
@@ -119,7 +119,7 @@ function ticks([low, high]) {
   return made;
 }
 
-// Powers of two on an axis of them, at most ten; where there are not two, the points' own places.
+// Ticks at powers of two, at most ten; if there are fewer than two, at the points themselves.
 function doublings(points) {
   const own = [...new Set(points.map((point) => point[0]))].sort((a, b) => a - b);
   const first = Math.ceil(Math.log2(own[0])), last = Math.floor(Math.log2(own.at(-1))), step = Math.ceil((last - first + 1) / 10);

@@ -1,5 +1,4 @@
-// Colors: eight for roles, told apart by all eyes (role_badges.py), stronger the higher the evidence level; one ramp for weights; a few for
-// heads side by side.
+// Colors: eight for roles (role_badges.py), with opacity by evidence level; one ramp for weights; eight for heads shown together.
 
 import { el } from "./dom.js";
 import { store } from "./report.js";
@@ -9,11 +8,11 @@ const STRENGTH = { none: 0.1, attention: 0.55, "value-weighted": 0.75, causal: 1
 export const CHOSEN = ["#2f6fde", "#d9480f", "#2b8a3e", "#9c36b5", "#b8860b", "#0b7285", "#c2255c", "#5c6470"];
 
 export function isDark() {
-  const asked = document.documentElement.dataset.theme;
-  return asked ? asked === "dark" : globalThis.matchMedia?.("(prefers-color-scheme: dark)").matches ?? false;
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : globalThis.matchMedia?.("(prefers-color-scheme: dark)").matches ?? false;
 }
 
-// A role's two letters and its color, as the report tells them; one it does not tell takes them from its name.
+// Letters and color of a role from the report data; a role without an entry gets both from its name.
 export function roleBadge(role) {
   const named = [...role].reduce((sum, letter) => (sum * 31 + letter.charCodeAt(0)) % 997, 7);
   return store.report?.role_badges?.[role] ?? [role.slice(0, 2), COLORS[named % COLORS.length]];
@@ -25,13 +24,13 @@ export function roleColor(role, alpha = 1) {
   return `rgb(${r} ${g} ${b} / ${alpha})`;
 }
 
-// A role's letters on its color.
+// The badge of a role.
 export function roleMark(role) {
   if (role === "unclear") return el("span", { class: "sign none", "aria-hidden": "true" }, "·");
   return el("span", { class: "sign", "aria-hidden": "true", style: { background: roleColor(role), color: letterInk(role) } }, roleBadge(role)[0]);
 }
 
-// Dark or light, whichever is read better on a role's color.
+// Text color with the higher contrast on the color of a role.
 export function letterInk(role) {
   const [r, g, b] = parts(roleBadge(role)[1]).map((part) => (part <= 10.3 ? part / 3294.6 : ((part / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";

@@ -1,8 +1,8 @@
-// Two heads side by side; or one head in two reports.
+// Compare two heads, or one head in two reports.
 
 import { el, section, choice, tools, grid, number, signed, say, brief } from "./dom.js";
 import { state, change } from "./state.js";
-import { store, openSentence, openOther, bestHeads, describeRole } from "./report.js";
+import { store, openSentence, openOther, bestHeads, describeRole, describeIdle } from "./report.js";
 import { headChoice } from "./card.js";
 import { heatMap } from "./heat.js";
 import { offsetChart } from "./chart.js";
@@ -17,8 +17,8 @@ export async function compare(root) {
   root.append(
     tools(
       headChoice("head", one.address, (head) => change({ head })),
-      !store.other && headChoice("beside", two.address, (other) => change({ other })),
-      el("label", { class: "choice" }, el("span", {}, "or the same head in another report"), el("input", { type: "file", accept: ".html,.json", "data-key": "other report", onchange: read })),
+      !store.other && headChoice("compare with", two.address, (other) => change({ other })),
+      el("label", { class: "choice" }, el("span", {}, "or with this head in another report"), el("input", { type: "file", accept: ".html,.json", "data-key": "other report", onchange: read })),
       store.sentences.length > 0 && choice("sentence", store.sentences.map((s, i) => [i, brief(s.given.text, 50)]), state.sentence, (place) => change({ sentence: Number(place) }))));
   if (!two) return root.append(el("p", { class: "note" }, `${store.other.name} has no head ${one.address}.`));
   const names = store.other ? [`${one.address} here`, `${two.address} in ${store.other.name}`] : [one.address, two.address];
@@ -38,9 +38,9 @@ async function read(event) {
 
 function said(one, two, names) {
   const line = (name, tell) => [name, tell(one), tell(two)];
-  return section("What they do", grid("Roles", ["", ...names], [
-    line("role", describeRole), line("shown on", (head) => head.corpus_label), line("evidence", (head) => head.evidence_level), line("score", (head) => [head.score, 3]), line("baseline", (head) => [head.baseline, 3]),
-    line("interval", (head) => (head.interval ? `${number(head.interval[0], 2)} to ${number(head.interval[1], 2)}` : "–")), line("idle pattern", (head) => head.idle_patterns.join(", ") || "no"),
+  return section("Roles and evidence", grid("Roles", ["", ...names], [
+    line("role", describeRole), line("evaluated on", (head) => head.corpus_label), line("evidence", (head) => head.evidence_level), line("score", (head) => [head.score, 3]), line("baseline", (head) => [head.baseline, 3]),
+    line("95% CI", (head) => (head.interval ? `${number(head.interval[0], 2)} to ${number(head.interval[1], 2)}` : "–")), line("idle pattern", (head) => describeIdle(head) || "none"),
     line("importance", (head) => [head.importance?.importance ?? null, 4]),
   ]));
 }
@@ -48,8 +48,8 @@ function said(one, two, names) {
 function maps(sight, one, two, names) {
   if (store.other || !sight?.has(one.address) || !sight.has(two.address)) return null;
   const found = [one, two].map((head) => sight.map(head.address, false, state.value_weighted));
-  const apart = sight.full ? `Jensen–Shannon divergence here: ${number(divergence(...found, sight.n), 3)} nats a row (0 the same, 0.693 nothing in common).` : "";
-  return section("On the sentence", el("div", { class: "pair" }, found.map((weights, i) => el("div", {}, el("h3", {}, names[i]),
+  const apart = sight.full ? `Jensen–Shannon divergence on this sentence: ${number(divergence(...found, sight.n), 3)} nats per row (0: identical, 0.693: disjoint).` : "";
+  return section("Attention maps", el("div", { class: "pair" }, found.map((weights, i) => el("div", {}, el("h3", {}, names[i]),
     heatMap({ weights, labels: sight.tokens, name: `Attention of ${names[i]}`, most: 420, under: sight.under([one, two][i].address) })))), apart && el("p", { class: "note" }, apart));
 }
 
@@ -64,7 +64,7 @@ function divergence(p, q, n) {
 function both(one, two, names) {
   const keys = Object.keys(one.metrics).filter((name) => Number.isFinite(two.metrics[name]));
   return el("div", { class: "pair" },
-    section("Weight by distance", el("div", { class: "chips" }, names.map((name, i) => el("span", { class: "chip", style: { "--chip": CHOSEN[i] } }, name))), offsetChart(one.offsets, two.offsets)),
+    section("Attention by distance", el("div", { class: "chips" }, names.map((name, i) => el("span", { class: "chip", style: { "--chip": CHOSEN[i] } }, name))), offsetChart(one.offsets, two.offsets)),
     section("Metrics", grid("Means over the texts", ["metric", ...names, "difference"], keys.map((name) =>
       [name, [one.metrics[name], 4], [two.metrics[name], 4], signed(two.metrics[name] - one.metrics[name], 4)]))));
 }

@@ -1,4 +1,4 @@
-// Trade-offs: what is lost when heads are cut, by every way to choose them, and whatever other curves the report brings.
+// Trade-off curves: loss against pruned heads for each ranking method, and other curves of the report.
 
 import { el, section } from "./dom.js";
 import { store } from "./report.js";

@@ -1,13 +1,13 @@
-// Elements. Whatever comes from data enters as text, never as markup.
+// DOM elements. Data is always inserted as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-// el("p", { class: "note", onclick: act }, "text", child): an element; properties that are null are left out.
+// el("p", { class: "note", onclick: act }, "text", child): an element; properties that are null are omitted.
 export function el(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }
 
-// The same for drawings.
+// An SVG element.
 export function svg(tag, properties = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), properties, children);
 }
@@ -27,26 +27,26 @@ function fill(node, properties, children) {
   return node;
 }
 
-// A section with a heading of its own.
+// A section with a heading.
 export function section(title, ...children) {
   return el("section", { "aria-label": title }, el("h2", {}, title), ...children);
 }
 
-// A choice with a label in front of it; options are [value, text].
+// A labeled select; options are [value, text].
 export function choice(label, options, value, act, key) {
   const select = el("select", { "data-key": key ?? label, onchange: (event) => act(event.target.value) },
     options.map(([one, text]) => el("option", { value: one, selected: String(one) === String(value) }, text)));
   return el("label", { class: "choice" }, el("span", {}, label), select);
 }
 
-// Controls: beside each other where there is room, folded away on a narrow screen.
+// Controls in a row, collapsed on a narrow screen.
 let controlsOpen = false;
 export function tools(...children) {
   return el("details", { class: "fold", open: controlsOpen || globalThis.innerWidth > 500, ontoggle: (event) => { if (globalThis.innerWidth <= 500) controlsOpen = event.target.open; } },
     el("summary", {}, "Controls"), el("div", { class: "tools" }, children));
 }
 
-// A switch with a label behind it.
+// A checkbox with a label.
 export function tick(label, on, act) {
   const box = el("input", { type: "checkbox", "data-key": label, checked: on, onchange: (event) => act(event.target.checked) });
   return el("label", { class: "tick" }, box, label);
@@ -56,7 +56,7 @@ export function press(label, act, properties = {}) {
   return el("button", { type: "button", "data-key": label, ...properties, onclick: act }, label);
 }
 
-// A table. A cell is text, a count, a node, or [number, digits]; numbers keep all their digits in data-value.
+// A table. A cell is text, a count, a node, or [number, digits]; data-value has the unrounded number.
 export function grid(caption, columns, rows, properties = {}) {
   const head = el("tr", {}, columns.map((name) => el("th", { scope: "col" }, name)));
   const body = rows.map((row) => el("tr", {}, row.map((cell, place) => tableCell(cell, place === 0))));
@@ -73,7 +73,7 @@ function tableCell(cell, first) {
   return el(tag, { scope }, value ?? "");
 }
 
-// A number as people read it: counts whole, others with so many digits, or "short": with four that count; "–" where there is none.
+// Format a number: integers in full, others with `digits` decimals, or "short" for four significant digits; "–" if missing.
 export function number(value, digits) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (digits === "short") return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(4)));
@@ -87,7 +87,7 @@ export function signed(value, digits = 2) {
   return Number.isFinite(value) && value >= 0 ? `+${number(value, digits)}` : number(value, digits);
 }
 
-// A canvas that is sharp on every screen: its context is scaled to CSS pixels.
+// A canvas with device resolution; its context is scaled to CSS pixels.
 export function canvas(width, height, properties = {}) {
   const dense = Math.min(globalThis.devicePixelRatio || 1, 2);
   const node = el("canvas", { ...properties, width: Math.round(width * dense), height: Math.round(height * dense) });
@@ -98,17 +98,17 @@ export function canvas(width, height, properties = {}) {
   return [node, pen];
 }
 
-// What a screen reader says now, and the eye reads at the bottom.
+// Show a status message, which screen readers announce.
 export function say(text) {
   document.getElementById("status").textContent = text;
 }
 
-// Text cut to a width in characters.
+// Truncate a text to a number of characters.
 export function brief(text, most) {
   return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }
 
-// A token with what cannot be seen in it made visible.
+// Replace whitespace in a token by visible symbols.
 export function visible(word) {
   return word.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length)) || "∅";
 }

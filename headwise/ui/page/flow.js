@@ -1,5 +1,5 @@
-// The flow of one token through one layer: its vector goes into every head, each looks in its own way, their outputs stand
-// side by side, and W_O blends them. The wider a stream, the larger the head's share of what is written.
+// Data flow of one token through one layer: input, attention of each head, concatenated outputs, W_O. The width of a band is
+// the share of the head in the output of the layer.
 
 import { el, svg, section, choice, tools, grid, brief, number } from "./dom.js";
 import { state, change } from "./state.js";
@@ -9,7 +9,7 @@ import { paintMap } from "./heat.js";
 
 export async function flow(root) {
   const sight = await openSentence(state.sentence);
-  if (sight === null) return root.append(el("p", { class: "note" }, "There is no sentence to follow."));
+  if (sight === null) return root.append(el("p", { class: "note" }, "The report has no sentence."));
   const layers = store.report.model.layers.filter((one) => one.heads.some((head) => sight.has(head)));
   const layer = layers.find((one) => one.address === (state.layer || state.head.split(".").slice(0, -1).join("."))) ?? layers[0];
   const token = state.token >= 0 && state.token < sight.n && state.level === "token" ? state.token : sight.special.lastIndexOf(false);
@@ -20,9 +20,9 @@ export async function flow(root) {
       choice("layer", layers.map((one) => [one.address, one.address]), layer.address, (address) => change({ layer: address })),
       choice("token", sight.tokens.map((label, i) => [i, `${i} ${label}`]), token, (i) => change({ token: Number(i), level: "token" }))),
     section(`“${sight.tokens[token]}” through layer ${layer.address}`, drawing(sight, heads, token),
-      el("p", { class: "note" }, "Left to right: the token's vector; each head's map of the sentence, the token's own row framed, and the token it looks at most; the heads' outputs side by side; W_O, which blends them into what the layer adds. Widths: each head's share of what is written, by length."),
-      el("details", {}, el("summary", {}, "The shares as a table"),
-        grid("Share of what the layer writes at this token", ["head", "role", "share", "looks most at"], heads.map((head) => [head, store.heads.get(head)?.role ?? "", [sight.share(head, token), 3], most(sight, head, token)])))));
+      el("p", { class: "note" }, "Left to right: the vector of the token; the attention map of each head, with the row of the token framed and its most attended token; the concatenated head outputs; W_O, which mixes them into the output of the layer. Width: share of each head in the output, by norm."),
+      el("details", {}, el("summary", {}, "Output shares as a table"),
+        grid("Share of the layer output at this token", ["head", "role", "share", "most attended token"], heads.map((head) => [head, store.heads.get(head)?.role ?? "", [sight.share(head, token), 3], most(sight, head, token)])))));
 }
 
 function most(sight, head, token) {
@@ -46,18 +46,18 @@ function drawing(sight, heads, token) {
     concat += share * thick;
     pen.append(
       svg("path", { d: `M130 ${middle}C190 ${middle} 190 ${y} ${map} ${y}`, fill: "none", stroke: ink("soft"), "stroke-width": 1.2, opacity: 0.7 }),
-      svg("path", { d: `M${map + size + 130} ${y}C${out - 60} ${y} ${out - 70} ${slot} ${out} ${slot}`, fill: "none", stroke: color, "stroke-width": width, opacity: 0.75 }, svg("title", {}, `${head}: ${number(share, 3)} of the write`)),
+      svg("path", { d: `M${map + size + 130} ${y}C${out - 60} ${y} ${out - 70} ${slot} ${out} ${slot}`, fill: "none", stroke: color, "stroke-width": width, opacity: 0.75 }, svg("title", {}, `${head}: ${number(share, 3)} of the output`)),
       svg("rect", { x: out, y: slot - width / 2, width: 26, height: width, fill: color }),
       svg("path", { d: `M${out + 26} ${slot}C${out + 80} ${slot} ${out + 80} ${slot} ${blend} ${slot}`, fill: "none", stroke: color, "stroke-width": width, opacity: 0.45 }),
       svg("text", { x: map + size + 8, y: y - 2 }, svg("tspan", { "font-weight": "bold" }, head), ` ${brief(most(sight, head, token), 17)}`),
-      svg("text", { class: "soft", x: map + size + 8, y: y + 11 }, share < 0.005 ? "writes under 1 %" : `writes ${Math.round(share * 100)} %`));
+      svg("text", { class: "soft", x: map + size + 8, y: y + 11 }, share < 0.005 ? "under 1% of output" : `${Math.round(share * 100)}% of output`));
     box.append(smallMap(sight, head, token, size, map, y - size / 2));
   });
   pen.append(
     svg("rect", { x: 14, y: middle - 40, width: 20, height: 80, rx: 4, fill: ink("accent") }),
     svg("rect", { x: 34, y: middle - 1, width: 96, height: 2, fill: ink("soft") }),
     svg("text", { x: 14, y: middle - 48 }, `x of “${brief(sight.tokens[token], 12)}”`),
-    svg("text", { class: "soft", x: out + 34, y: Math.max(12, top - 10) }, "side by side"),
+    svg("text", { class: "soft", x: out + 34, y: Math.max(12, top - 10) }, "concatenated"),
     svg("rect", { x: blend, y: top - 6, width: 46, height: thick + 12, rx: 6, fill: ink("paper"), stroke: ink("text") }),
     svg("text", { x: blend + 23, y: middle + 4, "text-anchor": "middle" }, "W_O"),
     svg("path", { d: `M${blend + 46} ${middle}L${end} ${middle}`, stroke: ink("accent"), "stroke-width": 10, opacity: 0.8 }),
@@ -66,7 +66,7 @@ function drawing(sight, heads, token) {
   return box;
 }
 
-// A head's map with the token's row framed; it opens the head's card.
+// The map of a head with the row of the token framed; a click opens the view of the head.
 function smallMap(sight, head, token, size, left, top) {
   const { size: n, bytes } = sight.thumb(head, 64);
   const small = paintMap(Float32Array.from(bytes, (byte) => (byte / 255) ** 2), n);

@@ -1,30 +1,30 @@
-// Words with their explanations at hand: shown where one points at a word or reaches it by keys; pressing it opens the list.
+// Words with explanations: hovering or focusing a word shows a tooltip, clicking it opens the glossary.
 
 import { el, section, grid } from "./dom.js";
 import { state, change } from "./state.js";
 import { store } from "./report.js";
 import { roleMark } from "./color.js";
 
-// A word that explains itself; plain text where the report does not tell it.
+// A word with a tooltip; plain text if the glossary has no entry.
 export function word(text, key = text) {
   if (!store.report.glossary?.[key]) return text;
   return el("button", { type: "button", class: "word", "data-word": key, "data-key": `word ${key}`, "aria-describedby": "hint" }, text);
 }
 
-// A sign behind a sentence that says how its numbers are made.
+// A button after a sentence that explains how its numbers are computed.
 export function whence(key) {
   if (!store.report.glossary?.[key]) return null;
-  return el("button", { type: "button", class: "word whence", "data-word": key, "data-key": `how ${key}`, "aria-describedby": "hint", "aria-label": `How is this made: ${key}` }, "how?");
+  return el("button", { type: "button", class: "word whence", "data-word": key, "data-key": `how ${key}`, "aria-describedby": "hint", "aria-label": `How this is computed: ${key}` }, "how?");
 }
 
-// One hint for the whole page, beside the word under the pointer or with the focus.
+// One tooltip for the page, next to the word that is hovered or focused.
 export function listenWords() {
   const hint = document.getElementById("hint");
   const hide = () => { hint.hidden = true; };
   const show = (event) => {
     const at = event.target.closest?.("[data-word]"), found = at && store.report.glossary?.[at.dataset.word];
     if (!found) return hide();
-    hint.replaceChildren(el("b", {}, at.dataset.word), `: ${found[0]}. `, el("small", {}, `How it is measured: docs/${found[1]}`));
+    hint.replaceChildren(el("b", {}, at.dataset.word), `: ${found[0]}. `, el("small", {}, `How it is computed: docs/${found[1]}`));
     hint.hidden = false;
     const box = at.getBoundingClientRect(), wide = Math.min(340, innerWidth - 16);
     hint.style.width = `${wide}px`;
@@ -38,7 +38,7 @@ export function listenWords() {
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || hint.hidden) return;
     hide();
-    event.stopImmediatePropagation(); // the first Escape closes the hint alone
+    event.stopImmediatePropagation(); // the first Escape only closes the tooltip
   }, true);
   document.addEventListener("click", (event) => {
     const at = event.target.closest?.("[data-word]");
@@ -48,14 +48,14 @@ export function listenWords() {
   });
 }
 
-// The view: every word, every role.
+// The glossary view: all words and roles.
 export async function glossary(root) {
-  const { glossary: told = {}, role_badges: signs = {} } = store.report;
-  const rows = Object.entries(told).map(([name, [meaning, docs]]) => [el("span", { id: `word-${name}`, tabindex: "-1" }, name), meaning, el("code", {}, `docs/${docs}`)]);
-  const roles = Object.entries(signs).map(([role, [, , means]]) => [el("span", {}, roleMark(role), ` ${role}`), means ?? "", store.report.heads.filter((head) => head.roles.includes(role)).length]);
+  const { glossary: entries = {}, role_badges: badges = {} } = store.report;
+  const rows = Object.entries(entries).map(([name, [meaning, docs]]) => [el("span", { id: `word-${name}`, tabindex: "-1" }, name), meaning, el("code", {}, `docs/${docs}`)]);
+  const roles = Object.entries(badges).map(([role, [, , means]]) => [el("span", {}, roleMark(role), ` ${role}`), means ?? "", store.report.heads.filter((head) => head.roles.includes(role)).length]);
   root.append(el("div", { class: "stack" },
-    section("Words", grid("What they mean, and the page and heading that say how their numbers are made", ["word", "meaning", "how it is measured"], rows, { "data-table": "words" })),
-    roles.length > 0 && section("Roles", grid("A role is its color and its letters together", ["role", "a head that has it", "heads"], roles, { "data-table": "roles" }))));
+    section("Words", grid("Meaning, and the docs section that explains how the number is computed", ["word", "meaning", "computed"], rows, { "data-table": "words" })),
+    roles.length > 0 && section("Roles", grid("Each role has a unique combination of letters and color", ["role", "behavior", "heads"], roles, { "data-table": "roles" }))));
   if (state.word) requestAnimationFrame(() => {
     const at = document.getElementById(`word-${state.word}`);
     at?.closest("tr").classList.add("here");

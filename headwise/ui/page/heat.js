@@ -1,14 +1,14 @@
-// A map as a picture: rows look at columns. Rows and columns can be pinned, by pointer or by keys.
+// Attention map as a heat map: rows are queries, columns are keys. A cell can be pinned by pointer or keyboard.
 
 import { el, canvas, number, brief } from "./dom.js";
 import { ramp, ink } from "./color.js";
 
-// `pinned` is [row, column] or null; `onpin` is told when it changes. `most`: the largest picture, in pixels. `under`: a thumbnail
-// of the whole map, where only the strongest weights are known.
+// `pinned` is [row, column] or null; `onpin` is called when it changes. `most`: maximum size in pixels. `under`: a thumbnail of the
+// full map, used if only the largest weights are known.
 export function heatMap({ weights, labels, columns = labels, name, pinned = null, onpin = null, most = 620, onhover = null, under = null }) {
   const n = labels.length, m = columns.length;
   const fits = Math.min(30, most / Math.max(n, m)), cell = fits >= 3 ? Math.floor(fits) : fits;
-  const written = cell >= 11, left = written ? 92 : 10, top = written ? 82 : 10; // room for the names
+  const written = cell >= 11, left = written ? 92 : 10, top = written ? 82 : 10; // space for the labels
   const wide = left + m * cell + (written ? 32 : 4), high = top + n * cell + 4;
   const [picture, pen] = canvas(wide, high, { tabindex: "0", role: "img",
     "aria-label": `${name}: ${n} rows by ${m} columns. Arrow keys move, Enter pins.` });
@@ -30,7 +30,7 @@ export function heatMap({ weights, labels, columns = labels, name, pinned = null
     if (written) names(pen, labels, columns, left, top, cell, at);
     if (pinned) cross(pen, pinned, ink("focus"), left, top, cell, n, m);
     if (at) cross(pen, at, ink("text"), left, top, cell, n, m);
-    readout.textContent = at ? `${labels[at[0]]} → ${columns[at[1]]}  ${number(weights[at[0] * m + at[1]], 3)}${pinned ? "  (pinned)" : ""}` : "Rows look at columns.";
+    readout.textContent = at ? `${labels[at[0]]} → ${columns[at[1]]}  ${number(weights[at[0] * m + at[1]], 3)}${pinned ? "  (pinned)" : ""}` : "Rows: queries. Columns: keys.";
   };
   const find = (event) => {
     const box = picture.getBoundingClientRect();
@@ -69,7 +69,7 @@ export function heatMap({ weights, labels, columns = labels, name, pinned = null
   return el("div", {}, el("div", { class: "heat" }, picture), readout);
 }
 
-// One pixel for each weight, to be drawn larger; `clear`: nothing where the weight is 0.
+// One pixel per weight, to be scaled up; `clear`: transparent if the weight is 0.
 export function paintMap(weights, n, m = n, clear = false) {
   const base = el("canvas", { width: Math.max(1, m), height: Math.max(1, n) });
   const pen = base.getContext("2d"), image = pen.createImageData(Math.max(1, m), Math.max(1, n)), colors = ramp();

@@ -1,4 +1,4 @@
-// The page: which view is shown, and what all of them share.
+// The page: navigation between views, header and shared controls.
 
 import { el, number, press, say } from "./dom.js";
 import { state, change, onChange, readHash } from "./state.js";
@@ -17,24 +17,24 @@ import { glossary, listenWords } from "./glossary.js";
 import { savePicture } from "./picture.js";
 
 const VIEWS = { overview, sentence, card, flow, compare, relations, curves, plan, claims, glossary };
-const NAMES = { overview: "Heads", sentence: "Sentence", card: "One head", flow: "Flow", compare: "Compare", relations: "Relations", curves: "Trade-off", plan: "Cost", claims: "Claims", glossary: "Words" };
-// One line that says what is seen.
+const NAMES = { overview: "Heads", sentence: "Sentence", card: "One head", flow: "Flow", compare: "Compare", relations: "Relations", curves: "Trade-off", plan: "Cost", claims: "Claims", glossary: "Glossary" };
+// One line that describes each view.
 const SEEN = {
-  overview: "Every square is one head: layers from top to bottom, heads from left to right. Color and letters are what it does; grey: nothing was found.",
-  sentence: "One sentence: arcs lead from each word to the words it looks at, in the heads that matter here.",
-  card: "One head: what it does, how sure that is, what it writes, what the model loses without it.",
-  flow: "One token on its way through one layer: into every head, and out as the sum of what they write.",
-  compare: "Two heads side by side.",
-  relations: "For each grammatical relation the head that follows it best, beside the best fixed distance.",
-  curves: "What is lost as heads, bits or caches are taken away.",
-  plan: "What every head costs: bits of its weights, its cache, and what less of either would lose.",
-  claims: "What guides say about heads, each put to a test.",
-  glossary: "Every word of this page, what it means and where it is told how its number is made.",
+  overview: "Each square is one head: layers from top to bottom, heads from left to right. Color and letters show its role; gray: no role found.",
+  sentence: "Attention on one sentence: arcs lead from each query word to the keys it attends to, for the most active heads.",
+  card: "One head: roles with their evidence, output, importance and cost.",
+  flow: "Data flow of one token through one layer: attention of each head, and the sum of their outputs.",
+  compare: "Compare two heads.",
+  relations: "The best head for each grammatical relation, compared with the best fixed offset.",
+  curves: "Loss against the number of heads, bits or cache entries removed.",
+  plan: "Cost of every head: bits of its weights, size of its cache, and the loss with less of either.",
+  claims: "Common claims about attention heads, each with the result of a test.",
+  glossary: "Words of this page: their meaning, and the docs section that explains how the number is computed.",
 };
-const PICTURED = "One picture: where each head looks from one patch, from another token, or from all patches on average.";
+const PICTURED = "Attention on one image: from one patch, from another token, or averaged over all patches.";
 let turn = 0;
 
-// Draw the view that is asked for; the focus stays where it was, if that is still there.
+// Draw the current view. The focused control keeps the focus if it still exists.
 async function render() {
   const mine = ++turn;
   const there = views(), view = there.includes(state.view) ? state.view : there[0];
@@ -44,14 +44,14 @@ async function render() {
   const fresh = el("div", {});
   const main = document.getElementById("main");
   const before = [...main.childNodes];
-  main.append(fresh); // views measure the room they have
+  main.append(fresh); // views measure the available width
   try {
     await VIEWS[view](fresh);
   } catch (error) {
-    fresh.replaceChildren(el("p", { class: "note error", role: "alert" }, `This view failed: ${error.message}`));
+    fresh.replaceChildren(el("p", { class: "note error", role: "alert" }, `Cannot draw this view: ${error.message}`));
     console.error(error);
   }
-  if (mine !== turn) return fresh.remove(); // something newer was asked for meanwhile
+  if (mine !== turn) return fresh.remove(); // a newer render has started
   for (const old of main.childNodes) if (old !== fresh) before.push(old);
   for (const old of before) old.remove();
   if (key) main.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
@@ -60,11 +60,11 @@ async function render() {
   main.dataset.view = view;
 }
 
-// The views that have something to show; a report of claims alone has one.
+// The views that have content; a report of claims has only one.
 function views() {
-  const { heads, curves: cut, plan: priced, claims: tried, metadata: about } = store.report;
-  const filled = { ...(about?.image_grid ? { relations: false } : {}), curves: cut.length > 0, plan: Boolean(priced), claims: tried.length > 0, glossary: Object.keys(store.report.glossary ?? {}).length > 0 };
-  return Object.keys(VIEWS).filter((view) => filled[view] ?? (heads.length > 0 || tried.length === 0));
+  const { heads, curves: curveList, plan: costs, claims: tested, metadata: about } = store.report;
+  const filled = { ...(about?.image_grid ? { relations: false } : {}), curves: curveList.length > 0, plan: Boolean(costs), claims: tested.length > 0, glossary: Object.keys(store.report.glossary ?? {}).length > 0 };
+  return Object.keys(VIEWS).filter((view) => filled[view] ?? (heads.length > 0 || tested.length === 0));
 }
 
 function navigation(there, now) {
@@ -74,33 +74,33 @@ function navigation(there, now) {
 }
 
 function nameOf(view) {
-  return view === "sentence" && store.report.metadata.image_grid ? "Picture" : NAMES[view];
+  return view === "sentence" && store.report.metadata.image_grid ? "Image" : NAMES[view];
 }
 
-// A link to what is shown, and pictures of it.
+// Buttons that copy a link to the view or save it as an image.
 function acts() {
   const link = async () => {
     try {
       await navigator.clipboard.writeText(location.href);
-      say("the link to this view was copied");
+      say("Link copied.");
     } catch {
-      say(`the link to this view: ${location.href}`);
+      say(`Link: ${location.href}`);
     }
   };
-  document.getElementById("acts").replaceChildren(press("Link", link, { class: "small", title: "Copy a link to just this view" }),
-    ...["svg", "png"].map((kind) => press(kind.toUpperCase(), () => savePicture(kind), { class: "small", title: `Save a picture of this view as ${kind.toUpperCase()}` })));
+  document.getElementById("acts").replaceChildren(press("Link", link, { class: "small", title: "Copy a link to this view" }),
+    ...["svg", "png"].map((kind) => press(kind.toUpperCase(), () => savePicture(kind), { class: "small", title: `Save this view as ${kind.toUpperCase()}` })));
 }
 
-// Said once, to those who come for the first time.
+// Introduction for the first visit.
 function hello() {
   const key = "headwise-was-here";
   try {
     if (localStorage.getItem(key)) return;
     localStorage.setItem(key, "1");
-  } catch { /* a browser that keeps nothing says it each time */ }
+  } catch { /* without local storage it is shown every time */ }
   if (!store.report.heads.length) return;
   const found = store.report.heads.filter((head) => head.roles.length).length;
-  const line = el("p", { id: "hello", role: "note" }, `New here? This page shows what each of the ${number(store.report.heads.length)} attention heads of ${store.report.model.name || "the model"} does: for ${number(found)} of them something was found that held on ${store.report.metadata.image_grid ? "pictures" : "texts"} it was not chosen on. Point at a square, or press it. Underlined words explain themselves. `,
+  const line = el("p", { id: "hello", role: "note" }, `This page describes the ${number(store.report.heads.length)} attention heads of ${store.report.model.name || "the model"}: ${number(found)} of them have a role that was confirmed on held-out ${store.report.metadata.image_grid ? "images" : "texts"}. Hover over a square for a preview, click it for details. Underlined words have explanations. `,
     press("Got it", () => line.remove(), { class: "small" }));
   document.getElementById("seen").before(line);
 }
@@ -116,10 +116,10 @@ function facts() {
   const sizes = [`${model.layers.length} layers`, `${number(model.heads)} heads`, model.kind, model.width && `width ${model.width}`, model.parameters && (model.parameters < 1e6 ? `${number(model.parameters)} parameters` : `${number(model.parameters / 1e6, 1)} M parameters`)];
   document.getElementById("model-name").textContent = model.name;
   if (model.heads === 0 && tried.length) return document.getElementById("model-facts").replaceChildren(`${counted(tried.length, "claim")} · ${seeds(tried)}`);
-  document.getElementById("model-facts").textContent = `${sizes.filter(Boolean).join(" · ")}; measured on ${number(about.texts)} ${about.image_grid ? "pictures" : "texts"}, ${number(about.tokens)} tokens`;
+  document.getElementById("model-facts").textContent = `${sizes.filter(Boolean).join(" · ")}; measured on ${number(about.texts)} ${about.image_grid ? "images" : "texts"}, ${number(about.tokens)} tokens`;
 }
 
-// With how many seeds claims were tried.
+// Number of seeds of the claims.
 function seeds(tried) {
   const counts = tried.map((one) => one.seeds.length), least = Math.min(...counts), most = Math.max(...counts);
   return `${least === most ? "" : `${least} to `}${counted(most, "seed")}`;
@@ -130,7 +130,7 @@ async function begin() {
   try {
     await openReport();
   } catch (error) {
-    return document.getElementById("main").replaceChildren(el("p", { class: "note error", role: "alert" }, `There is nothing to show: ${error.message}`));
+    return document.getElementById("main").replaceChildren(el("p", { class: "note error", role: "alert" }, `Cannot load the report: ${error.message}`));
   }
   facts();
   acts();
@@ -148,7 +148,7 @@ async function begin() {
   let waiting = 0;
   globalThis.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(render, 150); });
   await render();
-  document.documentElement.dataset.ready = "true"; // what tests and benchmarks wait for
+  document.documentElement.dataset.ready = "true"; // tests and benchmarks wait for this
 }
 
 begin();

@@ -1,8 +1,8 @@
-// All heads at once: layers × heads, drawn on one canvas; over it lie light buttons, which keyboards and readers find.
+// Overview of all heads, layers × heads, drawn on one canvas with transparent buttons on top for keyboard and screen readers.
 
 import { el, section, choice, tools, press, canvas, number, brief } from "./dom.js";
 import { state, change } from "./state.js";
-import { store, describe, describeRole, openSentence, EVIDENCE_LEVELS } from "./report.js";
+import { store, describe, describeRole, openSentence, EVIDENCE_LEVELS, IDLE_NAMES } from "./report.js";
 import { roleColor, roleMark, roleBadge, letterInk, strength, ramp, ink } from "./color.js";
 import { fewBits } from "./plan.js";
 import { word } from "./glossary.js";
@@ -12,7 +12,7 @@ const SORTS = [["layer", "layers × heads"], ["score", "score"], ["evidence_leve
 
 export async function overview(root) {
   const sight = await openSentence(state.sentence);
-  const peek = el("aside", { class: "peek", "aria-label": "The head under the pointer", "aria-live": "polite" });
+  const peek = el("aside", { class: "peek", "aria-label": "Preview of a head", "aria-live": "polite" });
   const board = el("div", { class: "board" });
   root.append(
     tools(
@@ -20,7 +20,7 @@ export async function overview(root) {
       choice("role", [["", "all roles"], ...roles().map(([role, count]) => [role, `${role} (${count})`])], state.role, (role) => change({ role })),
       costFilters().length > 1 && choice("cost", costFilters(), state.cost_filter, (chosen) => change({ cost_filter: chosen })),
       choice("order", [...SORTS.filter(([key]) => key !== "importance" || store.report.importance), ...costs()], state.sort, (sort) => change({ sort })),
-      choice("pictures", [["map", "maps of the sentence"], ["offsets", "weight by distance"]], picture(sight), (thumb) => change({ thumb })),
+      choice("thumbnails", [["map", "attention maps"], ["offsets", "attention by distance"]], picture(sight), (thumb) => change({ thumb })),
       store.sentences.length > 0 && choice("sentence", store.sentences.map((one, i) => [i, brief(one.given.text, 50)]), state.sentence,
         (place) => change({ sentence: Number(place) }))),
     el("div", { class: "split" }, board, el("div", { class: "side" }, peek, legend())));
@@ -36,19 +36,19 @@ function search(act) {
   return el("label", { class: "choice" }, el("span", {}, "find"), box);
 }
 
-// Heads by what they cost: those a plan touches, those that few bits would not be noticed in.
+// Filters by cost: heads changed by a plan, and heads with or without a measurable cost of quantization.
 const COST_FILTERS = {
   free: ({ cost }) => cost?.costs.length > 0 && cost.costs.every(({ low, high }) => low <= 0 && high >= 0),
   costly: ({ cost }) => cost?.costs.some(({ low }) => low > 0),
   pruned: ({ cost }) => cost?.pruned, bits: ({ cost }) => cost && fewBits(cost), cache: ({ cost }) => cost?.cache?.reduced,
 };
-const COST_FILTER_NAMES = { free: "few bits cost nothing that could be measured", costly: "few bits cost something", pruned: "cut by the plan", bits: "at few bits", cache: "its cache keeps less" };
+const COST_FILTER_NAMES = { free: "no measurable quantization cost", costly: "measurable quantization cost", pruned: "pruned by the plan", bits: "quantized", cache: "reduced cache" };
 
 function costFilters() {
   return [["", "all costs"], ...Object.keys(COST_FILTERS).filter((key) => store.report.heads.some(COST_FILTERS[key])).map((key) => [key, COST_FILTER_NAMES[key]])];
 }
 
-// Orders by what a part costs at few bits.
+// Sort orders by quantization cost.
 function costs() {
   return (store.report.heads[0]?.cost?.costs ?? []).map(({ part, bits }) => [`cost ${part} ${bits}`, `cost of ${part} at ${bits} bits`]);
 }
@@ -57,14 +57,14 @@ function picture(sight) {
   return sight === null ? "offsets" : state.thumb;
 }
 
-// Roles with how many heads have each, the most frequent first.
+// Roles with their number of heads, the most frequent first.
 function roles() {
   const counts = new Map();
   for (const head of store.report.heads) for (const role of head.roles.length ? head.roles : [head.role]) counts.set(role, (counts.get(role) ?? 0) + 1);
   return [...counts].sort((a, b) => (a[0] === "unclear") - (b[0] === "unclear") || b[1] - a[1]);
 }
 
-// Rows of cells: one for each layer, or, in another order, as many as fit.
+// Rows of cells: one row per layer, or a wrapped list in another order.
 function rows() {
   if (state.sort === "layer")
     return store.report.model.layers.map((layer) => ({ name: layer.address, heads: layer.heads }));
@@ -111,7 +111,7 @@ function draw(board, sight) {
   const numbers = state.sort === "layer" && el("div", { class: "line numbers", "aria-hidden": "true", style: { "--cell": `${size}px`, "--wide": widest } },
     el("span", { class: "name" }, ""), Array.from({ length: widest }, (_, x) => el("span", {}, String(x))));
   sheet.prepend(picture_);
-  const across = el("p", { class: "axis-name", "aria-hidden": "true" }, state.sort === "layer" ? "↓ layer, → head" : `in order of ${state.sort}, ↓ place`);
+  const across = el("p", { class: "axis-name", "aria-hidden": "true" }, state.sort === "layer" ? "↓ layer, → head" : `sorted by ${state.sort}, ↓ rank`);
   board.replaceChildren(...[across, numbers, sheet].filter(Boolean));
   const first = sheet.querySelector(`[data-head="${CSS.escape(state.head)}"]`) ?? sheet.querySelector(".cell");
   first?.setAttribute("tabindex", "0");
@@ -121,7 +121,7 @@ function numberOf(address) {
   return address === undefined ? 0 : Number(address.split(".").at(-1));
 }
 
-// All thumbnails in one picture, so that each cell is one copy of a piece of it; and how large each is drawn.
+// All thumbnails in one atlas, so that each cell is one copy operation; and the size of each.
 function pictures(sight) {
   const colors = ramp();
   const importances = store.report.heads.map((head) => head.importance?.importance ?? null);
@@ -158,7 +158,7 @@ function paint(pen, head, x, y, size, scale) {
   plate(pen, head, x, y, size);
 }
 
-// A band for each role, three at most; the stronger its color, the higher the evidence level.
+// One band per role, at most three; the opacity shows the evidence level.
 function ground(pen, head, x, y, size) {
   const there = head.roles.slice(0, 3), wide = (size - 2) / Math.max(1, there.length);
   if (!there.length) {
@@ -172,7 +172,7 @@ function ground(pen, head, x, y, size) {
   });
 }
 
-// The letters of its first role; a + where it has more.
+// The letters of the first role, with a + if there are more.
 function plate(pen, head, x, y, size) {
   if (!head.roles.length) return;
   const high = Math.max(8, Math.min(13, size * 0.27)), letters = roleBadge(head.role)[0] + (head.roles.length > 1 ? "+" : "");
@@ -196,7 +196,7 @@ function bars(pen, head, left, top, inner) {
   });
 }
 
-// Pointer and keys: arrows walk through the grid, Enter opens a head's card.
+// Pointer and keyboard: arrow keys move through the grid, Enter opens a head.
 function listen(board, peek) {
   const sheet = board.querySelector(".sheet");
   const at = (event) => event.target.closest?.(".cell");
@@ -219,12 +219,12 @@ function listen(board, peek) {
   });
 }
 
-// Whether a head has a role, be it its first or not.
+// Whether a role is among the roles of a head.
 function hasRole(head, role) {
   return head.role === role || head.roles.includes(role);
 }
 
-// All words that are told of a head, its summary and examples too; put together once.
+// Searchable text of a head, including its summary and examples; cached.
 const haystacks = new Map();
 function haystack(head) {
   if (!haystacks.has(head)) {
@@ -235,28 +235,28 @@ function haystack(head) {
   return haystacks.get(head);
 }
 
-// What does not match steps back; nothing is drawn anew.
+// Dim the cells that do not match, without redrawing.
 function mark(board) {
-  const wanted = state.search.trim().toLowerCase(), priced = COST_FILTERS[state.cost_filter];
+  const wanted = state.search.trim().toLowerCase(), filter = COST_FILTERS[state.cost_filter];
   for (const cell of board.querySelectorAll(".cell")) {
     const head = store.heads.get(cell.dataset.head);
     const found = !wanted || (/^[\d.]+$/.test(wanted) ? head.address.startsWith(wanted) : haystack(head).includes(wanted));
-    cell.classList.toggle("dim", !(found && (!state.role || hasRole(head, state.role)) && (!priced || priced(head))));
+    cell.classList.toggle("dim", !(found && (!state.role || hasRole(head, state.role)) && (!filter || filter(head))));
     cell.classList.toggle("here", head.address === state.head);
   }
 }
 
 function tell(peek, head) {
-  if (head === null) return peek.replaceChildren(el("p", { class: "note" }, "Point at a head, or walk through the grid with the arrow keys. Enter opens its card."));
+  if (head === null) return peek.replaceChildren(el("p", { class: "note" }, "Hover over a head, or move through the grid with the arrow keys. Enter opens the head."));
   const [first] = head.examples, examples = first?.examples ?? [], seen = examples.find((one) => one.hit) ?? examples[0] ?? head.top_contexts[0];
   peek.replaceChildren(...[
     el("h2", {}, `${head.address} `, (head.roles.length ? head.roles : ["unclear"]).slice(0, 3).map(roleMark), ` ${describeRole(head)}`),
-    head.corpus_label && el("p", {}, `shown on ${head.corpus_label}`),
-    el("p", {}, word(head.evidence_level), head.score === null ? "" : `: ${number(head.score, 2)} against ${number(head.baseline, 2)}, its `, head.score === null ? "" : word("baseline")),
-    head.idle_patterns.length > 0 && el("p", {}, word("idle pattern"), ": ", head.idle_patterns.flatMap((one, i) => [i ? ", " : "", word(one)])),
+    head.corpus_label && el("p", {}, `evaluated on ${head.corpus_label}`),
+    el("p", {}, word(head.evidence_level), head.score === null ? "" : `: score ${number(head.score, 2)}, `, head.score === null ? "" : word("baseline"), head.score === null ? "" : ` ${number(head.baseline, 2)}`),
+    head.idle_patterns.length > 0 && el("p", {}, word("idle pattern"), ": ", head.idle_patterns.flatMap((one, i) => [i ? ", " : "", word(IDLE_NAMES[one] ?? one, one)])),
     head.importance && el("p", {}, word("importance"), ` ${number(head.importance.importance, 4)}`),
     seen && el("p", { class: "context" }, seen.segments.map(([kind, text]) => (kind ? el("mark", { class: kind }, text) : text))),
-    press("Open its card", () => change({ head: head.address, view: "card" }), { class: "small" }),
+    press("Details", () => change({ head: head.address, view: "card" }), { class: "small" }),
   ].filter(Boolean));
 }
 
@@ -267,10 +267,10 @@ function legend() {
       el("button", { type: "button", "aria-pressed": String(state.role === role), "data-key": `legend ${role}`,
         onclick: () => change({ role: state.role === role ? "" : role }) },
         roleMark(role), ` ${role} `, el("small", {}, count))))),
-    el("p", { class: "note" }, "The stronger the color, the higher the evidence level:"),
+    el("p", { class: "note" }, "Opacity shows the evidence level:"),
     el("ul", { class: "levels" }, EVIDENCE_LEVELS.map((level) => el("li", {}, sample({ background: level === "none" ? roleColor(level, 0.3) : roleColor("induction", strength(level)) }), " ", word(level)))),
-    store.report.importance && el("p", { class: "note" }, "The larger the picture, the more is lost without the head."),
-    el("p", { class: "note" }, state.thumb === "map" && store.sentences.length ? "Pictures: rows look at columns; the darker (lighter on a dark page), the harder." : "Pictures: mean weight at each distance, far back on the left, oneself " + (ahead() ? "in the middle, ahead on the right." : "on the right.")));
+    store.report.importance && el("p", { class: "note" }, "The size of a thumbnail shows the importance of the head."),
+    el("p", { class: "note" }, state.thumb === "map" && store.sentences.length ? "Thumbnails: attention maps, rows are queries and columns are keys. Darker (lighter in the dark theme) is more weight." : "Thumbnails: mean weight by distance, distant tokens on the left, the token itself " + (ahead() ? "in the middle, later tokens on the right." : "on the right.")));
 }
 
 function ahead() {

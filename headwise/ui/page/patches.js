@@ -1,41 +1,41 @@
-// A picture as heads saw it: what each looks at from one patch, from another token, or from all patches on average.
+// Attention on an image: from one patch, from another token, or averaged over all patches.
 
 import { el, canvas, section, number } from "./dom.js";
 import { state, change } from "./state.js";
 import { store } from "./report.js";
 import { CHOSEN, ink } from "./color.js";
 
-const PANEL = 260, EVEN = 4; // a head that looks at all alike stays faint: full color is four times an even share at least
+const PANEL = 260, EVEN = 4; // full opacity is at least four times uniform attention, so that diffuse heads stay faint
 
-// The picture once for each head, weights laid over it; a press on a patch asks from there.
+// The image once per head, overlaid with weights; a click on a patch selects it as query.
 export async function overPicture(sight, heads) {
   const image = new Image();
   image.src = `data:image/png;base64,${sight.image.png}`;
   await image.decode();
   const panels = heads.map((head, place) => patchPanel(sight, image, head, CHOSEN[place]));
-  const asked = el("p", { class: "readout", "aria-live": "polite" });
+  const query = el("p", { class: "readout", "aria-live": "polite" });
   const buttons = [[-1, "all patches"], ...sight.tokens.map((name, i) => [i, name]).filter(([i]) => sight.image.cells[i] < 0)]
     .map(([i, name]) => el("button", { type: "button", class: "small", "data-token": i, onclick: () => from(i) }, name));
   const show = (at) => {
     for (const one of panels) one.draw(at);
-    asked.textContent = at < 0 ? "Looking: all patches, on average." : `Looking: ${sight.tokens[at]}.`;
+    query.textContent = at < 0 ? "Query: mean over all patches." : `Query: ${sight.tokens[at]}.`;
     for (const button of buttons) button.setAttribute("aria-pressed", String(Number(button.dataset.token) === at));
   };
   const from = (at) => { change({ token: at === state.token ? -1 : at }, true); show(state.token); };
   for (const one of panels) one.listen(from, show);
   show(state.token < sight.n ? state.token : -1);
-  return section("The picture, and where each head looks",
-    el("div", { class: "tools" }, buttons), asked,
+  return section("Attention on the image",
+    el("div", { class: "tools" }, buttons), query,
     el("div", { class: "over" }, panels.map((one) => one.node)),
-    el("p", { class: "note" }, "Point at a patch to see where each head looks from it; press to keep it. The stronger the color the more weight: full color is the largest weight of the head, or four even shares where that is more. What goes to tokens that are no patches stands below."));
+    el("p", { class: "note" }, "Hover over a patch to see its attention in each head; click to pin it. Opacity shows the weight: full opacity is the largest weight of the head, but at least four times uniform attention. The weights on tokens that are not patches are listed below."));
 }
 
 function patchPanel(sight, image, head, color) {
   const { rows, columns, cells } = sight.image;
   const wide = Math.min(PANEL, globalThis.innerWidth - 70), high = Math.round((wide * image.height) / image.width);
   const [picture, pen] = canvas(wide, high, { tabindex: "0", role: "img", "data-head": head,
-    "aria-label": `Head ${head} over the picture, ${rows} rows of ${columns} patches. Arrow keys move, Enter keeps a patch.` });
-  const told = el("p", { class: "readout" });
+    "aria-label": `Head ${head} on the image, ${rows} rows of ${columns} patches. Arrow keys move, Enter pins a patch.` });
+  const readout = el("p", { class: "readout" });
   const place = new Map(cells.map((cell, token) => [cell, token]));
   const across = wide / columns, down = high / rows;
   let now = -1;
@@ -63,7 +63,7 @@ function patchPanel(sight, image, head, color) {
     }
     const others = sight.tokens.map((name, token) => [name, row[token], cells[token]]).filter(([, , cell]) => cell < 0);
     const best = sight.tokens.map((name, token) => [name, row[token], cells[token]]).filter(([, , cell]) => cell >= 0).sort((a, b) => b[1] - a[1])[0];
-    told.textContent = [best, ...others.slice(0, 5)].map(([name, weight]) => `${name} ${number(weight, 2)}`).join("  ·  ");
+    readout.textContent = [best, ...others.slice(0, 5)].map(([name, weight]) => `${name} ${number(weight, 2)}`).join("  ·  ");
   };
   const find = (event) => {
     const box = picture.getBoundingClientRect();
@@ -87,10 +87,10 @@ function patchPanel(sight, image, head, color) {
     });
   };
   const name = `${head} ${store.heads.get(head)?.role ?? ""}`;
-  return { draw, listen, node: el("figure", {}, el("figcaption", {}, el("strong", { style: { color: color } }, name)), el("div", { class: "heat" }, picture), told) };
+  return { draw, listen, node: el("figure", {}, el("figcaption", {}, el("strong", { style: { color: color } }, name)), el("div", { class: "heat" }, picture), readout) };
 }
 
-// From all patches, on average.
+// Mean attention over all patches.
 function meanOfPatches(sight, head) {
   const made = new Float32Array(sight.n), patches = sight.image.cells.map((cell, token) => [cell, token]).filter(([cell]) => cell >= 0);
   for (const [, token] of patches) sight.row(head, token, false, state.value_weighted).forEach((weight, j) => { made[j] += weight / patches.length; });

@@ -1,4 +1,4 @@
-// A picture of what is shown: the view itself with its styles, as SVG (for browsers) or as PNG. Nothing leaves the page.
+// Export the view with its styles as SVG (for browsers) or PNG. Nothing is sent anywhere.
 
 import { el, say } from "./dom.js";
 import { isDark } from "./color.js";
@@ -13,7 +13,7 @@ export function pictureOf(main) {
     const image = document.createElementNS(XHTML, "img");
     image.setAttribute("src", drawn[i].toDataURL());
     image.className = drawn[i].className;
-    image.style.cssText = drawn[i].style.cssText; // not as an attribute, which a strict content policy refuses
+    image.style.cssText = drawn[i].style.cssText; // not as an attribute, which a strict content security policy blocks
     one.replaceWith(image);
   });
   const fields = [...main.querySelectorAll("input, textarea")];
@@ -40,9 +40,9 @@ export async function savePicture(kind) {
   const name = `${document.title.replaceAll(/[^\w.-]+/g, "-").replaceAll(/^-+|-+$/g, "")}.${kind}`;
   try {
     save(kind === "svg" ? new Blob([text], { type: "image/svg+xml" }) : await asPng(text, wide, high), name);
-    say(`${name} was saved`);
+    say(`Saved ${name}.`);
   } catch (error) {
-    say(`this browser makes no ${kind.toUpperCase()} of it (${error.message}); try the other form`);
+    say(`This browser cannot export ${kind.toUpperCase()} (${error.message}). Try the other format.`);
   }
 }
 
@@ -50,12 +50,12 @@ async function asPng(text, wide, high) {
   const image = new Image(), scale = Math.min(2, Math.sqrt(MOST / (wide * high)));
   await new Promise((done, failed) => {
     image.onload = done;
-    image.onerror = () => failed(new Error("it could not be drawn"));
+    image.onerror = () => failed(new Error("rendering failed"));
     image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`;
   });
   const canvas = el("canvas", { width: Math.round(wide * scale), height: Math.round(high * scale) });
   canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-  return new Promise((done, failed) => canvas.toBlob((blob) => (blob ? done(blob) : failed(new Error("it is too large"))), "image/png"));
+  return new Promise((done, failed) => canvas.toBlob((blob) => (blob ? done(blob) : failed(new Error("too large"))), "image/png"));
 }
 
 function save(blob, name) {

@@ -1,4 +1,4 @@
-// Relations: for each, how often every head looks at the right word, beside the best fixed offset.
+// Relations: accuracy of every head, compared with the best fixed offset.
 
 import { el, section, choice, press, grid, canvas, number } from "./dom.js";
 import { state, change } from "./state.js";
@@ -7,14 +7,14 @@ import { ink } from "./color.js";
 
 export async function relations(root) {
   const found = store.report.relations;
-  if (!found) return root.append(el("p", { class: "note" }, "This profile was made without documents whose relations are known, or with too few of them, so there is nothing to tell."));
+  if (!found) return root.append(el("p", { class: "note" }, "No relations: the profile was computed without annotated documents, or with too few."));
   const chosen = found.rows.find((row) => row.relation === state.relation) ?? found.rows[0];
   root.append(el("div", { class: "stack" },
-    section("The best head for each relation", el("p", { class: "note" }, "Head, direction and offset were chosen on one half of the texts; these numbers are from the other. > is attention from the first word of a gold arc to the second, < from the second to the first; docs/gold-sets.md says which words these are."),
-      grid("Accuracy: the share of arcs whose target is looked at most", ["relation", "", "arcs", "best head", "accuracy", "95 %", "best offset", "its accuracy", "weight above its distance", "p"],
+    section("The best head for each relation", el("p", { class: "note" }, "Head, direction and offset were selected on one half of the texts; the numbers are from the other half. > is attention from the first word of a gold arc to the second, < from the second to the first; docs/gold-sets.md defines the words of each relation."),
+      grid("Accuracy: share of arcs whose target gets the largest weight", ["relation", "", "arcs", "best head", "accuracy", "95% CI", "best offset", "offset accuracy", "excess weight", "p"],
         found.rows.map((row) => [row.relation, row.direction, row.arcs, press(row.head, () => change({ view: "card", head: row.head }), { class: "small", "data-key": `${row.relation} ${row.head}` }), [row.accuracy, 2],
           `${number(row.low, 2)}–${number(row.high, 2)}`, row.offset > 0 ? `+${row.offset}` : String(row.offset), [row.offset_accuracy, 2], [row.excess, 3], [row.p, 4]]), { "data-table": "relations" })),
-    section("Heads × relations", el("p", { class: "note" }, "Blue: above the best fixed offset; red: below. A column for each head, layer after layer."), matrix(found)),
+    section("Heads × relations", el("p", { class: "note" }, "Blue: above the best fixed offset; red: below. One column per head, ordered by layer."), matrix(found)),
     section("One relation", el("div", { class: "tools" }, choice("relation", found.rows.map((row) => [row.relation, `${row.relation} ${row.direction}`]), chosen.relation, (relation) => change({ relation }))),
       strongest(found, chosen))));
 }
@@ -23,7 +23,7 @@ function matrix(found) {
   const heads = found.heads.length, left = 150, room = Math.max(420, Math.min(1500, document.getElementById("main").clientWidth - 90) - left);
   const wide = Math.max(1.4, Math.min(16, room / heads)), high = 18, top = 20;
   const [picture, pen] = canvas(left + heads * wide + 2, top + found.rows.length * high + 2, { role: "img", tabindex: "0", "aria-label": `${found.rows.length} relations by ${heads} heads; the table below has the numbers.` });
-  const readout = el("p", { class: "readout" }, "Point at a cell.");
+  const readout = el("p", { class: "readout" }, "Hover over a cell.");
   const draw = (at) => {
     pen.clearRect(0, 0, left + heads * wide + 2, top + found.rows.length * high + 2);
     pen.font = "12px system-ui, sans-serif";
@@ -67,6 +67,6 @@ function matrix(found) {
 
 function strongest(found, row) {
   const ordered = row.scores.map((score, i) => [found.heads[i], score]).filter(([, score]) => score !== null).sort((a, b) => b[1] - a[1]).slice(0, 20);
-  return grid(`The 20 best heads; the best fixed offset, ${row.offset}, has ${number(row.offset_accuracy, 2)}`, ["head", "its role", "accuracy", "above the offset"],
+  return grid(`The 20 best heads; best fixed offset ${row.offset}: ${number(row.offset_accuracy, 2)}`, ["head", "role", "accuracy", "minus offset accuracy"],
     ordered.map(([head, score]) => [head, store.heads.get(head)?.role ?? "", [score, 3], [score - row.offset_accuracy, 3]]), { "data-table": "relation" });
 }

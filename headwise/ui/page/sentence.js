@@ -1,4 +1,4 @@
-// One sentence: arcs from who looks to who is looked at, a map that can be pinned, and the next word.
+// One sentence: arcs from query to key, an attention map with pinning, and the next token.
 
 import { el, svg, section, choice, tick, tools, press, grid, brief, visible, say } from "./dom.js";
 import { state, change } from "./state.js";
@@ -14,7 +14,7 @@ const FAINT = 0.1, ARCS = 400;
 export async function sentence(root) {
   const sight = await openSentence(state.sentence);
   if (store.live && !store.report.metadata.image_grid) root.append(livePanel());
-  if (sight === null) return root.append(el("p", { class: "note" }, "There is no sentence here yet."));
+  if (sight === null) return root.append(el("p", { class: "note" }, "No sentence yet."));
   if (sight.image) return root.append(...(await pictureView(sight)));
   const words = state.level === "word", tokenOf = (at) => (words && at >= 0 ? sight.tokensOf[at].at(-1) : at);
   const pick = (at) => chosenHeads(sight, tokenOf(at)), chips = el("div", { class: "picked" });
@@ -25,17 +25,17 @@ export async function sentence(root) {
     tools(
       choice("sentence", store.sentences.map((one, i) => [i, brief(one.given.text, 60)]), state.sentence, (place) => change({ sentence: Number(place), token: -1, pin: "" })),
       choice("level", [["token", "tokens"], ["word", "words"]], state.level, (level) => change({ level, token: -1, pin: "" })),
-      tick("weighted by what is fetched", state.value_weighted, (checked) => change({ value_weighted: checked })),
-      tick("show resting places", state.idle, (checked) => change({ idle: checked }))),
+      tick("weight by value norms", state.value_weighted, (checked) => change({ value_weighted: checked })),
+      tick("show idle attention", state.idle, (checked) => change({ idle: checked }))),
     chips,
     el("div", { class: "stack" }, arcs(sight, pick, words, fill), el("div", { class: "pair" }, mapSection(sight, heads, words), nextWord(sight))));
 }
 
-// The same for a picture: its tokens are patches.
+// The view of an image, whose tokens are patches.
 async function pictureView(sight) {
   const heads = chosenHeads(sight, state.token), chosen = tools(
-    choice("picture", store.sentences.map((one, i) => [i, brief(one.given.text, 60)]), state.sentence, (place) => change({ sentence: Number(place), token: -1, pin: "" })),
-    tick("weighted by what is fetched", state.value_weighted, (checked) => change({ value_weighted: checked })));
+    choice("image", store.sentences.map((one, i) => [i, brief(one.given.text, 60)]), state.sentence, (place) => change({ sentence: Number(place), token: -1, pin: "" })),
+    tick("weight by value norms", state.value_weighted, (checked) => change({ value_weighted: checked })));
   return [chosen, headChips(sight, heads), el("div", { class: "stack" }, await overPicture(sight, heads), mapSection(sight, heads, false))];
 }
 
@@ -44,20 +44,20 @@ function headChips(sight, heads) {
   const add = (event) => {
     const wanted = event.target.value.trim();
     if (sight.has(wanted)) set([...heads, wanted].slice(-8));
-    else if (wanted) say(`there is no head ${wanted} here`);
+    else if (wanted) say(`${wanted}: no such head. Use an address such as 5.1.`);
   };
   return el("div", { class: "chips tools", role: "group", "aria-label": "Heads shown" },
-    !state.heads && el("span", { class: "note" }, "heads that matter here:"),
+    !state.heads && el("span", { class: "note" }, "most active heads:"),
     heads.map((head, place) => el("span", { class: "chip", style: { "--chip": CHOSEN[place] } },
-      el("button", { type: "button", title: "Open its card", onclick: () => change({ view: "card", head }) }, roleMark(store.heads.get(head)?.role ?? "unclear"), ` ${head} ${store.heads.get(head)?.role ?? ""}`),
-      el("button", { type: "button", "aria-label": `Show ${head} no more`, onclick: () => set(heads.filter((one) => one !== head)) }, "×"))),
+      el("button", { type: "button", title: "Open this head", onclick: () => change({ view: "card", head }) }, roleMark(store.heads.get(head)?.role ?? "unclear"), ` ${head} ${store.heads.get(head)?.role ?? ""}`),
+      el("button", { type: "button", "aria-label": `Hide ${head}`, onclick: () => set(heads.filter((one) => one !== head)) }, "×"))),
     el("label", { class: "choice" }, el("span", {}, "add head"), el("input", { size: "7", placeholder: "5.1", "data-key": "add head", onchange: add })));
 }
 
-function arcs(sight, pick, words, told) {
+function arcs(sight, pick, words, onHeads) {
   let heads = pick(state.token);
   const labels = sight.labels(words);
-  const drawing = svg("svg", { height: 150, width: 10, role: "img", "aria-label": "Arcs from each word to those it looks at" });
+  const drawing = svg("svg", { height: 150, width: 10, role: "img", "aria-label": "Arcs from each query to the keys it attends to" });
   const where = el("div", { class: "pair" });
   const buttons = labels.map((label, i) => el("button", { type: "button", "data-token": i, "aria-pressed": String(i === state.token) }, label));
   const row = el("div", { class: "tokens", role: "group", "aria-label": "The sentence" }, buttons);
@@ -67,9 +67,9 @@ function arcs(sight, pick, words, told) {
   const show = (active) => {
     if (active === shown) return;
     shown = active;
-    if (active >= 0) { // the heads that matter from the word last pointed at
+    if (active >= 0) { // the most active heads from the last hovered word
       heads = pick(active);
-      told(heads);
+      onHeads(heads);
     }
     places ??= buttons.map((button) => button.offsetLeft + button.offsetWidth / 2);
     paintArcs(drawing, sight, heads, words, active, places, row.offsetWidth);
@@ -94,10 +94,10 @@ function arcs(sight, pick, words, told) {
   });
   where.replaceChildren(...looksOf(sight, heads, words, state.token >= 0 ? state.token : words ? sight.wordOf[last] : last));
   requestAnimationFrame(() => show(state.token));
-  return section(words ? "Words and what they look at" : "Tokens and what they look at", strip,
-    el("p", { class: "note" }, `Point at a ${words ? "word" : "token"} to see where each head looks from it; press to keep it.`
-      + (state.idle ? "" : " Looks at resting places (the first token, special ones, itself) are left out.")
-      + (sight.full ? "" : ` Of ${sight.n} tokens the ${sight.perRow} strongest looks of each are kept.`)
+  return section(words ? "Attention between words" : "Attention between tokens", strip,
+    el("p", { class: "note" }, `Hover over a ${words ? "word" : "token"} to see its attention in each head; click to pin it.`
+      + (state.idle ? "" : " Idle attention (to the first token, special tokens and the token itself) is hidden.")
+      + (sight.full ? "" : ` Only the ${sight.perRow} largest weights of each of the ${sight.n} tokens are stored.`)
       + (sight.truncatedFrom ? ` The text has ${sight.truncatedFrom} tokens; the first ${sight.n} are shown.` : "")), where);
 }
 
@@ -120,15 +120,15 @@ function paintArcs(drawing, sight, heads, words, active, places, wide) {
   }));
 }
 
-// Two tables: the chosen heads, and those of all heads that look hardest from here.
+// Two tables: the chosen heads, and the heads with the largest weights from this position.
 function looksOf(sight, heads, words, i) {
   const labels = sight.labels(words);
   const best = (head) => [...sight.row(head, i, words, state.value_weighted)].map((weight, j) => [weight, j]).filter(([, j]) => state.idle || !sight.rests(i, j, words)).sort((a, b) => b[0] - a[0]).slice(0, 3);
-  const told = (pairs) => pairs.filter(([weight]) => weight >= 0.005).map(([weight, j]) => `${labels[j]} ${weight.toFixed(2)}`).join(",  ") || "rests";
+  const format = (pairs) => pairs.filter(([weight]) => weight >= 0.005).map(([weight, j]) => `${labels[j]} ${weight.toFixed(2)}`).join(",  ") || "idle";
   const hardest = sight.hardest(i, 8, words, state.value_weighted);
   return [
-    grid(`Where “${labels[i]}” looks`, ["head", "role", "looks at"], heads.map((head) => [head, store.heads.get(head)?.role ?? "", told(best(head))])),
-    grid(`Heads that look hardest from “${labels[i]}”, resting places left out`, ["head", "role", "at", "weight"],
+    grid(`Attention from “${labels[i]}”`, ["head", "role", "attends to"], heads.map((head) => [head, store.heads.get(head)?.role ?? "", format(best(head))])),
+    grid(`Heads with the largest weights from “${labels[i]}”, excluding idle attention`, ["head", "role", "attends to", "weight"],
       hardest.map(([head, j, weight]) => [head, store.heads.get(head)?.role ?? "", labels[j], [weight, 2]])),
   ];
 }
@@ -141,8 +141,8 @@ function mapSection(sight, heads, words) {
   const rowTable = el("div", {}), reasons = el("div", {});
   const mayAsk = store.live && !sight.image && (store.report.model.kind ?? "decoder") === "decoder";
   const fillReasons = (at) => reasons.replaceChildren(...(at === null || !mayAsk ? [] : [explainPanel(store.sentences[state.sentence].given.text, head, at[0], at[1], labels, words)]));
-  const fillRow = (at) => rowTable.replaceChildren(at === null ? el("p", { class: "note" }, "Pin a row to read its numbers.")
-    : grid(`Where “${labels[at[0]]}” looks in ${head}`, ["at", "weight"],
+  const fillRow = (at) => rowTable.replaceChildren(at === null ? el("p", { class: "note" }, "Pin a row to see its weights.")
+    : grid(`Attention from “${labels[at[0]]}” in ${head}`, ["key", "weight"],
       [...sight.row(head, at[0], words, state.value_weighted)].map((weight, j) => [labels[j], [weight, 3]]).filter(([, [weight]]) => weight > 0)));
   fillRow(pinned);
   fillReasons(pinned);
@@ -151,19 +151,19 @@ function mapSection(sight, heads, words) {
     heatMap({ weights: sight.map(head, words, state.value_weighted), labels, name: `Attention of head ${head}`, pinned, under: sight.under(head),
       onpin: (at) => { change({ pin: at ? at.join(",") : "" }, true); fillRow(at); fillReasons(at); } }),
     reasons,
-    el("details", { open: pinned !== null }, el("summary", {}, "The row as a table"), rowTable));
+    el("details", { open: pinned !== null }, el("summary", {}, "Row as a table"), rowTable));
 }
 
 function nextWord(sight) {
-  if (!sight.next) return null; // an encoder predicts none
+  if (!sight.next) return null; // an encoder does not predict a next token
   const { likely, shares, other_parts: rest, logit } = sight.next;
-  const made = [section("Next word", barList(likely.map(([word, p]) => [visible(word), p]), 3, true))];
+  const made = [section("Next token", barList(likely.map(([word, p]) => [visible(word), p]), 3, true))];
   if (shares) {
     const parts = Object.entries(shares).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1])).slice(0, 14);
     const named = (head) => press(head, () => change({ view: "card", head }), { class: "small" });
-    made.push(section(`What each head adds to “${visible(likely[0][0])}”`,
-      el("p", { class: "note" }, `Straight through the last norm, in logits; all parts together make ${logit.toFixed(2)}. The 14 largest of ${Object.keys(shares).length} heads:`),
-      barList(parts.map(([head, share]) => [named(head), share])), el("h3", {}, "and everything else"), barList(Object.entries(rest))));
+    made.push(section(`Direct contribution of each head to “${visible(likely[0][0])}”`,
+      el("p", { class: "note" }, `In logits, through the final norm only; all parts sum to ${logit.toFixed(2)}. The 14 largest of ${Object.keys(shares).length} heads:`),
+      barList(parts.map(([head, share]) => [named(head), share])), el("h3", {}, "Other parts"), barList(Object.entries(rest))));
   }
   return el("div", { class: "stack" }, made);
 }

@@ -1,4 +1,4 @@
-// One sentence as all heads saw it. A byte b stands for the weight (b/255)²; large models keep the strongest of each row.
+// Attention of all heads on one sentence. A byte b encodes the weight (b/255)²; large models store only the largest of each row.
 
 const WEIGHT = Float32Array.from({ length: 256 }, (_, b) => (b / 255) ** 2);
 
@@ -11,7 +11,7 @@ export class Sight {
     sight.wordOf = given.word_of;
     sight.special = given.special;
     sight.next = given.next;
-    sight.image = given.image ?? null; // where tokens are patches
+    sight.image = given.image ?? null; // set if the tokens are image patches
     sight.truncatedFrom = given.truncated_from;
     sight.full = given.form === "full";
     sight.heads = given.heads;
@@ -37,7 +37,7 @@ export class Sight {
     return words ? this.words : this.tokens;
   }
 
-  // Where one token, or word, looks in one head. Attention to a split word is the sum over its tokens, from it the mean.
+  // Attention row of one token or word. Attention to a split word is the sum over its tokens, attention from it the mean.
   row(head, i, words = false, valued = false) {
     if (!words) return this.tokenRow(head, i, valued);
     const made = new Float32Array(this.words.length);
@@ -67,14 +67,14 @@ export class Sight {
     return made;
   }
 
-  // A whole map, row by row: (size, size).
+  // The full map, (size, size), row by row.
   map(head, words = false, valued = false) {
     const size = this.labels(words).length, made = new Float32Array(size * size);
     for (let i = 0; i < size; i++) made.set(this.row(head, i, words, valued), i * size);
     return made;
   }
 
-  // A small picture of a map as bytes on the scale of square roots; the largest weight under each pixel.
+  // A thumbnail of a map as bytes on a square-root scale; each pixel is the largest weight it covers.
   thumb(head, most = 32) {
     const h = this.place.get(head), n = this.n;
     if (!this.full) return { size: this.size, bytes: this.thumbs.subarray(h * this.size ** 2, (h + 1) * this.size ** 2) };
@@ -89,24 +89,24 @@ export class Sight {
     return { size, bytes };
   }
 
-  // What lies under a map of which only the strongest weights are known.
+  // The thumbnail to draw under a map of which only the largest weights are known.
   under(head) {
     return this.full ? null : this.thumb(head);
   }
 
-  // A head's share of what its layer writes at a token, by length.
+  // Share of a head in the output of its layer at a token, by norm.
   share(head, token) {
     return this.shares[this.place.get(head) * this.n + token] / 255;
   }
 
-  // Looks that say little: at the first token, at special ones, at oneself.
+  // Idle attention: to the first token, to special tokens, or to the token itself.
   rests(i, j, words) {
     const first = words ? this.tokensOf[j][0] : j;
     return j === 0 || i === j || this.special[first];
   }
 
-  // Heads in the order in which they matter, from one token or on the whole sentence: how hard each looks anywhere but at
-  // resting places, times its share of what its layer writes there.
+  // Heads sorted by activity from one token or on the full sentence: largest weight outside idle attention, times the share in
+  // the output of the layer.
   matters(token = -1) {
     this.order ??= new Map();
     if (this.order.has(token)) return this.order.get(token);
@@ -129,7 +129,7 @@ export class Sight {
     return made;
   }
 
-  // The heads in which a token looks hardest at another one: [head, place, weight].
+  // The heads with the largest weight of a token on another one: [head, position, weight].
   hardest(i, count, words, valued) {
     const found = [];
     for (const head of this.heads) {
@@ -147,7 +147,7 @@ async function inflate(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// Numbers of two bytes: all low bytes come first, then all high ones.
+// Decode two-byte integers: all low bytes first, then all high bytes.
 function pairs(bytes) {
   const n = bytes.length / 2, made = new Uint16Array(n);
   for (let i = 0; i < n; i++) made[i] = bytes[i] | (bytes[n + i] << 8);

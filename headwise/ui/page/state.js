@@ -1,4 +1,4 @@
-// What is shown, kept in the address after #, so that a link leads to the same sight.
+// The state of the page, stored in the URL fragment, so that a link restores the view.
 
 const START = {
   view: "overview", head: "", other: "", sentence: 0, level: "token", value_weighted: false, token: -1, heads: "", role: "",
@@ -11,7 +11,7 @@ export function onChange(listener) {
   listeners.push(listener);
 }
 
-// Change something and tell everyone. `quiet`: nobody has to be told. Another view, head or claim is a step one can go back from.
+// Change the state and notify listeners, unless `quiet`. A change of view, head, claim or word adds an entry to the history.
 export function change(patch, quiet = false) {
   const step = ["view", "head", "other", "claim", "word"].some((key) => key in patch && patch[key] !== state[key]);
   Object.assign(state, patch);

@@ -1,22 +1,22 @@
-"""The families whose weights come in and go out: each a spec, a map of names, and a configuration both ways."""
+"""Supported model families. Each has a conversion between config.json and spec, and a map of tensor names."""
 
-from headwise.errors import HeadwiseError
+from headwise.errors import UnsupportedModelError
 from headwise.weights.families import bert, gpt2, gpt_neo, llama
-from headwise.weights.families.family import ModelFamily
+from headwise.weights.families.family import ModelFamilySpec
 
-FAMILIES: tuple[ModelFamily, ...] = (gpt2.FAMILY, gpt_neo.FAMILY, bert.FAMILY, llama.FAMILY)
+FAMILIES: tuple[ModelFamilySpec, ...] = (gpt2.FAMILY, gpt_neo.FAMILY, bert.FAMILY, llama.FAMILY)
 
 
-def family_of(model_type: str | None) -> ModelFamily:
-    """The family of a `model_type` in a config.json, or of an architecture in a GGUF file."""
+def family_of(model_type: str | None) -> ModelFamilySpec:
+    """Return the family of a `model_type` in config.json, or of an architecture in a GGUF file."""
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
     supported = ", ".join(name for family in FAMILIES for name in family.model_types)
-    raise HeadwiseError(
-        f"the architecture {model_type!r} is not one Headwise reads; supported: {supported}. With "
-        f"transformers installed (headwise[attach]) folders of other families are attached to instead."
+    raise UnsupportedModelError(
+        f"model_type={model_type!r}: this architecture is not supported. Supported: {supported}. To load folders of other "
+        f"families, install transformers: pip install 'headwise[attach]'"
     )
 
 
-__all__ = ["FAMILIES", "ModelFamily", "family_of"]
+__all__ = ["FAMILIES", "ModelFamilySpec", "family_of"]

@@ -1,4 +1,4 @@
-"""BERT: an encoder with post-norm, token types, a pooler and, if it was trained to fill gaps, an output for that."""
+"""BERT: an encoder with post-norm and token types, and optionally a pooler and a masked-LM head."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.weights.families.family import (
     Config,
-    ModelFamily,
+    ModelFamilySpec,
     bool_setting,
     common_unrepresentable,
     common_unsupported,
@@ -23,13 +23,13 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "ge
 
 
 def spec_from_config(config: Config) -> ModelSpec:
-    """From config.json. Whether there is a pooler and an output is told by the tensors; see `adjust`."""
+    """Convert config.json to a spec. Pooler and masked-LM head are set by `adjust_to_tensors`."""
     positions = setting_or_default(config, "position_embedding_type", default="absolute")
     reject_unsupported(
         common_unsupported(config)
         | {
             f"{positions} positions (position_embedding_type)": positions != "absolute",
-            "a decoder made of BERT (is_decoder)": bool_setting(config, "is_decoder", default=False),
+            "BERT as a decoder (is_decoder)": bool_setting(config, "is_decoder", default=False),
         }
     )
     return ModelSpec(
@@ -57,19 +57,19 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
-    """To config.json."""
+    """Convert a spec to config.json."""
     attention = spec.attention
     reject_unrepresentable(
         {
             **common_unrepresentable(spec),
-            "anything but an encoder": spec.kind != "encoder" or spec.output == "lm",
+            "a model that is not an encoder": spec.kind != "encoder" or spec.output == "lm",
             "rotary positions": attention.rotary is not None or spec.positions != "learned",
-            "grouped keys": attention.kv_heads != attention.heads,
+            "grouped-query attention": attention.kv_heads != attention.heads,
             "head_dim other than width / heads": attention.head_dim * attention.heads != attention.width,
             "pre-norm or RMS norms": spec.norm_placement != "post" or spec.norm != "layer" or not spec.embed_norm,
             "windows": bool(spec.windows) or attention.window is not None,
             "layers without biases": not (attention.bias and attention.out_bias and spec.mlp_bias),
-            "a scale of its own": attention.scale is not None,
+            "a custom attention scale": attention.scale is not None,
             "swiglu": spec.activation == "swiglu",
             "a model without token types": spec.token_types == 0,
         },
@@ -94,7 +94,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
 
 
 def adjust_to_tensors(spec: ModelSpec, names: set[str], config: Config) -> ModelSpec:
-    """Whether there is a pooler and an output for gaps is told by the tensors."""
+    """Set pooler and masked-LM head, which only the tensor names reveal."""
     has_mlm_head = "cls.predictions.transform.dense.weight" in names
     pooler = any(name.endswith("pooler.dense.weight") for name in names)
     return replace(spec, pooler=pooler, output="mlm" if has_mlm_head else "none")
@@ -150,7 +150,7 @@ MAPPINGS = (
     ),
 )
 
-FAMILY = ModelFamily(
+FAMILY = ModelFamilySpec(
     name="bert",
     model_types=("bert",),
     spec_from_config=spec_from_config,

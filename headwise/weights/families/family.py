@@ -1,10 +1,10 @@
-"""What a family is: how its configuration becomes a spec and back, and how its tensors are named."""
+"""`ModelFamily`: conversion between a family's configuration and a spec, and its tensor names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError, UnsupportedModelError
 from headwise.spec import ModelSpec
 from headwise.weights.keymap import TensorMapping
 
@@ -12,39 +12,54 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class ModelFamily:
-    """One family of models."""
+class ModelFamilySpec:
+    """One family of models.
+
+    Attributes:
+        name: Name of the family.
+        model_types: Values of `model_type` in config.json.
+        spec_from_config: Converts config.json to a spec.
+        config_from_spec: Converts a spec to config.json; raises an error if the family cannot represent the spec.
+        mappings: Tensor name map.
+        storage: How q, k and v are stored: `qkv` (one weight) or `q,k,v` (three weights).
+        adjust: Completes the spec with parts that only the tensor names reveal. Takes the spec, the names and config.json.
+        prefixes: Prefixes that all names may have.
+        ignored_suffixes: Suffixes of tensors that are not weights.
+        export_prefix: Prefix that transformers expects.
+        other_mappings: Tensor name maps of other file layouts, by layout.
+    """
 
     name: str
     model_types: tuple[str, ...]
-    spec_from_config: Callable[[Config], ModelSpec]  # from config.json
-    config_from_spec: Callable[
-        [ModelSpec], dict[str, Any]
-    ]  # to config.json; an error where the family cannot hold the spec
+    spec_from_config: Callable[[Config], ModelSpec]
+    config_from_spec: Callable[[ModelSpec], dict[str, Any]]
     mappings: tuple[TensorMapping, ...]
-    storage: str  # how their q, k and v lie: in one weight or in three
-    # Parts of the model that only the names of the tensors show: from the spec, those names and config.json.
+    storage: str
     adjust: Callable[[ModelSpec, set[str], Config], ModelSpec] = lambda spec, names, config: spec
-    prefixes: tuple[str, ...] = ("",)  # what may stand before every name
-    ignored_suffixes: tuple[str, ...] = ()  # ends of names of buffers that are no weights
-    export_prefix: Callable[[ModelSpec], str] = lambda spec: ""  # the one transformers expects
-    other_mappings: Mapping[str, tuple[TensorMapping, ...]] = field(
-        default_factory=dict
-    )  # the same model in other layouts
+    prefixes: tuple[str, ...] = ("",)
+    ignored_suffixes: tuple[str, ...] = ()
+    export_prefix: Callable[[ModelSpec], str] = lambda spec: ""
+    other_mappings: Mapping[str, tuple[TensorMapping, ...]] = field(default_factory=dict)
 
 
 def required_setting(config: Config, *names: str) -> Any:
-    """A setting without which a model cannot be read, under any of its names."""
+    """Return a setting that must be present under one of its names."""
     value = setting_or_default(config, *names, default=None, allow_null=True)
     if value is None:
-        raise HeadwiseError(f"the configuration lacks {names[0]!r}; is config.json whole?")
+        raise FileFormatError(
+            f"{names[0]!r} is missing in the configuration. The file may be truncated; download it again."
+        )
     return value
 
 
 def setting_or_default(config: Config, *names: str, default: Any, allow_null: bool = False) -> Any:
-    """A setting as transformers reads it: what is given under any of its names, its default where it is left out.
+    """Return a setting as transformers reads it, under any of its names, or its default if it is absent.
 
-    `allow_null`: whether null says something; where it does not, it is an error, as it is in transformers.
+    Args:
+        config: Configuration.
+        *names: Alternative names of the setting.
+        default: Value if the setting is absent.
+        allow_null: Whether null is a valid value. If not, null raises an error, as in transformers.
     """
     values = {name: config[name] for name in names if name in config}
     if not values:
@@ -52,86 +67,88 @@ def setting_or_default(config: Config, *names: str, default: Any, allow_null: bo
     first = next(iter(values))
     if any(value != values[first] for value in values.values()):
         conflicts = ", ".join(f"{name} {value!r}" for name, value in values.items())
-        raise HeadwiseError(f"the configuration says one thing twice and differently: {conflicts}; keep the right one.")
+        raise FileFormatError(f"conflicting values for one setting: {conflicts}. Keep only the correct one.")
     if values[first] is None and not allow_null:
-        raise HeadwiseError(f"{first} is null, which says nothing; give a value, or leave it out for {default!r}.")
+        raise FileFormatError(
+            f"{first} is null, which is not a valid value. Set it, or remove it to use the default {default!r}."
+        )
     return values[first]
 
 
 def bool_setting(config: Config, *names: str, default: bool) -> bool:
-    """A setting that is true or false."""
+    """Return a boolean setting."""
     value = setting_or_default(config, *names, default=default)
     if not isinstance(value, bool):
-        raise HeadwiseError(f"{names[0]} must be true or false, got {value!r}.")
+        raise FileFormatError(f"{names[0]} must be true or false. Got {value!r}.")
     return value
 
 
 def positive_int_setting(config: Config, *names: str, default: int) -> int:
-    """A setting that counts something, 1 or more."""
+    """Return an integer setting of at least 1."""
     value = setting_or_default(config, *names, default=default)
     if type(value) is not int or value < 1:
-        raise HeadwiseError(f"{names[0]} must be a whole number of at least 1, got {value!r}.")
+        raise FileFormatError(f"{names[0]} must be an integer of at least 1. Got {value!r}.")
     return value
 
 
 def positive_int_or_none(config: Config, *names: str, default: int | None = None) -> int | None:
-    """The same where null says something too."""
+    """Return an integer setting of at least 1, or None if it is null."""
     value = setting_or_default(config, *names, default=default, allow_null=True)
     return None if value is None else positive_int_setting({names[0]: value}, names[0], default=value)
 
 
 def translate_setting(value: Any, choices: Mapping[Any, str], name: str) -> Any:
-    """Translate a setting; an error lists those that are known."""
+    """Translate the value of a setting. An unknown value raises an error that lists the supported ones."""
     if value not in choices:
-        raise HeadwiseError(f"{name} {value!r} is not supported; known: {', '.join(map(str, choices))}.")
+        raise UnsupportedModelError(f"{name} {value!r} is not supported. Supported: {', '.join(map(str, choices))}.")
     return choices[value]
 
 
 def reject_unsupported(reasons: Mapping[str, bool]) -> None:
-    """An error for the first thing a configuration asks for that is not computed here: never left out in silence."""
+    """Raise an error for the first requested feature that Headwise does not support."""
     for reason, is_requested in reasons.items():
         if is_requested:
-            raise HeadwiseError(
-                f"the configuration asks for {reason}, which Headwise does not compute; load the model with "
-                f"transformers and give it to hw.attach."
+            raise UnsupportedModelError(
+                f"the configuration requests {reason}, which Headwise does not support. Load the model with transformers "
+                f"and pass it to hw.attach."
             )
 
 
 def common_unsupported(config: Config) -> dict[str, bool]:
-    """What no family's configuration may ask for."""
+    """Return the features that Headwise supports in no family, and whether the configuration requests them."""
     return {
-        "quantised weights (quantization_config)": bool(config.get("quantization_config")),
-        "heads cut by transformers (pruned_heads)": bool(config.get("pruned_heads")),
+        "quantized weights (quantization_config)": bool(config.get("quantization_config")),
+        "heads pruned by transformers (pruned_heads)": bool(config.get("pruned_heads")),
         "an encoder-decoder (is_encoder_decoder)": bool(config.get("is_encoder_decoder")),
         "cross-attention (add_cross_attention)": bool_setting(config, "add_cross_attention", default=False),
     }
 
 
 def decoder_unsupported(config: Config) -> dict[str, bool]:
-    """What no decoder's configuration may ask for."""
+    """Return the features that Headwise does not support in decoders, and whether the configuration requests them."""
     return common_unsupported(config) | {
-        "a decoder that sees what comes later (is_causal false)": not bool_setting(config, "is_causal", default=True),
+        "a decoder with bidirectional attention (is_causal false)": not bool_setting(config, "is_causal", default=True),
     }
 
 
 def reject_unrepresentable(reasons: Mapping[str, bool], family: str) -> None:
-    """An error for the first thing a family's format has no room for."""
+    """Raise an error for the first feature that the format of a family cannot represent."""
     for reason, is_used in reasons.items():
         if is_used:
-            raise HeadwiseError(
-                f"the {family} format cannot hold {reason}; use model.save(folder), which holds everything."
+            raise UnsupportedModelError(
+                f"the {family} format cannot represent {reason}. Use model.save(folder), which supports every model."
             )
 
 
 def common_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
-    """What none of the formats can hold."""
+    """Return the features that no family can represent, and whether the spec uses them."""
     attention = spec.attention
     return {
         "an encoder-decoder": spec.kind == "encoder-decoder",
         "value_dim other than head_dim": attention.value_dim != attention.head_dim,
         "a learned sink or off-by-one softmax": attention.softmax != "plain",
-        "capped scores": attention.softcap is not None,
-        f"a bias by distance ({attention.position_bias_field})": attention.position_bias_field is not None,
+        "soft-capped scores": attention.softcap is not None,
+        f"a position bias ({attention.position_bias_field})": attention.position_bias_field is not None,
         "gates": attention.gated,
         "head_input='slice'": attention.head_input == "slice",
         "parallel blocks": spec.norm_placement == "parallel",

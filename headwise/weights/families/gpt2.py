@@ -1,11 +1,11 @@
-"""GPT-2: learned positions, pre-norm, linear layers stored (in, out), q, k and v in one weight."""
+"""GPT-2: learned positions, pre-norm, linear layers stored as (in, out), one weight for q, k and v."""
 
 from typing import Any
 
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.weights.families.family import (
     Config,
-    ModelFamily,
+    ModelFamilySpec,
     bool_setting,
     common_unrepresentable,
     decoder_unsupported,
@@ -23,7 +23,7 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 
 
 def spec_from_config(config: Config) -> ModelSpec:
-    """From config.json. `reorder_and_upcast_attn` is about half precision in training and changes no number here."""
+    """Convert config.json to a spec. `reorder_and_upcast_attn` affects only training in half precision and is ignored."""
     has_layer_scaling = bool_setting(config, "scale_attn_by_inverse_layer_idx", default=False)
     reject_unsupported(
         decoder_unsupported(config) | {"scores scaled by layer (scale_attn_by_inverse_layer_idx)": has_layer_scaling}
@@ -48,13 +48,13 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 
 def gpt_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
-    """What neither GPT-2's nor GPT-Neo's format can hold."""
+    """Return the features that neither GPT-2 nor GPT-Neo can represent, and whether the spec uses them."""
     attention = spec.attention
     return {
         **common_unrepresentable(spec),
-        "anything but a decoder": spec.kind != "decoder" or spec.output != "lm",
+        "a model that is not a decoder with an LM head": spec.kind != "decoder" or spec.output != "lm",
         "rotary positions": attention.rotary is not None or spec.positions != "learned",
-        "grouped keys": attention.kv_heads != attention.heads,
+        "grouped-query attention": attention.kv_heads != attention.heads,
         "head_dim other than width / heads": attention.head_dim * attention.heads != attention.width,
         "post-norm or RMS norms": spec.norm_placement != "pre" or spec.norm != "layer" or spec.embed_norm,
         "swiglu": spec.activation == "swiglu",
@@ -63,14 +63,14 @@ def gpt_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
 
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
-    """To config.json."""
+    """Convert a spec to config.json."""
     attention = spec.attention
     reject_unrepresentable(
         {
             **gpt_unrepresentable(spec),
             "windows": bool(spec.windows) or attention.window is not None,
             "layers without biases": not (attention.bias and attention.out_bias and spec.mlp_bias),
-            "a scale of its own": attention.scale not in (None, 1.0),
+            "a custom attention scale": attention.scale not in (None, 1.0),
         },
         "GPT-2",
     )
@@ -93,7 +93,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-# What GPT-Neo shares: embeddings, norms, and the biases around them.
+# Mappings shared with GPT-Neo: embeddings, norms and biases.
 COMMON_MAPPINGS = (
     TensorMapping("wte.weight", "embed.tokens.weight"),
     TensorMapping("wpe.weight", "embed.positions.weight"),
@@ -117,7 +117,7 @@ MAPPINGS = (
     TensorMapping("h.{i}.mlp.c_proj.weight", "blocks.{i}.mlp.down.weight", transposed=True),
 )
 
-FAMILY = ModelFamily(
+FAMILY = ModelFamilySpec(
     name="gpt2",
     model_types=("gpt2",),
     spec_from_config=spec_from_config,

@@ -1,12 +1,12 @@
-"""GPT-Neo: as GPT-2, but scores are not scaled, layers alternate between global and local, q, k and v lie apart."""
+"""GPT-Neo: like GPT-2, but scores are not scaled, layers alternate between global and local, and q, k, v are separate."""
 
 from typing import Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.weights.families.family import (
     Config,
-    ModelFamily,
+    ModelFamilySpec,
     bool_setting,
     decoder_unsupported,
     positive_int_or_none,
@@ -22,14 +22,14 @@ from headwise.weights.keymap import TensorMapping
 
 
 def spec_from_config(config: Config) -> ModelSpec:
-    """From config.json."""
+    """Convert config.json to a spec."""
     reject_unsupported(decoder_unsupported(config))
     width, window = required_setting(config, "hidden_size"), positive_int_setting(config, "window_size", default=256)
     types = setting_or_default(config, "attention_types", default=None, allow_null=True) or [[["global", "local"], 12]]
     kinds = setting_or_default(config, "attention_layers", default=_expand_types(types))
     layers = required_setting(config, "num_layers", "num_hidden_layers")
     if len(kinds) != layers or set(kinds) - {"global", "local"}:
-        raise HeadwiseError(f"attention_layers must give global or local for each of {layers} layers, got {kinds}.")
+        raise FileFormatError(f"attention_layers must list global or local for each of {layers} layers. Got {kinds}.")
     windows = tuple(window if kind == "local" else None for kind in kinds)
     return ModelSpec(
         vocab=required_setting(config, "vocab_size"),
@@ -52,7 +52,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
-    """To config.json."""
+    """Convert a spec to config.json."""
     attention = spec.attention
     windows = [spec.attention_at(layer_address).window for layer_address in spec.layer_addresses]
     sizes = {window for window in windows if window is not None}
@@ -60,7 +60,8 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
         {
             **gpt_unrepresentable(spec),
             "windows of several sizes": len(sizes) > 1,
-            "biases on q, k, v, or none on the outputs": attention.bias or not (attention.out_bias and spec.mlp_bias),
+            "biases on q, k, v, or outputs without biases": attention.bias
+            or not (attention.out_bias and spec.mlp_bias),
             "scaled scores": attention.scale != 1.0,
         },
         "GPT-Neo",
@@ -90,7 +91,7 @@ def _expand_types(types: list) -> list[str]:
 
 
 def _shortest_period(windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """The shortest pattern that repeats to these windows; none at all where no layer has one."""
+    """Return the shortest pattern whose repetition gives these windows; empty if no layer has a window."""
     if not any(windows):
         return ()
     n = len(windows)
@@ -108,7 +109,7 @@ MAPPINGS = (
     TensorMapping("h.{i}.mlp.c_proj.weight", "blocks.{i}.mlp.down.weight"),
 )
 
-FAMILY = ModelFamily(
+FAMILY = ModelFamilySpec(
     name="gpt-neo",
     model_types=("gpt_neo",),
     spec_from_config=spec_from_config,

@@ -1,14 +1,14 @@
-"""Llama and those built like it (SmolLM2, TinyLlama, Mistral, Qwen2): rotary, RMS norms, swiglu, grouped keys."""
+"""Llama and models with its architecture (SmolLM2, TinyLlama, Mistral, Qwen2): rotary, RMS norm, SwiGLU, grouped queries."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError, UnsupportedModelError
 from headwise.spec import AttentionSpec, ModelSpec, Rotary, RotaryScaling
 from headwise.weights.families.family import (
     Config,
-    ModelFamily,
+    ModelFamilySpec,
     bool_setting,
     common_unrepresentable,
     decoder_unsupported,
@@ -23,7 +23,7 @@ from headwise.weights.families.family import (
 from headwise.weights.families.llama_files import GGUF_NAMES, META_NAMES
 from headwise.weights.keymap import TensorMapping
 
-# What transformers takes where a configuration leaves it out; these three differ in it.
+# Defaults of transformers that differ between the three model types.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"kv_heads": None, "context": 2048},
     "mistral": {"kv_heads": 8, "context": 131072},
@@ -32,8 +32,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def spec_from_config(config: Config) -> ModelSpec:
-    """From Hugging Face's config.json. What a model's class does not know, such as a Llama's sliding_window, is no
-    part of it, here as in transformers."""
+    """Convert Hugging Face's config.json to a spec.
+
+    Settings that the model class does not use, such as a Llama's sliding_window, are ignored, as in transformers.
+    """
     reject_unsupported(decoder_unsupported(config))
     model_type = config.get("model_type", "llama")
     translate_setting(
@@ -72,7 +74,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 
 def _windows(config: Config, model_type: str, layers: int) -> tuple[int | None, ...]:
-    """Each layer's window: a Llama has none, a Mistral one for all, a Qwen2 one for some if it says so."""
+    """Return the window of each layer: no window in Llama, one for all layers in Mistral, optional in Qwen2."""
     window = None
     if model_type == "mistral" or (model_type == "qwen2" and bool_setting(config, "use_sliding_window", default=False)):
         window = positive_int_or_none(config, "sliding_window", default=4096)
@@ -86,24 +88,28 @@ def _windows(config: Config, model_type: str, layers: int) -> tuple[int | None, 
         or len(layer_types) != layers
         or any(name not in window_of_type for name in layer_types)
     ):
-        raise HeadwiseError(
-            f"layer_types must give one of {', '.join(window_of_type)} for each of {layers} layers, got {layer_types}."
+        raise FileFormatError(
+            f"layer_types must list one of {', '.join(window_of_type)} for each of {layers} layers. Got {layer_types}."
         )
     if model_type != "qwen2" and any(window_of_type[name] != window for name in layer_types):
-        raise HeadwiseError(f"layer_types gives some layers no window, which a {model_type} cannot do; leave it out.")
+        raise UnsupportedModelError(
+            f"layer_types: some layers have no window, which is not supported for {model_type}. Remove layer_types."
+        )
     return tuple(window_of_type[name] for name in layer_types)
 
 
 def _rotary(config: Config, context: int) -> Rotary:
-    """transformers 5 writes rope_parameters, 4 wrote rope_scaling and rope_theta; it goes by rope_scaling where both are."""
+    """Read rope_parameters (transformers 5), or rope_scaling and rope_theta (4). rope_scaling takes precedence."""
     rope_config = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope_config, Mapping) or any(isinstance(value, Mapping) for value in rope_config.values()):
-        raise HeadwiseError(f"rotary positions that differ from layer to layer are not supported, got {rope_config}.")
+        raise UnsupportedModelError(
+            f"rotary positions that differ between layers are not supported. Got {rope_config}."
+        )
     for section in (config, rope_config):
         if section.get("partial_rotary_factor") not in (None, 1):
-            raise HeadwiseError(
-                f"partial_rotary_factor {section['partial_rotary_factor']} is not supported: in these families every "
-                f"channel of a head turns; leave it out."
+            raise UnsupportedModelError(
+                f"partial_rotary_factor {section['partial_rotary_factor']} is not supported: in this model family all "
+                f"channels of a head are rotated. Remove it."
             )
     theta = setting_or_default(
         rope_config, "rope_theta", default=setting_or_default(config, "rope_theta", default=10000.0)
@@ -119,42 +125,42 @@ def _rotary(config: Config, context: int) -> Rotary:
             required_setting(rope_config, "factor"),
             required_setting(rope_config, "low_freq_factor"),
             required_setting(rope_config, "high_freq_factor"),
-            config.get("original_max_position_embeddings")  # as transformers has it: outside before inside
+            config.get("original_max_position_embeddings")  # as in transformers, the outer setting takes precedence
             or positive_int_setting(rope_config, "original_max_position_embeddings", default=context),
         )
         return Rotary(theta=theta, scaling=scaling)
-    raise HeadwiseError(f"rotary scaling {rope_type!r} is not supported; known: default, linear, llama3.")
+    raise UnsupportedModelError(f"rotary scaling {rope_type!r} is not supported. Supported: default, linear, llama3.")
 
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
-    """To config.json: as a Llama, a Mistral where there is a window, a Qwen2 where only q, k and v have biases."""
+    """Convert a spec to config.json: Mistral if there is a window, Qwen2 if only q, k and v have biases, else Llama."""
     attention = spec.attention
     reject_unrepresentable(
         {
             **common_unrepresentable(spec),
-            "anything but a decoder": spec.kind != "decoder",
+            "a model that is not a decoder": spec.kind != "decoder",
             "positions other than rotary": attention.rotary is None or spec.positions != "none",
             "rotary positions on part of the channels": attention.rotary is not None
             and attention.rotary.dims not in (None, attention.head_dim),
             "post-norm or LayerNorm": spec.norm_placement != "pre" or spec.norm != "rms" or spec.embed_norm,
             "an MLP other than swiglu": spec.activation != "swiglu",
             "windows given layer by layer": bool(spec.windows),
-            "a scale of its own": attention.scale is not None,
+            "a custom attention scale": attention.scale is not None,
             "an output bias without biases on q, k, v": attention.out_bias and not attention.bias,
-            "a window beside biases": attention.window is not None and attention.bias,
+            "a window together with biases": attention.window is not None and attention.bias,
             "token types": spec.token_types > 0,
         },
         "Llama",
     )
-    uneven = bool(
-        spec.width % attention.heads
-    )  # which transformers' Llama refuses; a Mistral without a window is the same
+    # transformers' Llama does not accept such a width; a Mistral without a window computes the same
+    uneven = bool(spec.width % attention.heads)
     model_type = "qwen2" if attention.bias and not attention.out_bias else "llama"
     model_type = "mistral" if attention.window is not None or (uneven and not attention.bias) else model_type
     if uneven and model_type == "llama":
-        raise HeadwiseError(
-            f"transformers' Llama refuses a width of {spec.width} with {attention.heads} heads, and its Mistral and Qwen2 a "
-            f"bias on what heads write; use model.save(folder)."
+        raise UnsupportedModelError(
+            f"transformers' Llama, Mistral and Qwen2 cannot represent this model: Llama needs a width divisible by the "
+            f"number of heads (got width {spec.width}, {attention.heads} heads), and Mistral and Qwen2 have no output bias. "
+            f"Use model.save(folder)."
         )
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
     hf_config: dict[str, Any] = {
@@ -178,14 +184,16 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     if model_type == "llama":
         hf_config |= {"attention_bias": attention.bias, "mlp_bias": spec.mlp_bias}
     elif spec.mlp_bias:
-        raise HeadwiseError(f"the {model_type} format cannot hold biases in the MLP; use model.save(folder).")
+        raise UnsupportedModelError(
+            f"the {model_type} format cannot represent biases in the MLP. Use model.save(folder)."
+        )
     if model_type == "mistral":
         hf_config["sliding_window"] = attention.window
     return hf_config
 
 
 def _rope_parameters(rotary: Rotary | None) -> dict[str, Any]:
-    assert rotary is not None  # refused above
+    assert rotary is not None  # checked by config_from_spec
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.theta}
     scaling = rotary.scaling
     if scaling is not None:
@@ -230,9 +238,9 @@ _HUGGING_FACE_NAMES = {
 
 
 def adjust_to_tensors(spec: ModelSpec, names: set[str], config: Config) -> ModelSpec:
-    """Leave the output head out if the tensors are those of a LlamaModel, MistralModel or Qwen2Model.
+    """Remove the output head if the file contains a LlamaModel, MistralModel or Qwen2Model.
 
-    A folder that says ForCausalLM needs its head: tied to the embedding, or in the file.
+    If config.json says ForCausalLM, the head must be tied to the embedding or in the file.
     """
     classes = config.get("architectures")
     is_causal_lm = isinstance(classes, list) and any(str(name).endswith("ForCausalLM") for name in classes)
@@ -244,10 +252,10 @@ def _has_own_output(spec: ModelSpec) -> bool:
     return spec.output == "lm" and not spec.tied
 
 
-def make_mappings(names: dict[str, str]) -> tuple[TensorMapping, ...]:
-    """The map for one way of naming; biases are named after their weights."""
+def make_mappings(external_names: dict[str, str]) -> tuple[TensorMapping, ...]:
+    """Return the name map of a layout. A bias is named after its weight."""
     mappings = []
-    for part, external_name in names.items():
+    for part, external_name in external_names.items():
         native_name = _NATIVE_NAMES[part]
         is_rotary = part in ("q", "k")
         tied = part == "output"
@@ -272,7 +280,7 @@ _BIASES = (
     (("gate", "up", "down"), lambda spec: spec.mlp_bias),
 )
 
-FAMILY = ModelFamily(
+FAMILY = ModelFamilySpec(
     name="llama",
     model_types=("llama", "mistral", "qwen2"),
     spec_from_config=spec_from_config,

@@ -1,10 +1,10 @@
-"""Llama outside Hugging Face's layout: Meta's own files, and GGUF."""
+"""Llama in other layouts than Hugging Face's: Meta's files and GGUF."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from headwise.errors import HeadwiseError
+from headwise.errors import FileFormatError, UnsupportedModelError
 from headwise.io.weight_readers import WeightReader
 from headwise.spec import AttentionSpec, ModelSpec, Rotary, RotaryScaling
 from headwise.weights.families.family import (
@@ -47,7 +47,7 @@ GGUF_NAMES = {
 
 
 def spec_from_gguf(fields: Config, reader: WeightReader) -> ModelSpec:
-    """From a GGUF file's metadata. Its rows of q and k are in the interleaved order, except in Qwen2's."""
+    """Convert the metadata of a GGUF file to a spec. Rows of q and k are interleaved, except in Qwen2."""
     name = fields["general.architecture"]
     arch_fields = {key.removeprefix(f"{name}."): value for key, value in fields.items() if key.startswith(f"{name}.")}
     heads, width = (
@@ -57,12 +57,12 @@ def spec_from_gguf(fields: Config, reader: WeightReader) -> ModelSpec:
     head_dim = arch_fields.get("attention.key_length") or width // heads
     scaling = arch_fields.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
-        raise HeadwiseError(f"rotary scaling {scaling!r} in GGUF is not supported; known: none, linear.")
+        raise UnsupportedModelError(f"rotary scaling {scaling!r} is not supported in GGUF. Supported: none, linear.")
     for key, neutral in _neutral_values(head_dim).items():
         if arch_fields.get(key) not in (None, *neutral):
-            raise HeadwiseError(
-                f"the GGUF file sets {name}.{key} to {arch_fields[key]!r}, which Headwise does not compute; it reads files "
-                f"where it is {neutral[0]!r} or left out."
+            raise UnsupportedModelError(
+                f"{name}.{key} is {arch_fields[key]!r}, which Headwise does not support. It must be {neutral[0]!r} or "
+                f"absent."
             )
     factor = arch_fields.get("rope.scaling.factor", 1.0)
     spec = ModelSpec(
@@ -96,7 +96,7 @@ def spec_from_gguf(fields: Config, reader: WeightReader) -> ModelSpec:
 
 
 def _neutral_values(head_dim: int) -> dict[str, tuple[float, ...]]:
-    """GGUF settings that change the numbers, and the values with which they do not."""
+    """Return GGUF settings that Headwise does not implement, with the values that have no effect."""
     return {
         "rope.dimension_count": (head_dim,),
         "attention.value_length": (head_dim,),
@@ -111,7 +111,7 @@ def _neutral_values(head_dim: int) -> dict[str, tuple[float, ...]]:
 
 
 def _llama3_scaling(spec: ModelSpec, factors: list[float]) -> ModelSpec:
-    """GGUF keeps Llama 3's scaling as one factor per frequency; find the setting that gives these."""
+    """Find the Llama 3 scaling that matches the file. GGUF stores it as one factor per frequency."""
     rotary = spec.attention.rotary
     assert rotary is not None
     for factor in (8.0, 32.0):  # Llama 3.1, Llama 3.2
@@ -124,26 +124,28 @@ def _llama3_scaling(spec: ModelSpec, factors: list[float]) -> ModelSpec:
         if all(abs(a - b) <= 1e-3 * b for a, b in zip(factors, expected, strict=True)):
             scaled = replace(rotary, scaling=RotaryScaling("llama3", factor, low, high, context))
             return replace(spec, attention=replace(spec.attention, rotary=scaled))
-    raise HeadwiseError("the GGUF file stretches rotary frequencies in a way that is not Llama 3.1's or 3.2's.")
+    raise UnsupportedModelError(
+        "rope_freqs.weight: the rotary scaling is not that of Llama 3.1 or 3.2. Use the model in Hugging Face's format."
+    )
 
 
-# By how much the models with use_scaled_rope stretch rotary frequencies, by dim and n_layers: params.json does not say.
-# Llama 3.1 and 3.3 by 8, Llama 3.2 1B and 3B by 32, as their config.json on the hub says.
+# Rotary scaling factors of models with use_scaled_rope, by dim and n_layers, because params.json does not contain them.
+# From config.json on the hub: 8 for Llama 3.1 and 3.3, 32 for Llama 3.2 1B and 3B.
 META_FACTORS = {(2048, 16): 32.0, (3072, 28): 32.0, (4096, 32): 8.0, (8192, 80): 8.0, (16384, 126): 8.0}
 META_KEYS = {
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "norm_eps", "rope_theta"),
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "sliding_window", "max_seq_len"),
-    *("multiple_of", "ffn_dim_multiplier", "max_batch_size", "model_type"),  # sizes are told by the tensors
+    *("multiple_of", "ffn_dim_multiplier", "max_batch_size", "model_type"),  # sizes are read from the tensors
 }
 
 
 def spec_from_meta(params: Config, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
-    """From Meta's params.json (Mistral's is like it), rows of q and k interleaved; some sizes are in the tensors only."""
+    """Convert Meta's or Mistral's params.json to a spec. Rows of q and k are interleaved. Tensors give some sizes."""
     unsupported = sorted(name for name, value in params.items() if name not in META_KEYS and value not in (None, False))
     if unsupported:
-        raise HeadwiseError(
-            f"params.json sets {', '.join(unsupported)}, which Headwise does not read; use the model in Hugging Face's "
-            f"layout."
+        raise UnsupportedModelError(
+            f"params.json sets {', '.join(unsupported)}, which Headwise does not support. Use the model in Hugging Face's "
+            f"format."
         )
     width, heads = required_setting(params, "dim"), required_setting(params, "n_heads")
     scaling = _meta_scaling(params) if bool_setting(params, "use_scaled_rope", default=False) else None
@@ -173,10 +175,11 @@ def spec_from_meta(params: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mod
 
 
 def _meta_theta(params: Config) -> float:
-    """Llama 1 and 2 leave it out and mean 10000. Mistral's own files may as well, with another meaning."""
+    """Return rope_theta: 10000 if absent in Llama 1 and 2. Mistral's files may omit it too, with another meaning."""
     if "hidden_dim" in params and params.get("rope_theta") is None and params.get("sliding_window") is None:
-        raise HeadwiseError(
-            "params.json is Mistral's and gives no rope_theta; which one is meant depends on the model's version: add it."
+        raise FileFormatError(
+            "params.json is Mistral's and does not contain rope_theta, whose value depends on the model's version. Add "
+            "rope_theta to params.json."
         )
     return setting_or_default(params, "rope_theta", default=10000.0)
 
@@ -186,9 +189,10 @@ def _meta_scaling(params: Config) -> RotaryScaling:
     factor = setting_or_default(params, "rope_scaling_factor", default=META_FACTORS.get(size), allow_null=True)
     if factor is None:
         known_sizes = ", ".join(f"{width} × {layers}" for width, layers in META_FACTORS)
-        raise HeadwiseError(
-            f"params.json sets use_scaled_rope but not by how much, and {size[0]} × {size[1]} layers is no Llama 3.1, 3.2 "
-            f"or 3.3 (width × layers {known_sizes}); add rope_scaling_factor, e.g. 8 for Llama 3.1 and 32 for Llama 3.2."
+        raise FileFormatError(
+            f"params.json sets use_scaled_rope without a factor, and the factor cannot be inferred from the size of the "
+            f"model. Got width {size[0]} and {size[1]} layers. Known sizes of Llama 3.1, 3.2 and 3.3 (width × layers): "
+            f"{known_sizes}. Add rope_scaling_factor, for example 8 for Llama 3.1 or 32 for Llama 3.2."
         )
     high = setting_or_default(params, "rope_high_freq_factor", default=None, allow_null=True)
     return RotaryScaling("llama3", factor, high_freq_factor=4.0 if high is None else high)

@@ -39,7 +39,7 @@ def test_model_triple_differs_in_layers_or_heads(tmp_path):
 
 
 class CurveStubExperiment(ExperimentContext):
-    """Of every model: a loss of 4 that falls by a nat a step with all there is, by half of it with less."""
+    """The loss starts at 4 and falls by 1 nat per step for the full model, by half of that for smaller ones."""
 
     def train_or_load(self, config: ExperimentConfig) -> TrainedModel:
         reduced = {

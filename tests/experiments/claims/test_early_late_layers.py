@@ -13,14 +13,14 @@ from headwise.experiments.claim_tests.early_late_layers import (
     CLAIM,
     GAP,
     THIRDS,
-    DepthTrend,
+    LayerThirdMeans,
     judge,
     measure,
     measure_model,
     trends_by_depth,
 )
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.equal_parameter_specs import make_deep_experiment
+from headwise.experiments.layers_or_heads_specs import make_deep_experiment
 from headwise.io.resolve_path import BUNDLES
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
@@ -65,7 +65,7 @@ CLEARLY_ABOVE, NEAR_ZERO, WIDE_INTERVAL = [0.2, 0.21, 0.2], [0.0, 0.01, 0.0], [-
         (
             (NEAR_ZERO, NEAR_ZERO, WIDE_INTERVAL, WIDE_INTERVAL),
             "depends",
-            "on what is meant, and where; not so: local early",
+            "on the property and the model; not so: local early",
         ),
         ((NEAR_ZERO, NEAR_ZERO, NEAR_ZERO, WIDE_INTERVAL), "does not hold", "open: semantic late"),
         ((NEAR_ZERO, NEAR_ZERO, NEAR_ZERO, NEAR_ZERO), "does not hold", ""),
@@ -90,7 +90,7 @@ def test_by_depth_long_range_equals_closed_form(experiment):
         for head in model.heads:
             head.W_K.zero_()
     n = 90
-    text = "".join(map(chr, range(33, 33 + n)))  # all different: what was seen before is not counted as long range
+    text = "".join(map(chr, range(33, 33 + n)))  # all different, because repeated tokens do not count as long-range
     far_weight, active_weight = (
         sum(weight_of(i) for i in range(n)) for weight_of in (lambda i: max(0, i - 32) / (i + 1), lambda i: i / (i + 1))
     )
@@ -117,7 +117,7 @@ def experiment(tmp_path_factory):
 
 
 def test_by_depth_uniform_heads_are_equal(experiment):
-    # Keys of zero: every head looks everywhere alike, in every layer; none follows a relation better than an offset.
+    # Keys of zero: every head attends uniformly in every layer; none follows a relation better than an offset.
     model = Transformer(_make_spec(experiment, layers=3))
     model.tokenizer = make_tokenizer("word", experiment.held_out_corpus())
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_early_late_given_model_or_raises(experiment):
 
 
 def test_depth_trend_one_text_has_no_interval():
-    trend = DepthTrend(np.array([[1.0, 2.0, 3.0]]), np.array([[4.0, 4.0, 4.0]]))
+    trend = LayerThirdMeans(np.array([[1.0, 2.0, 3.0]]), np.array([[4.0, 4.0, 4.0]]))
     assert trend.means_by_third == [0.25, 0.5, 0.75]
     assert trend.gap(2, 0) == Statistic.mean_of(0.5)
 

@@ -26,9 +26,9 @@ CASES = {
 @pytest.mark.parametrize(
     ("overlap", "sliced", "wider", "reason"),
     [
-        ([0.5, 1.0, 1.8], 0.2, 0.1, "on the seed: what heads read overlaps 1.10 times"),
-        (1.1, 0.2, [-0.1, 0.1, 0.2], "on the seed: heads read overlapping spaces, but whether slices with wider MLPs"),
-        (1.1, 0.0, [-0.1, 0.1, 0.2], "on what is asked: heads read overlapping spaces, but slices lose less"),
+        ([0.5, 1.0, 1.8], 0.2, 0.1, "on the seed: the input subspaces of heads overlap 1.10 times"),
+        (1.1, 0.2, [-0.1, 0.1, 0.2], "on the seed: the input subspaces overlap, but whether slices with wider MLPs"),
+        (1.1, 0.0, [-0.1, 0.1, 0.2], "on the criterion: the input subspaces overlap, but slices lose less"),
     ],
 )
 def test_input_slices_open_interval_depends(overlap, sliced, wider, reason):
@@ -77,7 +77,7 @@ def test_input_slices_stub_experiment_and_given_model(tmp_path):
     experiment = stub_experiment(tmp_path, stub_results, models=True)
     statistics = CLAIM.measure(experiment)
     assert [statistics["lost by slices", name].mean for name in (SLICED, WIDER)] == [0.5, 0.25]
-    # LayerNorm centres what heads read: slices share a direction, whose cos² is 1/(H − 1)², of d; chance is d/D
+    # LayerNorm centers the input of heads: slices share a direction, whose cos² is 1/(H − 1)², of d; chance is d/D
     assert statistics[OVERLAP, SLICED].mean == pytest.approx((1 / 3**2 / 4) / (4 / 16))
     assert statistics["parameters", WIDER].mean == pytest.approx(statistics["parameters", FULL].mean, rel=0.01)
     assert 0 < statistics["maps apart (JS)", SLICED].mean < 0.7

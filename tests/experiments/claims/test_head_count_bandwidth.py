@@ -24,7 +24,7 @@ def test_bandwidth_noisy_timing_depends():
     statistics = StatisticTable()
     for name, position, _ in rows(1, 1):
         statistics.add(name, position, Statistic.median_of([1.0, 1.2] * 8))
-    assert CLAIM.correct_and_judge(statistics)[1].detail.startswith("on the turn of the clock: whether 64 heads")
+    assert CLAIM.correct_and_judge(statistics)[1].detail.startswith("on the timing noise: whether 64 heads")
 
 
 def test_relative_times_more_heads_take_longer():
@@ -34,7 +34,7 @@ def test_relative_times_more_heads_take_longer():
 
 
 def test_relative_times_without_eight_heads_raises():
-    with pytest.raises(HeadwiseError, match="8 among them"):
+    with pytest.raises(HeadwiseError, match="the list must contain"):
         relative_times(12, 4, (1, 2))
 
 

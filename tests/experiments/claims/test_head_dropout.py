@@ -38,16 +38,16 @@ def test_head_dropout_cost_is_reported_and_wide_interval_depends():
         statistics.add(name, position, values)
     assert "4.7% more loss" in judge(statistics).detail
     statistics.add(WORST, None, [0.1, 0.1, 0.9])
-    assert str(judge(statistics)) == "depends: on the seed: whether the worst head costs less stays open"
+    assert str(judge(statistics)) == "depends: on the seed: whether the worst head costs less is inconclusive"
 
 
 @pytest.mark.parametrize(
     ("worst", "uneven", "reason"),
     [
-        ([0.7, 0.9, 1.2], [0.04, 0.1, 0.05], "on the seed: whether the worst head costs less stays open"),
+        ([0.7, 0.9, 1.2], [0.04, 0.1, 0.05], "on the seed: whether the worst head costs less is inconclusive"),
         ([0.7, 0.9, 1.2], [-0.1, 0.1, 0.0], "on the seed: whether the worst head costs less and heads are needed more"),
-        (0.5, 0.0, "on what is meant: the worst head costs less"),
-        (1.0, -0.2, "on what is meant: heads are needed more evenly"),
+        (0.5, 0.0, "on the criterion: the worst head costs less"),
+        (1.0, -0.2, "on the criterion: heads are needed more evenly"),
     ],
 )
 def test_head_dropout_open_interval_depends(worst, uneven, reason):
@@ -69,7 +69,7 @@ def test_reliance_statistics_equal_closed_form(monkeypatch):
     losses = np.array([0.3, -0.1, 0.1, 0.0])
     monkeypatch.setattr(head_dropout, "importance", lambda *_, ablation: SimpleNamespace(mean=losses))
     result = ablation_spread(Transformer(preset("nano")), "a text")
-    # Of 0, 0, .1 and .3 a Gini index of (1·.1 + 3·.3) / (4·.4).
+    # The Gini index of 0, 0, 0.1 and 0.3 is (1·0.1 + 3·0.3) / (4·0.4).
     assert (result.worst, result.mean, result.top_fraction) == pytest.approx((0.3, 0.075, 0.75))
     assert result.gini == pytest.approx(1 / 1.6)
 

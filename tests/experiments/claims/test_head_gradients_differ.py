@@ -41,7 +41,7 @@ def test_gradients_open_interval_depends_on_seed():
     for row in make_rows([0.02, 0.03, 0.02], [0.1, 0.3, 0.5]):
         statistics.add(*row)
     assert judge(statistics).detail.startswith(
-        "on the seed: surely different of its weights at 3 and of what it moves at 0"
+        "on the seed: significantly different of its weights at 3 and of what it moves at 0"
     )
 
 

@@ -38,11 +38,11 @@ def test_heads_differ_given_model_ignores_head_dim():
 @pytest.mark.parametrize(
     ("gained", "overlap", "slope", "reason"),
     [
-        ([0.0, 0.05, 0.1], 0.0, 0.03, "on the seed: how far maps part"),
-        (0.3, [0.0, 0.05, 0.1], 0.03, "on the seed: their maps part, but whether their subspaces overlap"),
-        (0.3, 0.0, [0.0, 0.03, -0.02], "on the seed: their maps part, but whether narrower heads differ more"),
-        (0.3, 0.0, 0.0, "on what is compared: their maps part, but narrower heads differ no more"),
-        (0.3, 0.2, [0.0, 0.03, -0.02], "on what is compared: their maps part, but their subspaces overlap"),
+        ([0.0, 0.05, 0.1], 0.0, 0.03, "on the seed: the distance of maps"),
+        (0.3, [0.0, 0.05, 0.1], 0.03, "on the seed: their maps diverge, but whether their subspaces overlap"),
+        (0.3, 0.0, [0.0, 0.03, -0.02], "on the seed: their maps diverge, but whether narrower heads differ more"),
+        (0.3, 0.0, 0.0, "on the comparison: their maps diverge, but narrower heads differ no more"),
+        (0.3, 0.2, [0.0, 0.03, -0.02], "on the comparison: their maps diverge, but their subspaces overlap"),
     ],
 )
 def test_heads_differ_open_interval_depends(gained, overlap, slope, reason):

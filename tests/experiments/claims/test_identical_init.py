@@ -77,5 +77,5 @@ def test_identical_init_tiny_experiment_gives_statistics(tmp_path):
     assert judge(statistics).word in VERDICTS
     assert statistics["twins apart", 0].mean == 0
     assert statistics["weights equal to the last bit"].mean == 1  # never trained
-    assert statistics[SHARE, "half twins"].mean == 0  # of what they read
+    assert statistics[SHARE, "half twins"].mean == 0  # of W_Q, W_K and W_V
     assert statistics["others apart", 0].mean > 1

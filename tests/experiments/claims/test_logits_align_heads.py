@@ -41,7 +41,7 @@ def test_teacher_and_students_differ_only_in_loss(tmp_path) -> None:
     assert (len(teacher.spec.head_addresses), len(students[0].spec.head_addresses)) == (32, 8)
     assert ExperimentConfig.from_json(students[1].to_json()) == students[1]
     assert "teacher" not in students[0].to_json(), "points that have none are named as they were"
-    with pytest.raises(HeadwiseError, match="says by what"):
+    with pytest.raises(HeadwiseError, match="must be set together"):
         replace(students[0], distill_losses="maps")
 
 

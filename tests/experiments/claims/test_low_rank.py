@@ -69,7 +69,7 @@ def test_head_ranks_zeroed_directions_reduce_rank():
 
 
 def test_head_ranks_short_text_raises():
-    with pytest.raises(HeadwiseError, match="more tokens than head_dim, 8; there are 3"):
+    with pytest.raises(HeadwiseError, match="more tokens than head_dim=8"):
         head_score_ranks(make_model(), "abc")
 
 
@@ -83,7 +83,7 @@ def test_low_rank_tiny_experiment_gives_statistics(tmp_path):
     statistics = measure(tiny_experiment(tmp_path))
     assert judge(statistics).word in VERDICTS
     ranks = {d: statistic.mean for d, statistic in statistics.by_condition("rank of the scores").items()}
-    assert ranks == {1: 1, 2: 2, 4: 4, 8: 8, 16: 15}  # LayerNorm centres what is read: of 16 dimensions 15 are left
+    assert ranks == {1: 1, 2: 2, 4: 4, 8: 8, 16: 15}  # LayerNorm centers the input, so 15 of 16 dimensions remain
     assert statistics["effective rank of W_QK", 1].mean == pytest.approx(1)
 
 

@@ -19,7 +19,7 @@ WIDE_INTERVAL = [0.1, -0.1, 0.0]
 
 
 def test_one_head_blends_intervals_are_corrected():
-    # Six seeds, mean .09524 and an interval of .0534 to .1371 alone: above the bar of .05. As one of seven that the rule
+    # Six seeds: mean 0.09524, interval 0.0534 to 0.1371 alone: above the threshold of 0.05. As one of seven that the rule
     # looks at, t of 5 degrees is 4.38 in place of 2.57, and the interval begins at .024.
     values = [0.09524 + step * 0.03986 for step in (-1.3363, -0.8018, -0.2673, 0.2673, 0.8018, 1.3363)]
     statistics = StatisticTable()
@@ -35,13 +35,13 @@ def test_one_head_blends_intervals_are_corrected():
     corrected, verdict = CLAIM.correct_and_judge(statistics)
     assert corrected["lost by one head", "referent"].level == pytest.approx(1 - 0.05 / 7)
     assert corrected["lost by one head", "referent"].low == pytest.approx(0.0240, abs=1e-3)
-    assert str(verdict).startswith("depends: on the seed: one head loses no relation for sure; open: referent")
+    assert str(verdict).startswith("depends: on the seed: one head loses no relation significantly; open: referent")
 
 
 @pytest.mark.parametrize(
     ("one_head", "four", "lost", "word", "reason"),
     [
-        (1.0, 1.0, WIDE_INTERVAL, "depends", "on the seed: one head loses no relation for sure; open: surname"),
+        (1.0, 1.0, WIDE_INTERVAL, "depends", "on the seed: one head loses no relation significantly; open: surname"),
         ([0.4, 0.5, 0.6], 1.0, 0.0, "depends", "on the seed"),
         (0.0, [0.9, 0.96, 1.0], 0.0, "depends", "on the seed"),
         (0.0, 1.0, WIDE_INTERVAL, "depends", "on the seed"),
@@ -50,7 +50,7 @@ def test_one_head_blends_intervals_are_corrected():
             1.0,
             0.0,
             "depends",
-            "on the relation: one head loses no relation for sure; 4 look-ups at once do not go",
+            "on the relation: one head loses no relation significantly; 4 look-ups at once do not go",
         ),
         (1.0, 1.0, 0.8, "depends", "on the relation: one head loses surname; 4 look-ups at once go through one"),
         (0.0, 0.1, 0.0, "does not hold", "4 look-ups at once are not learned"),

@@ -31,7 +31,7 @@ def test_jacobians_shared_keys_are_reported():
     for row in CASES["true by construction"]:
         statistics.add(*row)
     assert CLAIM.judge(statistics).detail.endswith(
-        "where they share keys, paths meet (0.4 of a gradient), by construction too"
+        "if they share keys, paths are coupled (0.4 of a gradient), by construction too"
     )
     statistics.add("moved by others", HEADS, 0.1)
     assert CLAIM.judge(statistics).word == "does not hold"
@@ -46,7 +46,7 @@ def make_model(**fields):
 
 
 def test_heads_of_uniform_attention_jacobian_equals_closed_form():
-    """With W_Q = 0 every head looks everywhere alike: ∂out_t/∂x_s = Σ W_V W_O / T, whatever x is."""
+    """With W_Q = 0 every head attends uniformly: ∂out_t/∂x_s = Σ W_V W_O / T, whatever x is."""
     model = make_model()
     layer = next(model.attention_layers())
     with torch.no_grad():

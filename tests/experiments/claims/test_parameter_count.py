@@ -26,7 +26,7 @@ def test_parameter_count_equals_four_square_matrices():
 
 
 def test_parameter_spread_shared_keys_equals_closed_form():
-    # With one key head, keys and values shrink with head_dim: 2·48² + 2·48·d parameters.
+    # With one KV head, keys and values shrink with head_dim: 2·48² + 2·48·d parameters.
     ratio = max_min_parameter_ratio(AttentionSpec(width=48, heads=48, kv_heads=1), (2, 48))
     assert ratio == (2 * 48**2 + 2 * 48 * 24) / (2 * 48**2 + 2 * 48)
 
@@ -50,11 +50,11 @@ def test_parameters_given_model_compared_with_plain():
     assert gated_statistics["most over fewest", "plain"].mean == 1
     # a gate for each head
     assert gated_statistics["most over fewest", OWN_KIND].mean == (4 * 48**2 + 16) / (4 * 48**2 + 1)
-    assert str(judge(gated_statistics)) == "depends: on what else the layer has: the model's own kind moves it"
+    assert str(judge(gated_statistics)) == "depends: on other parts of the layer: the model's own kind changes it"
 
 
 def test_parameters_kv_heads_not_dividing_head_count():
-    # Of 3 key heads 1 is left with 1, 2, 4, 8 or 16 heads: 2·48² + 2·48·d parameters.
+    # 1 of 3 KV heads remains with 1, 2, 4, 8 or 16 heads: 2·48² + 2·48·d parameters.
     statistics = measure_model(make_model(48, heads=6, kv_heads=3))
     assert statistics["most over fewest", OWN_KIND].mean == (4 * 48**2) / (2 * 48**2 + 2 * 48 * 3)
 

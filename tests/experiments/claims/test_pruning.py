@@ -7,7 +7,7 @@ import torch
 
 from headwise.analysis.ablation.head_outputs import mean_activations
 from headwise.analysis.ablation.importance import importance
-from headwise.compression.pruning_curve import PruningCurve
+from headwise.compression.pruning_curve import PruningCurves
 from headwise.compression.select_heads import kept_head_count
 from headwise.errors import HeadwiseError
 from headwise.experiments.claim import VERDICTS
@@ -92,7 +92,7 @@ def test_pruning_claim_given_model_gives_verdict(experiment):
 
 @pytest.mark.parametrize("heads", [4, 6, 7, 10, 16, 72, 270])
 def test_keep_fractions_include_a_quarter(heads):
-    # The cut to a quarter takes a quarter or more, and not a head more than that needs.
+    # The smallest number of heads that is at least the requested fraction is pruned.
     remaining = [kept_head_count(heads, keep) for keep in keep_fractions(heads)]
     num_pruned = min(heads - count for count in remaining if heads - count >= MIN_FRACTION * heads)
     assert num_pruned == -(-heads // 4)
@@ -103,7 +103,7 @@ def test_keep_fractions_include_a_quarter(heads):
 def test_relative_costs_quarter_of_heads():
     point = SimpleNamespace(heads=12, loss_increase=SimpleNamespace(mean=0.004))
     curve = cast(
-        PruningCurve, SimpleNamespace(points_by_ranking=lambda ranking: [point], full_loss=SimpleNamespace(mean=2.0))
+        PruningCurves, SimpleNamespace(points_by_ranking=lambda ranking: [point], full_loss=SimpleNamespace(mean=2.0))
     )
     assert pruning._relative(curve, "ablation", 16) == [(MIN_FRACTION, 0.002)]
 
@@ -117,7 +117,7 @@ def test_pruning_claim_one_seed_below_quarter_depends():
     statistics = StatisticTable()
     for row in rows:
         statistics.add(*row)
-    assert str(CLAIM.judge(statistics)) == "depends: on the seed: between 12% and 50% can go"
+    assert str(CLAIM.judge(statistics)) == "depends: on the seed: between 12% and 50% can be pruned"
 
 
 def test_loss_increase_model_without_output_raises(experiment):

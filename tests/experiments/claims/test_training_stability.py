@@ -24,8 +24,8 @@ WIDE_INTERVAL = Statistic.with_interval(0.63, -0.64, 1.9)
     [
         (WIDE_INTERVAL, WIDE_INTERVAL, "on the seed: whether high rates spare 8 and 32 heads"),
         (-0.4, WIDE_INTERVAL, "on the seed: whether high rates spare 32 heads"),
-        (0.6, WIDE_INTERVAL, "on the seed: high rates surely spare 8 heads, whether 32"),
-        (0.6, -0.4, "on how many: high rates surely spare 8 of 8 and 32 heads"),
+        (0.6, WIDE_INTERVAL, "on the seed: high rates significantly spare 8 heads, whether 32"),
+        (0.6, -0.4, "on the head count: high rates significantly spare 8 of 8 and 32 heads"),
     ],
 )
 def test_stability_open_interval_depends(eight, thirty_two, reason):

@@ -1,4 +1,4 @@
-"""A part of the stream followed back: a head wrote it because it looked at a token, where something had been written."""
+"""Trace a contribution to the residual stream back through heads to the token it came from."""
 
 from typing import Any, NamedTuple
 
@@ -6,27 +6,44 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.attribution.residual_parts import BIASES, ResidualParts
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.spec import Address
 
 
 class AttentionPathStep(NamedTuple):
-    """One step back: a part at a token, and for a head the token it took most of this from."""
+    """One step of a path: a part of the residual stream, and for a head its most important source token.
 
-    side: str  # query or key
+    Attributes:
+        side: "query" or "key".
+        part: A head address, "mlp.<layer>", "embedding" or "biases".
+        token: Token at which the part was written.
+        score: Contribution of the part to the score along this path.
+        source_token: Token whose value contributed most. None at the end of the path.
+        attention: Attention weight of the head on `source_token`.
+        source_score: Contribution of `source_token` to `score`.
+    """
+
+    side: str
     part: str
     token: Any
-    score: float  # what it adds to the score along this way
-    source_token: Any = None  # the token whose value brought most of it; None where the way ends
-    attention: float | None = None  # the attention on it
-    source_score: float | None = None  # of the score, what came from there
+    score: float
+    source_token: Any = None
+    attention: float | None = None
+    source_score: float | None = None
 
 
 def trace_path(
     residual_parts: ResidualParts, side: str, part: str, layer: int, position: int, direction: Tensor
 ) -> list[AttentionPathStep]:
-    """From a part of what a layer read at a place, back to an embedding, an MLP or the biases.
+    """Follow a part of a layer's input back to an embedding, an MLP or the biases.
 
-    `direction` (D,) is what the score reads of what the layer read; its norm is frozen.
+    Args:
+        residual_parts: The recorded pass.
+        side: "query" or "key", copied into the steps.
+        part: Name of the part to follow.
+        layer: Layer that reads the part.
+        position: Token position at which the layer reads it.
+        direction: (D,), gradient of the score with respect to the layer input, with the norm frozen.
     """
     steps: list[AttentionPathStep] = []
     while True:
@@ -37,14 +54,14 @@ def trace_path(
         head = Address.parse(part)
         head_view, call = residual_parts.model.heads[head], residual_parts.recording[head].only_call
         stream_direction = _before_norm(residual_parts, layer, position, direction, head.layer)  # (D,)
-        weights = call.map(rows=position)[0, 0].double()  # (S,)
-        value_direction = head_view.W_O.double() @ stream_direction  # (e,)
-        contributions = weights * (call.v[0].double() @ value_direction)  # (S,)
+        weights = to_float64(call.map(rows=position)[0, 0])  # (S,)
+        value_direction = to_float64(head_view.W_O) @ stream_direction  # (e,)
+        contributions = weights * (to_float64(call.v[0]) @ value_direction)  # (S,)
         source = int(contributions.abs().argmax())
         steps.append(
             AttentionPathStep(side, part, position, score, source, float(weights[source]), float(contributions[source]))
         )
-        layer, position, direction = head.layer, source, weights[source] * (head_view.W_V.double() @ value_direction)
+        layer, position, direction = head.layer, source, weights[source] * (to_float64(head_view.W_V) @ value_direction)
         names, inputs = residual_parts.layer_input_parts(layer, [position])
         part_scores = inputs[:, 0] @ direction  # (P,)
         part = names[int(part_scores.abs().argmax())]
@@ -53,7 +70,7 @@ def trace_path(
 def _before_norm(
     residual_parts: ResidualParts, layer: int, position: int, direction: Tensor, writer_layer: int
 ) -> Tensor:
-    """What a direction behind a layer's norm is for what an earlier layer's head wrote into the stream: (D,)."""
+    """Map a direction at a layer's normed input to the output of a head in an earlier layer: (D,)."""
     norm, post_norm = residual_parts.input_norm(layer), residual_parts.residual.layers[writer_layer].post_norm
     if norm is not None:
         parts = torch.stack([part for _, part in residual_parts.parts(layer, [position])]).sum((0, 1))  # (D,)

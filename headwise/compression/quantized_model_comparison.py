@@ -1,11 +1,11 @@
-"""What few bits save and cost: bytes as they lie there, and the loss beside the model that it came from."""
+"""Compare a quantized model with its original: bytes of the stored weights, and losses on the same texts."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
-from headwise.compression.quantize import WeightFootprint, weight_footprints
-from headwise.errors import HeadwiseError
+from headwise.compression.quantize import ModelPartFootprint, weight_footprints
+from headwise.errors import ArgumentError
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
 from headwise.spec.weight_bits import FULL_PRECISION
@@ -13,28 +13,40 @@ from headwise.spec.weight_bits import FULL_PRECISION
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """A model at few bits beside the one it came from; losses with 95 % intervals over texts, the difference paired."""
+    """Sizes and losses of a model before and after quantization.
 
-    before: tuple[WeightFootprint, ...]
-    after: tuple[WeightFootprint, ...]
+    Losses have 95% confidence intervals over texts. Differences are paired by text.
+
+    Attributes:
+        before: Size of each part of the original model.
+        after: Size of each part of the quantized model.
+        metric: Unit of the losses. Empty if no texts were given.
+        texts: Number of texts.
+        loss_before: Loss of the original model. None if no texts were given.
+        loss_after: Loss of the quantized model.
+        loss_increase: Loss after minus loss before.
+    """
+
+    before: tuple[ModelPartFootprint, ...]
+    after: tuple[ModelPartFootprint, ...]
     metric: str = ""
     texts: int = 0
     loss_before: LossEstimate | None = None
     loss_after: LossEstimate | None = None
-    loss_increase: LossEstimate | None = None  # after − before
+    loss_increase: LossEstimate | None = None
 
     def footprint_rows(self) -> list[list[str | int | float]]:
-        """Part, numbers, bytes before, bytes after, bits a number after; scales are counted."""
+        """Return rows of part, number of weights, bytes before, bytes after, and bits per weight with scales after."""
         pairs = zip(self.before, self.after, strict=True)
         return [[b.part, b.parameters, b.nbytes, a.nbytes, round(a.bits, 3)] for b, a in pairs if b.parameters]
 
     def loss_rows(self) -> list[list[str | float]]:
-        """What, mean, low, high."""
+        """Return rows of label, mean, low and high."""
         estimates = {"before": self.loss_before, "after": self.loss_after, "after − before": self.loss_increase}
         return [[name, *asdict(estimate).values()] for name, estimate in estimates.items() if estimate is not None]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """Return the report as plain data."""
         result = asdict(self, dict_factory=nan_to_none)
         for side in ("before", "after"):
             result[side] = [asdict(footprint) | {"bits": footprint.bits} for footprint in getattr(self, side)]
@@ -42,7 +54,15 @@ class QuantizationReport:
 
 
 def compare_quantized(before: Transformer, after: Transformer, corpus: Any = None) -> QuantizationReport:
-    """Count what both take, and ask both about texts, where any are given.
+    """Compare the sizes of two models, and their losses if a corpus is given.
+
+    Args:
+        before: The original model.
+        after: The same model with quantized weights.
+        corpus: A text, a list of texts, a path or a Corpus. None compares only sizes.
+
+    Returns:
+        Sizes by part, and losses with 95% confidence intervals.
 
     >>> from headwise.compression.quantize import quantize
     >>> from headwise.spec import preset
@@ -51,7 +71,10 @@ def compare_quantized(before: Transformer, after: Transformer, corpus: Any = Non
     ['heads', 3538944, 14155776, 2211840, 5.0]
     """
     if _unquantized_spec(before) != _unquantized_spec(after):
-        raise HeadwiseError("the second model is not the first at few bits; give the model it was made from first.")
+        raise ArgumentError(
+            "after: it is not a quantized copy of the model `before`; their specs differ in more than weight bits. "
+            "Pass the original model first, then hw.quantize(original, …)."
+        )
     sizes = tuple(weight_footprints(before)), tuple(weight_footprints(after))
     if corpus is None:
         return QuantizationReport(*sizes)
@@ -68,5 +91,5 @@ def compare_quantized(before: Transformer, after: Transformer, corpus: Any = Non
 
 
 def _unquantized_spec(model: Transformer) -> ModelSpec:
-    """What a model is but for its bits."""
+    """Return the spec of a model without its weight bits."""
     return replace(model.spec, weight_rules=(), activation_bits=FULL_PRECISION)

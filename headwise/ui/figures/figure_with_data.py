@@ -1,4 +1,4 @@
-"""A drawing: a picture and the numbers it shows. Made without a display; written as a picture or as data, by the suffix."""
+"""A figure with its data. It needs no display and is saved as an image or as data, by suffix."""
 
 import csv
 import json
@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.io.atomic_write import write_atomic
 
 if TYPE_CHECKING:
@@ -18,14 +18,18 @@ if TYPE_CHECKING:
 
 IMAGE_SUFFIXES, DATA_SUFFIXES = (".svg", ".png", ".pdf"), (".csv", ".json")
 TEXT_COLOR, MUTED_COLOR, BACKGROUND = "#22262b", "#9aa1a9", "#ffffff"
-LINE_COLORS = ("#1f6fb4", "#c2571a", "#2f8a4d", "#8a4fa3", "#a8324a", "#6b7a1f")  # dark enough for thin lines on white
-DPI = 160  # dots an inch
-DATE_METADATA = {".svg": "Date", ".pdf": "CreationDate"}  # left out, so that the same picture is the same file
+LINE_COLORS = ("#1f6fb4", "#c2571a", "#2f8a4d", "#8a4fa3", "#a8324a", "#6b7a1f")  # readable as thin lines on white
+DPI = 160
+DATE_METADATA = {".svg": "Date", ".pdf": "CreationDate"}  # removed, so that equal figures are equal files
 
 
 @dataclass(frozen=True, eq=False)
 class FigureWithData:
-    """`figure` is matplotlib's own, `rows` are the numbers in it. `save("a.svg")` writes a picture, `save("a.csv")` data.
+    """A matplotlib figure and its data. `save("a.svg")` writes an image, `save("a.csv")` the data.
+
+    Attributes:
+        figure: The matplotlib figure.
+        rows: The plotted data, one dict per row.
 
     >>> figure = FigureWithData(make_figure(3, 2), [{"head": "5.1", "entropy": 1.5}])
     >>> print(figure.as_csv(), end="")
@@ -37,7 +41,7 @@ class FigureWithData:
     rows: list[dict[str, Any]]
 
     def save(self, path: str | Path) -> Path:
-        """Write a picture (.svg, .png, .pdf) or the numbers (.csv, .json), whole or not at all."""
+        """Write an image (.svg, .png, .pdf) or the data (.csv, .json), atomically."""
         path = check_path(path)
         suffix = path.suffix.lower()
         if suffix == ".csv":
@@ -47,7 +51,7 @@ class FigureWithData:
         return write_atomic(path, self.as_image(suffix))
 
     def as_image(self, suffix: str) -> bytes:
-        """The picture in one of the formats, `.svg`."""
+        """Render the figure in the format of a suffix, for example `.svg`."""
         from matplotlib import rc_context
 
         buffer = BytesIO()
@@ -57,7 +61,7 @@ class FigureWithData:
         return buffer.getvalue()
 
     def as_csv(self) -> str:
-        """The numbers, a line each."""
+        """Return the data as CSV."""
         buffer = StringIO()
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         writer = csv.DictWriter(buffer, names, lineterminator="\n")
@@ -66,7 +70,7 @@ class FigureWithData:
         return buffer.getvalue()
 
     def as_records(self) -> list[dict[str, Any]]:
-        """The numbers as JSON knows them: what is not known is None."""
+        """Return the data for JSON. NaN and infinity become None."""
         return [
             {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in row.items()}
             for row in self.rows
@@ -77,24 +81,24 @@ class FigureWithData:
 
 
 def check_path(path: str | Path, suffixes: Sequence[str] = (*IMAGE_SUFFIXES, *DATA_SUFFIXES)) -> Path:
-    """Whether a drawing can be written there; asked before long work."""
+    """Check that a figure can be written to a path, before long computations."""
     path = Path(path)
     if path.suffix.lower() not in suffixes:
-        raise HeadwiseError(f"a picture is written as {', '.join(suffixes)}; got {str(path)!r}.")
+        raise ArgumentError(f"path: the suffix must be one of {', '.join(suffixes)}. Got {str(path)!r}.")
     if not path.parent.is_dir():
-        raise HeadwiseError(f"there is no folder {path.parent} to write {path.name} into; make it first.")
+        raise ArgumentError(f"path: the folder {path.parent} does not exist. Create it before writing {path.name}.")
     return path
 
 
 def make_figure(width: float, height: float) -> "Figure":
-    """An empty sheet, so many inches."""
+    """Create an empty figure. The sizes are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), facecolor=BACKGROUND, layout="constrained")
 
 
 def style_axes(axes: "Axes", x: str = "", y: str = "") -> None:
-    """Two axes with their names, no box around."""
+    """Set the axis labels and remove the frame."""
     axes.set_xlabel(x, fontsize=9, color=TEXT_COLOR)
     axes.set_ylabel(y, fontsize=9, color=TEXT_COLOR)
     axes.tick_params(labelsize=8, colors=TEXT_COLOR)
@@ -103,5 +107,5 @@ def style_axes(axes: "Axes", x: str = "", y: str = "") -> None:
 
 
 def escape_dollar(label: str) -> str:
-    """A dollar sign begins a formula in matplotlib; here it is just a dollar sign."""
+    """Escape dollar signs, which start a formula in matplotlib."""
     return label.replace("$", r"\$")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from headwise.errors import HeadwiseError
-from headwise.experiments.claim_tests import quantization
-from headwise.experiments.claim_tests.quantization import (
+from headwise.experiments.claim_tests import quantization_coupling
+from headwise.experiments.claim_tests.quantization_coupling import (
     CLAIM,
     COUPLING,
     KEY_VALUE,
@@ -46,7 +46,7 @@ CASES = {
 
 
 def test_quantization_claim_depends_names_reason() -> None:
-    statistics = quantization.StatisticTable()
+    statistics = quantization_coupling.StatisticTable()
     for name, position, values in rows(CLEARLY_ABOVE, WIDE_INTERVAL, CLEARLY_ABOVE):
         statistics.add(name, position, values)
     assert str(CLAIM.judge(statistics)).startswith(
@@ -76,7 +76,7 @@ def test_quantization_statistics_equal_closed_forms() -> None:
 
 
 def test_cost_spread_excludes_text_variation() -> None:
-    """Heads that are alike, on texts that are not: the plain spread of their means is far from 0, this one is not."""
+    """Equal heads on different texts: the plain spread of their means is far from 0, the corrected spread is not."""
     n = 400
     rng = np.random.default_rng(0)
     drifts = rng.normal(1, 3, size=(16, n))
@@ -85,7 +85,7 @@ def test_cost_spread_excludes_text_variation() -> None:
     assert plain.std(ddof=1) / plain.mean() > 0.1
     statistic = costs.bootstrap_statistic(cost_spread)
     assert statistic.mean < 0.15
-    assert statistic.is_interval_below(quantization.MIN_SPREAD)
+    assert statistic.is_interval_below(quantization_coupling.MIN_SPREAD)
     uneven = replace(costs, drifts=drifts + np.arange(16)[:, None])
     assert cost_spread(uneven, np.ones(n)) == pytest.approx(np.std(np.arange(16), ddof=1) / 8.5, rel=0.1)
 
@@ -96,7 +96,7 @@ def test_coupling_excludes_noise() -> None:
     sum_of_singles = costs.singles[costs.pair_heads[:, 0]] + costs.singles[costs.pair_heads[:, 1]]
     noisy = replace(costs, pairs=sum_of_singles + rng.normal(0, 5, size=sum_of_singles.shape))
     assert head_pair_interaction(noisy, np.ones(n)) < 0.05
-    assert noisy.bootstrap_statistic(head_pair_interaction).is_interval_below(quantization.MIN_COUPLING)
+    assert noisy.bootstrap_statistic(head_pair_interaction).is_interval_below(quantization_coupling.MIN_COUPLING)
 
 
 def test_drawn_keys_samples_kv_groups_together() -> None:
@@ -115,7 +115,7 @@ def test_quantization_claim_tiny_experiment_gives_statistics(tmp_path) -> None:
     costs = weight_and_cache_quantization_costs(
         experiment.train_or_load(experiment.make_config(1)).load_model(), experiment.held_out_corpus(1)
     )
-    for name, statistic in quantization.COST_STATISTICS.items():
+    for name, statistic in quantization_coupling.COST_STATISTICS.items():
         assert statistics[name, SYNTHETIC_MODELS].values[1] == pytest.approx(
             statistic(costs, np.ones(len(costs.counts))), nan_ok=True
         )
@@ -128,5 +128,5 @@ def test_quantization_claim_given_model_gives_statistics() -> None:
     statistics = measure_model(model, texts)
     assert isinstance(statistics[COUPLING, "given"], Statistic)
     assert statistics[SPREAD, "given"].low is not None
-    with pytest.raises(HeadwiseError, match="two in each half"):
+    with pytest.raises(HeadwiseError, match="at least four texts"):
         measure_model(model, texts[:3])

@@ -20,17 +20,17 @@ from headwise.heads import AttentionCall
 from headwise.kernels import masked_scores, raw_scores, repeat_kv, softmax_weights
 from headwise.model import ModelProtocol, eval_mode
 
-KEYS = 64  # of a random row
-ROWS = 512  # random rows, for each head_dim
-MIN_KEYS = 8  # keys a row of a text must see: a shorter one is neither sharp nor flat
-UNSCALED_HEADS = (1, 8, 32)  # head counts that are trained without the scale as well
-MIN_SLOPE = 0.01  # of relative entropy, a doubling of head_dim; over six doublings .06
+KEYS = 64  # keys per random row
+ROWS = 512  # random rows per head_dim
+MIN_KEYS = 8  # smallest number of visible keys: shorter rows are neither sharp nor flat
+UNSCALED_HEADS = (1, 8, 32)  # head counts that are also trained without the scale
+MIN_SLOPE = 0.01  # relative entropy per doubling of head_dim, 0.06 over six doublings
 TRAINED, UNSCALED = "trained, by 1/√d", "trained, unscaled"
 RANDOM = {"unscaled": False, "by 1/√d": True}  # whether random q and k are scaled
 
 
 def score_std_and_entropy(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows of scores (…, S), −inf where a key is hidden: their standard deviation, and entropy over ln(visible keys).
+    """Return the standard deviation of each row of scores (…, S), −inf if hidden, and its entropy over ln(visible keys).
 
     >>> sd, entropy = score_std_and_entropy(torch.tensor([[0.0, 0.0, 0.0, 0.0, -torch.inf]]))
     >>> sd.item(), round(entropy.item(), 6)
@@ -46,10 +46,10 @@ def score_std_and_entropy(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_std_and_entropy(head_dim: int, scaled: bool, seed: int = 0) -> tuple[float, float]:
-    """The same of random q and k, whose channels have spread 1: the scores' spread is √d, or 1 when scaled by 1/√d."""
+    """Return both for random q and k with unit variance: the standard deviation is √d, or 1 if scaled by 1/√d."""
     generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(ROWS, 1, head_dim, generator=generator)  # a row each
-    k = torch.randn(ROWS, KEYS, head_dim, generator=generator)
+    q = torch.randn(ROWS, 1, head_dim, generator=generator, device="cpu")  # one query per row
+    k = torch.randn(ROWS, KEYS, head_dim, generator=generator, device="cpu")
     scores = (q @ k.mT)[:, 0] / (math.sqrt(head_dim) if scaled else 1)  # (ROWS, KEYS)
     sd, entropy = score_std_and_entropy(scores)
     return float(sd.square().mean().sqrt()), float(entropy.mean())
@@ -57,7 +57,7 @@ def random_std_and_entropy(head_dim: int, scaled: bool, seed: int = 0) -> tuple[
 
 @torch.no_grad()
 def model_std_and_entropy(model: ModelProtocol, corpus: Any = None, texts: int = 64) -> dict[str, float]:
-    """The mean over a model's heads and the rows of some texts: `sd` of scores, `raw sd` before the scale, `entropy`."""
+    """Return means over heads and text rows: `sd` of scores, `raw sd` before the scale, `entropy`."""
     rows_by_name: dict[str, list[Tensor]] = {"sd": [], "raw sd": [], "entropy": []}
 
     def on_call(call: AttentionCall) -> None:
@@ -84,7 +84,7 @@ def model_std_and_entropy(model: ModelProtocol, corpus: Any = None, texts: int =
 
 
 def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
-    """Every head count with the scale, some without."""
+    """Return every head count with the scale, some also without."""
     return [
         experiment.make_config(seed, heads, **overrides)
         for _, heads, overrides in _variants(experiment)
@@ -93,18 +93,18 @@ def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
 
 
 def _variants(experiment: ExperimentContext) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """What trained models are called, their head count and what differs in their attention."""
+    """Yield the name, head count and attention fields of each trained model."""
     width = experiment.size.width
     for heads in reversed(head_counts(width)):
         yield TRAINED, heads, {}
         if heads == width:
-            yield UNSCALED, heads, {}  # 1/√1 is no scale: the same model
+            yield UNSCALED, heads, {}  # 1/√1 = 1, so this is the scaled model
         elif heads in UNSCALED_HEADS:
             yield UNSCALED, heads, {"scale": 1.0}
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Trained models, with the scale and without, and random q and k, of every head_dim."""
+    """Measure trained models with and without the scale, and random q and k, for every head_dim."""
     statistics, width = StatisticTable(), experiment.size.width
     trained: dict[str, dict[int, list[float]]] = {TRAINED: {}, UNSCALED: {}}
     for name, heads, overrides in _variants(experiment):
@@ -140,7 +140,7 @@ def _add_entropy(statistics: StatisticTable, name: str, by_size: dict[int, list[
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     gained = statistics.by_condition("entropy gained by a doubling of head_dim")
     confirmed = [str(name) for name, statistic in gained.items() if statistic.is_interval_below(-MIN_SLOPE)]
     refuted = [str(name) for name, statistic in gained.items() if statistic.is_interval_above(-MIN_SLOPE)]
@@ -159,20 +159,20 @@ CLAIM = Claim(
     name="saturation",
     statement="Narrower heads keep attention scores from saturating.",
     counterevidence="Wide heads whose softmax is no sharper than that of narrow ones.",
-    setup="Models of one width: of every head count trained with scores scaled by 1/√d, and of some "
-    f"({', '.join(map(str, UNSCALED_HEADS))} heads) trained without the scale; where head_dim is 1 both are the same. "
-    "The spread of scores in a row and the entropy of its softmax, over the logarithm of the keys it sees, are "
-    f"measured on held-out text, on rows of at least {MIN_KEYS} keys. Random q and k of unit channels, {KEYS} keys, "
-    "are shown beside and not judged: their slope is known beforehand.",
-    rule="For both kinds of trained models the entropy's slope on log₂(head_dim), by seed. Holds if it is surely "
-    f"below −{MIN_SLOPE:g} for both, does not hold if surely above −{MIN_SLOPE:g} for both; else depends on the seed "
-    "if either is neither, or on the scale.",
+    setup="Models of one width: every head count trained with scores scaled by 1/√d, and some "
+    f"({', '.join(map(str, UNSCALED_HEADS))} heads) trained without the scale. For head_dim 1 both are the same. "
+    "The standard deviation of the scores in a row and the entropy of its softmax, relative to the logarithm of the number "
+    f"of visible keys, are measured on held-out text, on rows with at least {MIN_KEYS} keys. Random q and k with unit "
+    f"variance and {KEYS} keys are reported but not judged, because their slope is known.",
+    rule="For both kinds of trained models: the slope of the entropy over log₂(head_dim), per seed. Holds if it is "
+    f"significantly below −{MIN_SLOPE:g} for both, does not hold if significantly above −{MIN_SLOPE:g} for both. Otherwise "
+    "depends on the seed if either is inconclusive, else on the scale.",
     judged=statistic_key_selector("entropy gained by a doubling of head_dim"),
     measure=measure,
     judge=judge,
     plot=PlotSpec(
         tuple(f"entropy: {name}" for name in (TRAINED, UNSCALED, *(f"random, {name}" for name in RANDOM))),
-        x="head_dim", y="entropy / ln(keys seen)", log_x=True,
+        x="head_dim", y="entropy / ln(visible keys)", log_x=True,
     ),
     training_configs=training_configs,
 )  # fmt: skip

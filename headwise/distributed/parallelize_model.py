@@ -1,10 +1,11 @@
-"""How processes share a training run: rows of a batch, weights, heads.
+"""Parallel strategies of a training run: rows of a batch, weights and heads can be distributed over processes.
 
-ddp          each has the whole model and reads its rows; gradients are averaged (https://arxiv.org/abs/2006.15704)
-fsdp         the same, but weights, gradients and what the optimizer remembers are cut into shares; a block's weights are
-             put together while it runs (https://arxiv.org/abs/2304.11277)
-heads        each has whole heads, a part of each MLP and of the vocabulary, and reads all rows
-fsdp+heads   some processes share heads; several such groups share rows, and weights among them
+ddp          each process has the full model and processes its own rows; gradients are averaged
+             (https://arxiv.org/abs/2006.15704)
+fsdp         as ddp, but weights, gradients and optimizer state are sharded; the weights of a block are gathered while it runs
+             (https://arxiv.org/abs/2304.11277)
+heads        each process has complete heads, a part of each MLP and of the vocabulary, and processes all rows
+fsdp+heads   groups of processes share heads; the groups share rows, and weights are sharded over the groups
 """
 
 from collections.abc import Iterable
@@ -20,8 +21,9 @@ from headwise.distributed.head_partition import HeadPartition
 from headwise.distributed.model_shard import HEADS_AXIS, ShardedTransformer, partitions_and_collectives, shard_of
 from headwise.distributed.process_group import ProcessGroup
 from headwise.distributed.shard_axes import shard_axis_of
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError
 from headwise.heads import MultiHeadAttention
+from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model.transformer import Transformer
 
 DATA_AXIS = "data"
@@ -29,8 +31,13 @@ DATA_AXIS = "data"
 
 @dataclass(frozen=True, eq=False)
 class ParallelStrategy:
-    """Who shares what: `process_group` are those that read different rows; `mesh` is where weights or heads are split, if
-    they are."""
+    """Distribution of a training run over processes.
+
+    Attributes:
+        kind: ddp, fsdp, heads or fsdp+heads.
+        process_group: Processes that process different rows.
+        mesh: Device mesh along which weights or heads are split. None if each process has the full model.
+    """
 
     kind: str
     process_group: ProcessGroup
@@ -38,7 +45,7 @@ class ParallelStrategy:
 
     @staticmethod
     def of(kind: str, world: ProcessGroup, head_processes: int = 2) -> "ParallelStrategy":
-        """The layout that was asked for, on the processes there are; one alone shares nothing."""
+        """Return the strategy of this kind on the processes of `world`. A single process has the full model."""
         size, device = world.size, world.device.type
         if size == 1 or kind == "ddp":
             return ParallelStrategy(kind, world)
@@ -48,8 +55,8 @@ class ParallelStrategy:
             mesh = init_device_mesh(device, (size,), mesh_dim_names=(HEADS_AXIS,))
             return ParallelStrategy(kind, ProcessGroup(0, 1, world.device, world=world), mesh)
         if size % head_processes:
-            raise HeadwiseError(
-                f"{size} processes are no multiple of head_processes={head_processes}, which share heads; change one of them."
+            raise ArgumentError(
+                f"head_processes: it must divide the number of processes, {size}. Got {head_processes}. Change one of them."
             )
         mesh = init_device_mesh(
             device, (size // head_processes, head_processes), mesh_dim_names=(DATA_AXIS, HEADS_AXIS)
@@ -61,11 +68,11 @@ class ParallelStrategy:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a process holds less than the model."""
+        """Whether a process holds only a part of the model."""
         return self.mesh is not None
 
     def place_model(self, model: Transformer) -> Transformer:
-        """The model as this process is to hold it. A whole one that is cut by heads is copied and can be let go of."""
+        """Return the model on the device of this process. If heads are split, return a copy of the local part."""
         if self.mesh is None:
             return model
         if "heads" in self.kind and not model.is_sharded:
@@ -74,35 +81,35 @@ class ParallelStrategy:
         return model.to(self.process_group.device)
 
     def apply_fsdp(self, model: Transformer) -> None:
-        """Cut weights into shares, block by block; what is not in a block stays together while the model runs."""
+        """Shard the weights with FSDP, block by block. Weights outside of blocks stay gathered while the model runs."""
         if self.mesh is None or "fsdp" not in self.kind:
             return
         mesh = self.mesh if self.mesh.ndim == 1 else self.mesh[DATA_AXIS]
-        # a layer may have no heads
+        # A layer may have no heads, and FSDP does not support empty parameters.
         empty_parameters = {parameter for parameter in model.parameters() if not parameter.numel()}
         for block in (*model.encoder_blocks, *model.blocks):
             fully_shard(block, mesh=mesh, ignored_params=empty_parameters)
         fully_shard(model, mesh=mesh, ignored_params=empty_parameters, reshard_after_forward=False)
 
     def wrap_ddp(self, loss: nn.Module, find_unused: bool) -> nn.Module:
-        """Let gradients be averaged over those that read different rows, where cutting weights does not see to it."""
+        """Average gradients over processes with different rows, if FSDP does not do it."""
         return loss if self.is_sharded else self.process_group.wrap_ddp(loss, find_unused)
 
     def grad_norm(self, parameters: Iterable[nn.Parameter], row_masks: dict[nn.Parameter, Tensor]) -> float:
-        """The length of the gradient of the whole model; what several hold is counted once."""
+        """Return the gradient norm of the full model. Replicated parameters count once."""
         squares = torch.zeros((), dtype=torch.float64, device=self.process_group.device)
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.numel():
                 grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
                 row_squares = (
-                    grad.detach().double().square().flatten(1).sum(1) if grad.ndim > 1 else grad.double().square()
+                    to_float64(grad.detach()).square().flatten(1).sum(1) if grad.ndim > 1 else to_float64(grad).square()
                 )
                 squares += (row_squares * row_masks[parameter]).sum() if parameter in row_masks else row_squares.sum()
         return self.process_group.all_processes.all_reduce_values(float(squares))[0] ** 0.5
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Shorten gradients that are `norm` long to `max_norm`."""
+    """Scale gradients of norm `norm` down to `max_norm`."""
     parameters = list(parameters)
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.float())
@@ -113,14 +120,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
 
 
 def reshard(model: nn.Module) -> None:
-    """After a pass without a backward one: what was put together for it is cut again."""
+    """Shard the weights again that FSDP gathered in a forward pass without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def unique_row_mask(model: Transformer, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """For parameters of which several processes hold the same rows: 1 for each row this one counts, 0 for the others."""
+    """Return a mask for parameters with replicated rows: 1 at rows that this process counts, 0 at others."""
     if not isinstance(model, ShardedTransformer):
         return {}
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -151,7 +158,7 @@ def _unique_rows(model: ShardedTransformer, name: str, rows: int) -> Tensor | No
             row_masks += [
                 torch.tensor(is_first_holder if projection != "q" else [True] * heads).repeat_interleave(channels)
             ]
-        return torch.cat(row_masks).double()
+        return to_float64(torch.cat(row_masks))
     axis = shard_axis_of(name, model.spec, model.partitions)
     return None if axis is not None else torch.full((rows,), float(model.collectives.rank == 0), dtype=torch.float64)
 
@@ -162,8 +169,8 @@ def local_tensor(value: Tensor) -> Tensor:
 
 
 def local_offset(value: Tensor) -> int:
-    """The first row of a tensor that is in this process."""
+    """Return the first row of a tensor that is in this process."""
     if not isinstance(value, DTensor):
         return 0
     size, rank = value.device_mesh.size(), value.device_mesh.get_local_rank()
-    return min(value.shape[0], rank * -(-value.shape[0] // size))  # as torch.chunk cuts
+    return min(value.shape[0], rank * -(-value.shape[0] // size))  # the split of torch.chunk

@@ -1,11 +1,12 @@
-"""What few bits cost, head by head: the loss gained when one head alone is stored at b bits.
+"""Quantization sensitivity of heads: the loss increase when one head alone is quantized.
 
-Beside the loss stands the drift, KL(untouched ‖ rounded) of what is said of the next token: the loss that would be gained if
-texts were the model's own. It is never below 0 and far less a matter of which texts were read, so bits are shared out by it.
+The KL divergence KL(unmodified ‖ quantized) of the next-token distribution is measured together with the loss increase.
+It equals the loss increase on texts sampled from the model itself, is never negative and depends less on the choice of
+texts, so bits are allocated by it.
 
-One clean walk through the blocks keeps the stream; at each layer a head's weights are rounded in place, the rest of the
-network is run, and the weights are put back bitwise. Where heads share keys, the key head and all who read it are one: what
-is shared can only be stored once. Each answer is kept in a file as soon as it is known, so a run that stops goes on.
+One forward pass over the unmodified blocks caches the residual stream. At each layer the weights of a head are quantized
+in place, the remaining layers are run, and the weights are restored bitwise. Heads that share a KV head are quantized
+together with it. Each result is appended to a file as soon as it is measured, so an interrupted run can resume.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ from headwise.analysis.ablation.temporary_quantization import (
 )
 from headwise.analysis.metrics.statistics import bootstrap_interval
 from headwise.analysis.recording.batching import make_batches, reachable_hook_points
-from headwise.errors import HeadwiseError, suggest_names
+from headwise.errors import ArgumentError, FileFormatError, HeadwiseError, UnsupportedModelError, suggest_names
 from headwise.heads.balanced_basis import LayerHeadMatrices, change_basis
 from headwise.heads.head import AttentionLayerProtocol, HeadPattern
 from headwise.heads.hook_point import AttentionCall
@@ -46,57 +47,89 @@ from headwise.model.weights_digest import weights_digest
 from headwise.progress import Progress
 from headwise.spec.weight_bits import GROUP_SIZE, Basis, check_basis, check_group_size
 
-BATCH_TOKENS = 2048  # run at once
+BATCH_TOKENS = 2048  # tokens per forward pass
 
 
 @dataclass(frozen=True)
 class QuantizationCost:
-    """What storing one part at so many bits costs, with its 95 % interval over texts."""
+    """Cost of quantizing one part of one KV head, with its 95% confidence interval over texts.
+
+    Attributes:
+        kv_head: Address of the KV head.
+        heads: Addresses of the query heads that use it, separated by spaces.
+        part: "qk", "vo", "keys" or "values".
+        bits: Bits per value.
+        loss_increase: Loss increase in nats per token.
+        low: Lower bound of `loss_increase`.
+        high: Upper bound of `loss_increase`.
+        kl_divergence: KL divergence from the unmodified model in nats per token. Equal to `loss_increase` for a model
+            without an output layer.
+    """
 
     kv_head: str
     heads: str
     part: str
     bits: int
-    loss_increase: float  # loss
+    loss_increase: float
     low: float
     high: float
-    kl_divergence: float  # KL from the untouched model, nats a token; without an output the same as the loss
+    kl_divergence: float
 
 
 @dataclass(frozen=True, eq=False)
 class Sensitivity:
-    """What each part of each head costs at few bits; sums by text are kept, so that intervals can be drawn."""
+    """Quantization cost of each part of each head, with sums per text for confidence intervals.
 
-    metadata: dict[str, Any]  # what was asked, of which model, on which texts
+    Iterating yields one `QuantizationCost` per target; `result["5.1", "qk", 4]` returns one of them.
+
+    Attributes:
+        metadata: Settings of the run, digests of model and texts, metric and clean loss.
+        targets: Measured combinations of KV head, part and bits.
+        loss_sums: Summed loss increase, (targets, texts).
+        kl_sums: Summed KL divergence from the unmodified model, (targets, texts).
+        counts: Number of target tokens of each text, (texts,).
+    """
+
+    metadata: dict[str, Any]
     targets: tuple[QuantizationTarget, ...]
-    loss_sums: np.ndarray  # (questions, texts): what each text loses
-    kl_sums: np.ndarray  # (questions, texts): how far the model has drifted on it
-    counts: np.ndarray  # (texts,): tokens it was asked for
+    loss_sums: np.ndarray
+    kl_sums: np.ndarray
+    counts: np.ndarray
 
     @property
     def metric(self) -> str:
-        """What is measured."""
+        """Unit of the costs: nats per token, or 1 − cosine for a model without an output layer."""
         return self.metadata["metric"]
 
     @property
     def clean_loss(self) -> float | None:
-        """The untouched model's loss; none where a model has no output."""
+        """Loss of the unmodified model in nats per token. None if the model has no output layer."""
         return self.metadata["clean_loss"]
 
     @property
     def loss_increase(self) -> np.ndarray:
-        """What each question costs, (questions,)."""
+        """Mean loss increase of each target, (targets,)."""
         return self.loss_sums.sum(1) / self.counts.sum()
 
     @property
     def kl_divergence(self) -> np.ndarray:
-        """How far the model drifts by each, (questions,)."""
+        """Mean KL divergence of each target, (targets,)."""
         return self.kl_sums.sum(1) / self.counts.sum()
 
     @cached_property
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
-        """95 % of the bootstrap over texts: low and high, (questions,)."""
+        """95% confidence interval of the loss increase from a bootstrap over texts: low and high, (targets,) each."""
         return bootstrap_interval(self.loss_sums.T, np.broadcast_to(self.counts[:, None], self.loss_sums.T.shape))
+
+    def __repr__(self) -> str:
+        from headwise.ui.result_text import sensitivity_table
+
+        return sensitivity_table(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.result_text import sensitivity_table
+
+        return sensitivity_table(self).as_html()
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -108,22 +141,23 @@ class Sensitivity:
             )
 
     def __getitem__(self, query: tuple[str, str, int]) -> QuantizationCost:
-        """What one part of one key head costs at so many bits: costs["5.1", "qk", 4]."""
+        """Return the cost of one part of one KV head at a number of bits: `costs["5.1", "qk", 4]`."""
         for cost in self:
             if (cost.kv_head, cost.part, cost.bits) == query:
                 return cost
         kv_head, part, bits = query
         measured = [f"{target.kv_head}:{target.part} at {target.bits}" for target in self.targets]
-        raise HeadwiseError(
-            f"{kv_head}:{part} at {bits} bits was not measured; {suggest_names(f'{kv_head}:{part}', measured)}"
+        raise ArgumentError(
+            f"query: part {part!r} of KV head {kv_head!r} was not measured at {bits} bits; "
+            f"{suggest_names(f'{kv_head}:{part}', measured)}"
         )
 
     def table_rows(self) -> list[list[str | int | float]]:
-        """A table, the costliest first; its columns are the fields of `QuantizationCost`."""
+        """Return table rows, highest cost first. Columns are the fields of `QuantizationCost`."""
         return [list(asdict(cost).values()) for cost in sorted(self, key=lambda cost: -cost.loss_increase)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but sums, as plain data."""
+        """Return metadata and costs as plain data for JSON, without the sums per text."""
         costs = [asdict(cost) for cost in self]
         for cost in costs:
             cost |= {name: None if np.isnan(cost[name]) else cost[name] for name in ("low", "high")}
@@ -131,10 +165,12 @@ class Sensitivity:
 
     @staticmethod
     def load(path: str | Path) -> "Sensitivity":
-        """Read what `sensitivity(…, out=path)` has written so far."""
+        """Load the results that `sensitivity(…, out=path)` has written so far."""
         metadata, measured = _read_results(Path(path))
         if metadata is None:
-            raise HeadwiseError(f"{path} holds no sensitivities; hw.sensitivity(model, corpus, out=path) writes them.")
+            raise FileFormatError(
+                f"{path}: missing, empty or not a sensitivity file. Create it with hw.sensitivity(model, corpus, out=path)."
+            )
         return _make_result(metadata, tuple(measured), measured)
 
 
@@ -153,12 +189,31 @@ def sensitivity(
     out: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Sensitivity:
-    """What the loss gains when one head alone is stored at few bits; the model stays as it is, bitwise.
+    """Measure the loss increase when one head alone is quantized.
 
-    `parts` are qk (W_Q and W_K), vo (W_V and W_O), keys and values (those cached). Weights are rounded in their balanced
-    basis (`basis`: given, balanced, random; for somebody else's model given, for its positions are not ours to know).
-    `corpus` are texts, `max_length` cuts plain text into units of so many tokens, `batch_tokens` is how many are run at
-    once. `out` is a file in which every answer is kept as soon as it is known: the same call goes on where it stopped.
+    The weights are restored bitwise. Heads that share a KV head are quantized together with it.
+
+    Args:
+        model: The model to measure.
+        corpus: A text, a list of texts, a path or a `Corpus`. None uses the default corpus of the model.
+        bits: Numbers of bits to measure.
+        parts: Parts to measure: "qk" (W_Q and W_K), "vo" (W_V and W_O), "keys" and "values" (of the KV cache).
+        heads: Head pattern. "*" selects all heads. A KV head is measured if any of its query heads is selected.
+        group_size: Number of weights that share a quantization scale.
+        basis: Basis in which weights are quantized: "given", "balanced" or "random". None is "balanced" for headwise models
+            and "given" for attached models, whose position encoding is unknown.
+        max_length: Plain text is split into chunks of this many tokens. None is 256, or the model's context if shorter.
+        batch_tokens: Maximum number of tokens per batch.
+        out: File to which each result is appended. Repeat the call with the same file to resume an interrupted run.
+        progress: Called with a label, the number of targets done and the total.
+
+    Returns:
+        Cost of each part of each KV head at each number of bits.
+
+    Raises:
+        ArgumentError: If parts, bits, group size or basis are invalid.
+        FileFormatError: If `out` has the results of another model, corpus or setting.
+        UnsupportedModelError: If the weights of a layer cannot be quantized in place.
 
     >>> from headwise.spec import AttentionSpec, ModelSpec
     >>> from headwise.text.build_tokenizers import byte_tokenizer
@@ -175,8 +230,9 @@ def sensitivity(
     basis = basis or default_weight_basis(model)
     check_basis(basis)
     if basis != "given" and not isinstance(model, Transformer):
-        raise HeadwiseError(
-            "a basis is changed in headwise's own models, whose positions are known; use basis='given'."
+        raise UnsupportedModelError(
+            f"basis={basis!r}: not supported for attached models, because their position encoding is unknown. "
+            f"Use basis='given'."
         )
     selected = resolve_heads(
         heads, tuple(a for hook_point in reachable_hook_points(model, heads) for a in hook_point.head_addresses)
@@ -222,7 +278,7 @@ def sensitivity(
                     _append_result(out, target, measured[target])
                     done += 1
                     if progress is not None:
-                        progress("what few bits cost", done, len(all_targets))
+                        progress("quantization sensitivity", done, len(all_targets))
     return _make_result(metadata, all_targets, measured)
 
 
@@ -244,12 +300,12 @@ def _quantized_change(
 
 
 def default_weight_basis(model: ModelProtocol) -> Basis:
-    """The basis heads are rounded in unless another is asked for."""
+    """Return the basis in which weights are quantized by default."""
     return "balanced" if isinstance(model, Transformer) else "given"
 
 
 def make_rerunner(model: ModelProtocol, batches: list[TargetBatch]) -> FullRerun:
-    """Block by block where a model is ours and of one stack, by whole passes elsewhere."""
+    """Rerun block by block for single-stack headwise models, and with full forward passes for all others."""
     if isinstance(model, Transformer) and model.spec.kind != "encoder-decoder":
         return PartialRerun(model, batches)
     return FullRerun(model, batches)
@@ -274,11 +330,11 @@ def _fingerprint(batches: list[TargetBatch]) -> str:
     return hasher.hexdigest()[:16]
 
 
-# The file: a line that says what is asked, then a line for each answer.
+# File format: one line with the metadata, then one line per result.
 
 
 def _read_results(path: Path) -> tuple[dict[str, Any] | None, MeasuredLosses]:
-    """What a file holds; a line that was cut off when the process died is left out."""
+    """Read metadata and results. A line truncated by a crash, and the lines after it, are ignored."""
     lines = []
     for line in read_text(path).splitlines() if path.is_file() else ():
         try:
@@ -296,25 +352,28 @@ def _read_results(path: Path) -> tuple[dict[str, Any] | None, MeasuredLosses]:
             if [len(row) for row in measured[target]] != [num_texts, num_texts]:
                 raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise HeadwiseError(f"{path} holds something else than sensitivities; choose another file.") from None
+        raise FileFormatError(f"{path}: not a sensitivity file, or damaged. Choose another file for out=.") from None
     return metadata, measured
 
 
 def _resume(path: Path, metadata: dict[str, Any]) -> MeasuredLosses:
-    """What is known already; a new file begins with what is asked."""
+    """Return the results already in the file, and rewrite it without a truncated last line."""
     stored, measured = _read_results(path)
     keys = ("model", "texts", "group_size", "basis", "metric", "counts")
     if stored is not None and any(stored.get(name) != metadata[name] for name in keys):
         changed = [name for name in keys if stored.get(name) != metadata[name]]
-        raise HeadwiseError(f"{path} holds sensitivities of another run ({', '.join(changed)}); choose another file.")
+        raise FileFormatError(
+            f"{path}: has the results of another run. Different: {', '.join(changed)}. "
+            f"Choose another file for out=, or delete this one."
+        )
     lines = [metadata if stored is None else stored]
     lines += [asdict(target) | {"lost": lost} for target, lost in measured.items()]
-    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())  # without a line that was cut off
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
     return measured
 
 
 def _append_result(path: str | Path | None, target: QuantizationTarget, lost: list[list[float]]) -> None:
-    """One more line, on the disk at once."""
+    """Append one result and flush it to disk."""
     if path is None:
         return
     try:
@@ -323,4 +382,7 @@ def _append_result(path: str | Path | None, target: QuantizationTarget, lost: li
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise HeadwiseError(f"{path} could not be written ({error}); answers that are in it are kept.") from error
+        raise HeadwiseError(
+            f"{path}: cannot be written ({error}). The results already in it are intact. "
+            f"Free space or fix the permissions, then repeat the call to resume."
+        ) from error

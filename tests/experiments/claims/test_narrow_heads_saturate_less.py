@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headwise.experiments.claim import VERDICTS
-from headwise.experiments.claim_tests.narrow_head_saturation import (
+from headwise.experiments.claim_tests.narrow_heads_saturate_less import (
     CLAIM,
     KEYS,
     TRAINED,
@@ -104,10 +104,10 @@ def test_saturation_unscaled_models_are_included(tmp_path):
     scales = {(p.spec.attention.heads, p.spec.attention.scale) for p in CLAIM.training_configs(experiment)}
     assert scales == {*((heads, None) for heads in (1, 2, 4, 8, 16)), (1, 1.0), (8, 1.0)}
     statistics = measure(experiment)
-    for name in ("sd", "entropy"):  # heads of one channel: 1/√1 is no scale
+    for name in ("sd", "entropy"):  # heads of one channel: 1/√1 = 1
         assert list(statistics.by_condition(f"{name}: {UNSCALED}")) == [1, 2, 16]
         assert statistics[f"{name}: {UNSCALED}", 1] == statistics[f"{name}: {TRAINED}", 1]
-    # the tiny lab draws the same weights with and without: what differs is the scale alone
+    # the untrained models have equal weights with and without scale, so only the scale differs
     assert statistics[f"sd: {UNSCALED}", 16].mean > statistics[f"sd: {TRAINED}", 16].mean
     slope = log2_slopes({d: statistics[f"entropy: {UNSCALED}", d].values for d in (1, 2, 16)})
     assert statistics[NAME, UNSCALED].values == pytest.approx(slope)

@@ -1,7 +1,8 @@
-"""How far a fixed offset may get with each relation. Fixed before the grammar was written, and never made easier after.
+"""Maximum accuracy of a fixed offset for each relation of the synthetic language.
 
-A relation that one offset solves ("the word before") says nothing about a head; so for every relation the most frequent
-offset from source to target may take at most this share of its arcs. `headwise corpus` prints the measured shares beside it.
+A relation that one offset solves ("the previous word") says nothing about a head. So the most frequent offset from source to
+target may cover at most this fraction of the arcs of a relation. The limits were fixed before the grammar was written.
+`headwise corpus` prints them with the measured fractions.
 """
 
 MAX_OFFSET_FRACTIONS: dict[str, float] = {
@@ -15,7 +16,7 @@ MAX_OFFSET_FRACTIONS: dict[str, float] = {
     "bracket": 0.40,  # closer → opener
     "quote": 0.40,  # closer → opener
     "if-then": 0.40,  # if → then
-    "question-answer": 0.50,  # the question word → what is answered
+    "question-answer": 0.50,  # the question word → the answer
     "copy": 0.20,  # a surname → its first occurrence
     "related": 0.30,  # a noun → the nearest earlier noun of its topic
     "delimiter": 0.30,  # the end of a sentence → the end of the one before

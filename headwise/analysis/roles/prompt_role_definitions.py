@@ -1,6 +1,6 @@
-"""The roles that need prompts of their own, each a row of data as in `roles`; asked where a profile is made with `prompts`.
+"""Roles that need prompts. They are measured if a profile is created with `prompts=True`.
 
-They are a family of tests of their own: the roles of every profile keep their numbers, whether these are asked or not.
+They are a separate family of tests, so the scores and p-values of the other roles do not depend on them.
 """
 
 import numpy as np
@@ -21,11 +21,11 @@ from headwise.analysis.metrics.successor import SuccessorMetric
 from headwise.analysis.metrics.task_metric import TaskMetric
 from headwise.analysis.roles.roles import LEAD, PROMPT_PROBE, SUPPRESSION_PROBE, Role
 
-STREAMING_THRESHOLD = 0.05  # attention condition for streaming: the largest share outside sink tokens and window
+STREAMING_THRESHOLD = 0.05  # attention condition for streaming: maximum attention outside sink tokens and window
 
 
 def prompt_metrics() -> tuple[TaskMetric, ...]:
-    """What is asked, anew for each profile."""
+    """Create the metrics of the prompt roles. A profile needs new ones."""
     return (
         SuccessorMetric(),
         NameMoverMetric(),
@@ -37,7 +37,7 @@ def prompt_metrics() -> tuple[TaskMetric, ...]:
 
 
 THRESHOLDS = {"successor": 0.3, "name mover": 0.1, "name suppression": 0.1, "copy suppression": 0.1, "query focus": 0.1}
-# by ablation; the others have no answers
+# probes of the causal test; the other roles have no answers
 CAUSAL_PROBES = {
     "successor": PROMPT_PROBE,
     "name mover": LEAD,
@@ -58,7 +58,7 @@ PROMPT_ROLES = (
 
 
 def streaming_candidate_mask(accumulator: Accumulator) -> np.ndarray | None:
-    """Heads that meet the attention condition for streaming, (heads,); None if it was not measured.
+    """Return the heads that meet the attention condition for streaming, (heads,). None if it was not measured.
 
     The upper end of the 95% CI of the attention outside sink tokens and window is below STREAMING_THRESHOLD. The condition is
     necessary, not sufficient: induction heads meet it, because they attend to the first token of ordinary text. Streaming is

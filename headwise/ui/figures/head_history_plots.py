@@ -1,20 +1,20 @@
-"""Biographies: how every head's metric went while a model was trained, layer by layer."""
+"""Training history: a metric of every head during training, layer by layer."""
 
 from typing import TYPE_CHECKING
 
 from headwise.analysis.roles.head_history import HeadHistory
 from headwise.spec import Address
-from headwise.ui.figures.figure_io import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
+from headwise.ui.figures.figure_with_data import LINE_COLORS, MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_LABELED_HEADS = 3  # heads of a layer that are named in its panel
-LINE_STYLES = ("-", "--", ":", "-.")  # when a layer has more heads than there are colours
+MAX_LABELED_HEADS = 3  # labeled heads per layer
+LINE_STYLES = ("-", "--", ":", "-.")  # for layers with more heads than colors
 
 
 def draw_history(history: HeadHistory, metric: str = "induction") -> FigureWithData:
-    """A metric over the steps: a panel for each layer, a line for each head, the strongest of a layer named."""
+    """Plot a metric against the step, one panel per layer, one line per head. The highest heads of a layer are labeled."""
     best, value = history.best_head(metric)
     layers: dict[str, list[str]] = {}
     for head in history.addresses:
@@ -28,7 +28,7 @@ def draw_history(history: HeadHistory, metric: str = "induction") -> FigureWithD
     for axes in panel_axes[len(layers) :]:
         axes.axis("off")
     figure.suptitle(
-        f"{metric} while training; most at the end: head {best}, {value:.3f}", fontsize=10, color=TEXT_COLOR
+        f"{metric} during training; highest at the end: head {best}, {value:.3f}", fontsize=10, color=TEXT_COLOR
     )
     figure.supxlabel("step", fontsize=8, color=MUTED_COLOR)
     rows = [
@@ -41,9 +41,7 @@ def draw_history(history: HeadHistory, metric: str = "induction") -> FigureWithD
 
 def _draw_layer(axes: "Axes", history: HeadHistory, metric: str, layer: str, heads: list[str]) -> None:
     trajectories = {head: history.curve(head, metric) for head in heads}
-    finite_heads = [
-        head for head in heads if trajectories[head][-1] == trajectories[head][-1]
-    ]  # not those without a number
+    finite_heads = [head for head in heads if trajectories[head][-1] == trajectories[head][-1]]  # excludes NaN
     labeled = sorted(finite_heads, key=lambda head: trajectories[head][-1], reverse=True)[:MAX_LABELED_HEADS]
     for i, (head, trajectory) in enumerate(trajectories.items()):
         head_number = Address.parse(head).head

@@ -1,4 +1,4 @@
-"""Listening at the sites of a model."""
+"""Listeners at the hook points of a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,7 @@ from headwise.heads.hook_point import HookPoint
 def listen_at_hook_points(
     hook_points: Sequence[HookPoint], listener: Callable[..., None], *arguments: Any
 ) -> Iterator[None]:
-    """Listen at all sites: `listener(call, *arguments, first head)`, heads counted over all sites."""
+    """Call `listener(call, *arguments, first_head)` for every attention call. `first_head` counts over all hook points."""
     with ExitStack() as stack:
         first_head = 0
         for hook_point in hook_points:

@@ -1,21 +1,21 @@
-"""Heads or depth: the same number of parameters taken from a model in two ways."""
+"""Depth versus heads: two smaller models with equal parameter counts, one with fewer layers and one with fewer heads."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.experiments.experiment_context import ExperimentContext
 from headwise.spec import ModelSpec
 
-MAX_MISMATCH = 0.2  # how far the two may miss each other, as a share of a block
-LAYERS = 6  # of the lab's deeper model
-STEP_FRACTION = 0.6  # of the usual steps, since a layer costs as much as in the usual model
+MAX_MISMATCH = 0.2  # largest difference between the two parameter counts, as a fraction of one block
+LAYERS = 6  # layers of the deeper model
+STEP_FRACTION = 0.6  # fraction of the default steps, because the deeper model costs more per step
 
 
 def reduce_layers_or_heads(spec: ModelSpec) -> tuple[ModelSpec, ModelSpec]:
-    """One block less, and as many parameters less by fewer heads in every layer, each head as wide as before.
+    """Remove one block, or remove about as many parameters by reducing the heads of every layer at constant head_dim.
 
-    The second is the number of heads that comes closest; `.parameters` of both tell how close.
+    The second spec has the head count whose parameter count is closest to the first. Compare `num_parameters` of both.
 
     >>> from headwise.spec import AttentionSpec
     >>> spec = ModelSpec(vocab=100, context=16, layers=6, attention=AttentionSpec(width=64, heads=8))
@@ -31,17 +31,17 @@ def reduce_layers_or_heads(spec: ModelSpec) -> tuple[ModelSpec, ModelSpec]:
     narrow = min(_fewer_heads(spec), key=lambda candidate: abs(candidate.num_parameters - shallow.num_parameters))
     mismatch = abs(narrow.num_parameters - shallow.num_parameters) / block
     if mismatch > MAX_MISMATCH:
-        raise HeadwiseError(
-            f"a block of this model has {block:,} parameters; the nearest that fewer heads save is "
-            f"{spec.num_parameters - narrow.num_parameters:,}, with {narrow.attention.heads} of {spec.attention.heads} heads "
-            f"left in each of {spec.layers} layers. "
-            "Use more layers (from 6 layers on, half of the heads equal a block), or more heads."
+        raise ArgumentError(
+            f"spec: fewer heads and one block less cannot remove about the same number of parameters. A block has {block:,}. "
+            f"The closest head count, {narrow.attention.heads} instead of {spec.attention.heads} in each of {spec.layers} "
+            f"layers, removes {spec.num_parameters - narrow.num_parameters:,}. "
+            "Use more layers (with 6 or more, half of the heads equal about one block) or more heads."
         )
     return shallow, narrow
 
 
 def make_deep_experiment(experiment: ExperimentContext) -> ExperimentContext:
-    """The lab whose usual model has six layers and is trained for fewer steps: for what is asked of early and late layers."""
+    """Return the context with a six-layer default model and fewer steps, for experiments on early and late layers."""
     return replace(
         experiment,
         size=replace(experiment.size, layers=LAYERS, steps=max(1, round(STEP_FRACTION * experiment.size.steps))),
@@ -50,19 +50,23 @@ def make_deep_experiment(experiment: ExperimentContext) -> ExperimentContext:
 
 def _check_spec(spec: ModelSpec) -> None:
     if spec.kind == "encoder-decoder":
-        raise HeadwiseError(
-            "an encoder-decoder has blocks of two kinds, and which is removed is not settled; give one stack."
+        raise UnsupportedModelError(
+            "spec: encoder-decoder models are not supported because they have two kinds of blocks. "
+            "Use the spec of a decoder or of an encoder."
         )
     if spec.kept_heads:
-        raise HeadwiseError("some heads of this model are cut already; give the spec of the whole model.")
+        raise UnsupportedModelError(
+            "spec: models with pruned heads are not supported. Use the spec of the model before pruning."
+        )
     if spec.layers < 2 or spec.attention.heads < 2:
-        raise HeadwiseError(
-            f"a model of {spec.layers} layers of {spec.attention.heads} heads has none to spare; both must be at least 2."
+        raise ArgumentError(
+            f"spec: layers and heads must both be at least 2. Got layers={spec.layers}, heads={spec.attention.heads}. "
+            "Use a larger model."
         )
 
 
 def _fewer_heads(spec: ModelSpec) -> Iterator[ModelSpec]:
-    """The same with every smaller number of heads that the layer allows: as many queries to a key as before."""
+    """Yield the spec with every smaller head count that the layer allows, at a constant number of query heads per KV head."""
     attention = spec.attention
     group_size = attention.heads // attention.kv_heads
     for heads in range(1, attention.heads):

@@ -1,4 +1,4 @@
-"""Without mixing, heads do not know of each other."""
+"""Without mixing by W_O, heads do not interact."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -18,15 +18,15 @@ from headwise.kernels import causal
 from headwise.model import ModelProtocol, Transformer, eval_mode
 
 TEXTS, MAX_LENGTH = 48, 128
-ROWS = 128  # on which what heads write is compared
+ROWS = 128  # text rows on which head outputs are compared
 ROUNDING = 1e-5
-MAX_INTERACTION = 0.05  # of what the two cost singly
+MAX_INTERACTION = 0.05  # relative to the sum of the two single costs
 LEARNED_OUTPUT, NO_MIXING = "W_O as learned", "no mixing"
 
 
 @torch.no_grad()
 def output_nonadditivity(layer: MultiHeadAttention, x: Tensor, first: int = 0, second: int = 1) -> float:
-    """How far two heads of a layer are from adding up in its output: silenced together, against each alone; relative.
+    """Return the relative deviation from additivity in the layer output when two heads are silenced together and singly.
 
     >>> output_nonadditivity(MultiHeadAttention(width=8, heads=2), torch.randn(1, 5, 8)) < 1e-5
     True
@@ -46,10 +46,17 @@ def output_nonadditivity(layer: MultiHeadAttention, x: Tensor, first: int = 0, s
 def loss_nonadditivity(
     model: ModelProtocol, corpus: Any = None, *, pairs: int | None = None, texts: int = TEXTS, seed: int = 0
 ) -> float:
-    """How far pairs of heads of one layer are from adding up in the loss, as a share of what they cost singly.
+    """Return the deviation from additivity in the loss for pairs of heads of one layer, relative to their single costs.
 
-    Σ |cost of both − cost of one − cost of the other| over Σ (|cost of one| + |cost of the other|), where a cost is what the
-    loss gains when heads are silenced. All pairs, or so many, drawn.
+    Σ |cost of both − cost of first − cost of second| over Σ (|cost of first| + |cost of second|). A cost is the increase of
+    the loss when heads are silenced.
+
+    Args:
+        model: Model to measure.
+        corpus: Texts. Default: the default corpus of the model.
+        pairs: Number of randomly drawn pairs. Default: all pairs.
+        texts: Number of texts.
+        seed: Seed of the draw.
     """
     all_pairs = [
         pair for hook_point in model.hook_points() for pair in combinations(map(str, hook_point.head_addresses), 2)
@@ -76,8 +83,7 @@ def loss_nonadditivity(
 
 
 def output_overlap_and_cosine(model: ModelProtocol, corpus: Any = None) -> tuple[float, float, float]:
-    """How far heads of a layer write into the same directions: the overlap of their subspaces, chance, and the mean cosine
-    of what they write."""
+    """Return the overlap of the write subspaces of a layer's heads, its chance level, and the mean output cosine."""
     comparison = compare_heads(model, corpus, rows=ROWS)
     layers = list(comparison.mean_by_layer().values())
     overlap, cosine = (float(np.nanmean([layer[name] for layer in layers])) for name in ("write", "output"))
@@ -90,14 +96,14 @@ def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condit
 
 
 def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
-    """The usual model, and one whose W_O is the identity and stays so."""
+    """Return the default model, and a model with W_O fixed to the identity."""
     return [
         experiment.make_config(seed, init=init) for init in ("default", "identity W_O") for seed in experiment.seeds
     ]
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Both models, on held-out text."""
+    """Measure both models on held-out text."""
     statistics, interactions = StatisticTable(), {}
     for init, name in (("default", LEARNED_OUTPUT), ("identity W_O", NO_MIXING)):
         models = [
@@ -121,7 +127,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 def _max_layer_interaction(model: Transformer) -> float:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 32, model.spec.width, generator=generator)
+    x = torch.randn(1, 32, model.spec.width, generator=generator, device="cpu")
     with eval_mode(model):
         return max(output_nonadditivity(layer, x) for layer in model.attention_layers() if len(layer.spec.head_ids) > 1)
 
@@ -133,13 +139,13 @@ def _add_output_overlap(statistics: StatisticTable, name: str, overlaps: list[tu
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     if any(
         max(statistic.values) > ROUNDING
         for statistic in statistics.by_condition("interaction within the layer").values()
     ):
         return Verdict(
-            "does not hold", "heads do not add up in their layer's own output, which breaks the sum over heads"
+            "does not hold", "heads are not additive in the output of their own layer, so the sum over heads is broken"
         )
     interaction_statistic, remaining = (
         statistics["interaction in the loss", NO_MIXING],
@@ -148,30 +154,32 @@ def judge(statistics: StatisticTable) -> Verdict:
     if interaction_statistic.is_interval_below(MAX_INTERACTION):
         return Verdict("holds")
     if remaining.is_interval_below(0.5):
-        return Verdict("depends", "on what comes behind: less than half is left without W_O, through later layers")
+        return Verdict(
+            "depends", "on later layers: without W_O less than half of the interaction remains, through later layers"
+        )
     if interaction_statistic.is_interval_above(MAX_INTERACTION) and remaining.is_interval_above(0.5):
-        return Verdict("does not hold", "later layers and norms let heads meet, with W_O or without")
-    return Verdict("depends", "on the seed: how far heads interact without W_O varies too much")
+        return Verdict("does not hold", "heads interact through later layers and norms, with or without W_O")
+    return Verdict("depends", "on the seed: the interaction without W_O varies too much")
 
 
 CLAIM = Claim(
     number=13,
     name="output-mixing",
-    statement="Without mixing by W_O, heads do not know of each other.",
-    counterevidence="Heads laid side by side and never mixed whose effects on the loss still hang on each other.",
-    setup="Two heads of a layer are silenced together and singly. Heads that do not know of each other add up. Tested "
-    "is the layer's own output, where they must, with W_O or without; and the loss, behind later layers, of the usual "
-    "model and of one whose W_O is the identity in training too: as a share of what both cost singly, over all pairs. "
-    "Beside it the overlap of write subspaces (chance d/D, 0 for the identity) and the cosine of what heads write on "
-    "text. Not tested is whether mixing helps.",
-    rule=f"The loss decides. (Should heads fail to add up in a layer's output, by more than {ROUNDING:g}, it does not "
-    "hold, and the code is wrong.) Holds if without mixing the interaction in the loss is surely below "
-    f"{MAX_INTERACTION:g}; depends if it surely is less than half of the usual model's; does not hold if it surely is "
-    f"more than half and above {MAX_INTERACTION:g}; else depends on the seed.",
-    identity="in their layer's own output heads add up, with W_O or without: it is a sum over heads",
+    statement="Without mixing by W_O, heads do not interact.",
+    counterevidence="Heads that are concatenated and never mixed, but whose effects on the loss depend on each other.",
+    setup="Two heads of a layer are silenced together and singly. The effects of heads that do not interact add up. This is "
+    "tested in the output of the layer, where it must be true with or without W_O, and in the loss after later layers, for "
+    "the default model and for a model trained with W_O fixed to the identity: the deviation relative to the single costs, "
+    "over all pairs. The overlap of write subspaces (chance d/D, 0 for the identity) and the cosine of head outputs on text "
+    "are also reported. Whether mixing helps is not tested.",
+    rule=f"The loss decides. (If heads deviate from additivity in a layer's output by more than {ROUNDING:g}, it does not "
+    "hold, and the code is wrong.) Holds if the interaction in the loss without mixing is significantly below "
+    f"{MAX_INTERACTION:g}. Depends if it is significantly less than half of the default model's. Does not hold if it is "
+    f"significantly more than half and above {MAX_INTERACTION:g}. Otherwise depends on the seed.",
+    identity="in the output of their own layer the effects of heads add up, with or without W_O: it is a sum over heads",
     judged=_judged_statistics,
     measure=measure,
     judge=judge,
-    plot=PlotSpec(("interaction in the loss", "interaction within the layer"), y="share of what both cost singly"),
+    plot=PlotSpec(("interaction in the loss", "interaction within the layer"), y="relative to the single costs"),
     training_configs=training_configs,
 )

@@ -6,63 +6,73 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from headwise.analysis.ablation.head_outputs import eval_corpus
-from headwise.analysis.ablation.sensitivity import QuantizationCost, Sensitivity, sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost, Sensitivity, sensitivity
 from headwise.analysis.head_facts import kv_siblings
 from headwise.analysis.metrics.long_offsets import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.roles.profile_result import HeadProfile
-from headwise.analysis.roles.prompt_roles import STREAMING_THRESHOLD
+from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD
 from headwise.compression.streaming_cost import StreamingEvaluator, StreamingTestResult
 from headwise.compression.streaming_selection import STREAM_RANKERS, streaming
 from headwise.distributed.parallel_cost import cache_bytes, kv_head_cache_bytes
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError
 from headwise.model import ModelProtocol, Transformer
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec, Plan
 from headwise.spec.cache_policy import KEEP_ALL
 
-CACHE_TOKENS = 4096  # tokens that bytes of caches are told for
+CACHE_TOKENS = 4096  # tokens for which cache bytes are given
 
 
-ABLATION_TEXTS = 32  # texts that one head is measured on
+ABLATION_TEXTS = 32  # texts on which one head is measured
 BITS, PARTS = (4,), ("qk", "vo", "keys", "values")
 
 
 @dataclass(frozen=True)
-class CompressionCostSummary:
-    """Costs of one head: the loss with its weights or cache quantized, the bytes of its cache, the loss with it streaming."""
+class HeadCompressionCosts:
+    """Costs of compressing one head.
+
+    Attributes:
+        costs: Loss increases with quantized weights or a quantized cache.
+        unit: Unit of the losses.
+        texts: Number of texts.
+        cache_bytes: Bytes of its KV head at CACHE_TOKENS tokens. 0 if the KV head has no cache.
+        kv_head: Address of its KV head.
+        streaming_cost: Loss increases if its KV head streams. None if they were not measured.
+        errors: Reasons why nothing could be measured.
+    """
 
     costs: tuple[QuantizationCost, ...] = ()
     unit: str = ""
     texts: int = 0
-    cache_bytes: int = 0  # bytes of its key head at CACHE_TOKENS tokens; 0: it keeps none
+    cache_bytes: int = 0
     kv_head: str = ""
-    streaming_cost: StreamingTestResult | None = None  # None: not measured
-    errors: tuple[str, ...] = ()  # why nothing could be measured
+    streaming_cost: StreamingTestResult | None = None
+    errors: tuple[str, ...] = ()
 
 
-def measure_compression_cost(
+def measure_head_compression_cost(
     model: ModelProtocol, head_profile: HeadProfile, corpus: Any = None, progress: Progress | None = None
-) -> CompressionCostSummary:
-    """Measure one head at few bits and with a streaming cache; what cannot be measured is named in `errors`."""
+) -> HeadCompressionCosts:
+    """Measure one head with quantized weights and with a streaming cache. Errors are returned in `errors`."""
     address = head_profile.address
     parts = PARTS if address in heads_with_cache(model.spec) else PARTS[:2]
     nbytes, kv_head = cache_bytes_and_kv_head(model.spec, address)
-    # Without the attention condition streaming is not recommended, so its loss is not measured either.
+    # The loss of streaming is measured only for heads that meet the attention condition; others are not recommended anyway.
     is_local = head_profile.metrics.get(OUTSIDE_WINDOW.name, math.nan) < STREAMING_THRESHOLD
     try:
-        # an encoder-decoder would need pairs, which a profile has not read: that is refused
+        # Raises for an encoder-decoder, which needs pairs of a source and a text; a profile has only texts.
         tokenized = eval_corpus(model, corpus, None).first(ABLATION_TEXTS)
         costs = sensitivity(model, tokenized, heads=str(address), bits=BITS, parts=parts, progress=progress)
         streaming_test = streaming_cost(model, kv_head, corpus) if nbytes and is_local else None
     except HeadwiseError as error:
-        return CompressionCostSummary(errors=(str(error),))
-    return CompressionCostSummary(tuple(costs), costs.metric, len(costs.counts), nbytes, kv_head, streaming_test)
+        return HeadCompressionCosts(errors=(str(error),))
+    return HeadCompressionCosts(tuple(costs), costs.metric, len(costs.counts), nbytes, kv_head, streaming_test)
 
 
 def collect_costs(
     spec: ModelSpec, addresses: Iterable[Address], sensitivity: Sensitivity | None = None
-) -> dict[str, CompressionCostSummary]:
-    """Collect costs of heads by address: bytes of their caches, and what a sensitivity found."""
+) -> dict[str, HeadCompressionCosts]:
+    """Return the costs of heads by address: bytes of their caches, and the results of a sensitivity measurement."""
     text_info = {} if sensitivity is None else {"unit": sensitivity.metric, "texts": len(sensitivity.counts)}
     costs: dict[str, list[QuantizationCost]] = {}
     for cost in sensitivity or ():
@@ -71,19 +81,19 @@ def collect_costs(
     summaries = {}
     for address in addresses:
         nbytes, kv_head = cache_bytes_and_kv_head(spec, address)
-        summaries[str(address)] = CompressionCostSummary(
+        summaries[str(address)] = HeadCompressionCosts(
             tuple(costs.get(str(address), ())), cache_bytes=nbytes, kv_head=kv_head, **text_info
         )
     return summaries
 
 
 def heads_with_cache(spec: ModelSpec) -> tuple[Address, ...]:
-    """Heads whose keys and values are kept while a model writes."""
+    """Return the heads whose keys and values are cached during generation."""
     return tuple(address for address in spec.head_addresses if cache_bytes_and_kv_head(spec, address)[0])
 
 
 def cache_bytes_and_kv_head(spec: ModelSpec, head: Address) -> tuple[int, str]:
-    """Bytes that the key head of a head keeps at CACHE_TOKENS tokens, and its address; 0 where nothing is kept."""
+    """Return the cache bytes at CACHE_TOKENS tokens of the KV head of a head, and its address. 0 bytes without a cache."""
     layer = spec.attention_at(head.layer_address)
     kv_head = head.layer_address.head_address(layer.kv_head_ids[layer.kv_of_head[layer.head_ids.index(head.head)]])
     return (
@@ -94,7 +104,7 @@ def cache_bytes_and_kv_head(spec: ModelSpec, head: Address) -> tuple[int, str]:
 
 
 def streaming_cost(model: ModelProtocol, kv_head: str, corpus: Any = None) -> StreamingTestResult | None:
-    """Measure the loss with this KV head streaming; None if the model has no cache per head."""
+    """Measure the loss with this KV head streaming. Return None if the model has no cache per head."""
     if model.spec.kind != "decoder" or model.output is None or model.spec.cache:
         return None
     try:
@@ -113,19 +123,29 @@ def head_cost_data(
     sensitivity: Sensitivity | None = None,
     plan: Plan | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """For each head its cost, and what a plan does altogether; without a spec of the model there is no cost.
+    """Return the costs of each head and a summary of the plan. Both are empty if `spec` is None.
 
-    The plan is one for this model; without one it is told what the model's own spec says of bits and caches.
+    Args:
+        addresses: Heads.
+        spec: Spec of the model.
+        sensitivity: Result of `hw.sensitivity` for this model.
+        plan: A plan for this model. None takes the weight bits and cache policies of `spec`.
+
+    Returns:
+        Costs by head address, and the summary as plain data. The summary is None if there is nothing to summarize.
     """
     if spec is None:
         if sensitivity is not None or plan is not None:
-            raise HeadwiseError(
-                "costs are of a model's heads; give the model, too: make_report_data(profile, model, …)."
+            raise ArgumentError(
+                "model: costs and plans need the model of the profile. Got None. "
+                "Pass the model: make_report_data(profile, model, …)."
             )
         return {}, None
     heads = [str(address) for address in addresses]
     if plan is not None and plan.spec != spec:
-        raise HeadwiseError("the plan was made for another model than the one that is shown; make one for it.")
+        raise ArgumentError(
+            "plan: it was made for another model than the one in the report. Make a plan for this model."
+        )
     spec_after = spec if plan is None else plan.changed_spec
     costs = _sensitivity_rows(sensitivity, heads)
     scores = dict(zip(map(str, spec.cached_kv_head_addresses), () if plan is None else plan.cache_scores, strict=False))
@@ -154,7 +174,7 @@ def head_cost_data(
 def _head_cost_data(
     head: Address, spec: ModelSpec, spec_after: ModelSpec, scores: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What is done to one head, and what its cache holds."""
+    """Return the weight bits and the cache of one head after the plan."""
     layer = spec.attention_at(head.layer_address)
     kv_index = layer.kv_of_head[layer.head_ids.index(head.head)]
     kv_head = head.layer_address.head_address(layer.kv_head_ids[kv_index])
@@ -185,7 +205,7 @@ def _head_cost_data(
 
 
 def _sensitivity_rows(sensitivity: Sensitivity | None, heads: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """What few bits cost each head; who shares keys shares the costs."""
+    """Return the costs of quantizing each head. Heads that share a KV head share its costs."""
     rows_by_head: dict[str, list[dict[str, Any]]] = {}
     for cost in sensitivity or ():
         row = {name: getattr(cost, name) for name in ("part", "bits", "loss_increase", "low", "high", "kl_divergence")}
@@ -193,5 +213,8 @@ def _sensitivity_rows(sensitivity: Sensitivity | None, heads: Iterable[str]) -> 
             rows_by_head.setdefault(head, []).append(row)
     unknown = set(rows_by_head) - set(heads)
     if unknown:
-        raise HeadwiseError(f"sensitivities are of another model: it has no head {min(unknown)}; measure this one's.")
+        raise ArgumentError(
+            f"sensitivity: it was measured on another model. This model has no head {min(unknown)}. "
+            "Measure this model: hw.sensitivity(model, corpus)."
+        )
     return rows_by_head

@@ -1,4 +1,4 @@
-"""Quantisation hits heads asymmetrically, and couples them."""
+"""Quantization affects heads asymmetrically, and couples them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 
 from headwise.analysis import default_corpus, eval_corpus, joint_quantization_costs, sensitivity
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, format_labeled_lists, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
 from headwise.model import ModelProtocol
 
-BITS = 3  # few enough to cost something
-HEADS = 24  # of a large model: key heads are drawn as long as no more heads than these read them
-DOCUMENTS = 64  # that little models are asked about
-TEXTS, SENTENCES = 16, 4  # where no text is given: so many, of so many sentences each
-DRAWS = 2000  # of texts, for intervals of a single model
-MIN_SPREAD, MIN_COUPLING = 0.5, 0.1  # of the mean of heads; of what two heads cost alone
-FACTOR = 1.5  # between keys and values
+BITS = 3  # low enough for a measurable cost
+HEADS = 24  # for a large model: KV heads are sampled up to this many query heads
+DOCUMENTS = 64  # documents for the small models
+TEXTS, SENTENCES = 16, 4  # default texts: number of texts, and sentences per text
+DRAWS = 2000  # bootstrap draws over texts, for the intervals of a single model
+MIN_SPREAD, MIN_COUPLING = 0.5, 0.1  # relative to the mean of heads; relative to the single costs of two heads
+FACTOR = 1.5  # ratio between keys and values
 SPREAD, COUPLING, KEY_VALUE = "spread over heads", "coupling of pairs", "cached keys against values, doublings"
 THRESHOLDS = {SPREAD: MIN_SPREAD, COUPLING: MIN_COUPLING, KEY_VALUE: float(np.log2(FACTOR))}
 Halves = tuple[np.ndarray, np.ndarray]
@@ -29,19 +29,30 @@ Halves = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class QuantizationCosts:
-    """What few bits cost some key heads of a model, text by text; every second text is the other half."""
+    """Cost of quantization for some KV heads of a model, per text. Every second text belongs to the other half.
 
-    drifts: np.ndarray  # (heads, texts): each head's weights alone
-    singles: np.ndarray  # (heads, texts): the loss
-    pairs: np.ndarray  # (pairs, texts): the loss with two heads' weights at few bits
-    pair_heads: np.ndarray  # (pairs, 2): their heads
-    all_heads: np.ndarray  # (texts,): the loss with all of these heads at few bits
-    key_drifts: np.ndarray  # (heads, texts): drift by cached keys
-    value_drifts: np.ndarray  # (heads, texts): by cached values
-    counts: np.ndarray  # (texts,)
+    Attributes:
+        drifts: (heads, texts) KL drift with the weights of one head quantized.
+        singles: (heads, texts) loss with the weights of one head quantized.
+        pairs: (pairs, texts) loss with the weights of two heads quantized.
+        pair_heads: (pairs, 2) heads of each pair.
+        all_heads: (texts,) loss with all of these heads quantized.
+        key_drifts: (heads, texts) drift with quantized cached keys.
+        value_drifts: (heads, texts) drift with quantized cached values.
+        counts: (texts,) number of tokens.
+    """
+
+    drifts: np.ndarray
+    singles: np.ndarray
+    pairs: np.ndarray
+    pair_heads: np.ndarray
+    all_heads: np.ndarray
+    key_drifts: np.ndarray
+    value_drifts: np.ndarray
+    counts: np.ndarray
 
     def bootstrap_statistic(self, compute: "CostStatistic", seed: int = 0) -> Statistic:
-        """A statistic of one model, with its interval over texts, drawn anew within each half."""
+        """Return a statistic of one model with its bootstrap interval over texts, resampled within each half."""
         rng, n = np.random.default_rng(seed), len(self.counts)
         resampled = []
         for _ in range(DRAWS):
@@ -50,12 +61,12 @@ class QuantizationCosts:
                 half_indices = np.arange(half, n, 2)
                 text_weights += np.bincount(rng.choice(half_indices, len(half_indices)), minlength=n)
             resampled.append(compute(self, text_weights))
-        is_finite = bool(np.isfinite(resampled).all())  # what some draws cannot tell is not known
+        is_finite = bool(np.isfinite(resampled).all())  # if some draws are undefined, the interval is too
         low, high = np.percentile(resampled, (2.5, 97.5)) if is_finite else (-np.inf, np.inf)
         return Statistic.with_interval(compute(self, np.ones(n)), float(low), float(high))
 
     def half_means(self, sums: np.ndarray, text_weights: np.ndarray) -> Halves:
-        """Means a token over either half of the texts, each text so many times: (items,) twice."""
+        """Return means per token over each half of the texts, with a weight per text: (items,) twice."""
         first, second = (
             (sums[:, half] @ text_weights[half]) / (self.counts[half] @ text_weights[half])
             for half in _half_slices(len(text_weights))
@@ -71,9 +82,9 @@ def _half_slices(n: int) -> tuple[slice, slice]:
 
 
 def cost_spread(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
-    """How far heads lie apart, beyond what other texts would change: the standard deviation of drifts over their mean.
+    """Return the standard deviation of drifts between heads over their mean, without the variation between texts.
 
-    The variance is the covariance between halves of the texts: what is due to texts is not the same in both, and drops out.
+    The variance is the covariance between the two halves of the texts, so that variation due to texts cancels.
     """
     first, second = costs.half_means(costs.drifts, text_weights)
     covariance = ((first - first.mean()) * (second - second.mean())).sum() / (len(first) - 1)
@@ -82,8 +93,11 @@ def cost_spread(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
 
 
 def head_pair_interaction(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
-    """How large couplings are against what the two heads cost: loss(a, b) − loss(a) − loss(b) + loss, root mean square over
-    pairs, against that of loss(a) + loss(b) − 2 loss. Squares are products of both halves, so that noise drops out."""
+    """Return the interaction of head pairs relative to their single costs.
+
+    Root mean square over pairs of loss(a, b) − loss(a) − loss(b) + loss, over that of loss(a) + loss(b) − 2 loss. Squares
+    are products of both halves of the texts, so that noise cancels.
+    """
     first, second = (costs.singles[costs.pair_heads[:, side]] for side in (0, 1))  # (pairs, texts)
     single_costs = first + second
     deviation, size = (
@@ -94,13 +108,13 @@ def head_pair_interaction(costs: QuantizationCosts, text_weights: np.ndarray) ->
 
 
 def key_value_log2_ratio(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
-    """How many times cached keys drift further than cached values, in doublings; below 0 values drift further."""
+    """Return log₂ of the drift by cached keys over the drift by cached values. Below 0 values drift further."""
     keys, values = (float((sums @ text_weights).sum()) for sums in (costs.key_drifts, costs.value_drifts))
     return float(np.log2(keys / values)) if keys > 0 and values > 0 else 0.0
 
 
 def additivity(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
-    """What all heads cost at once, against the sum of what each costs alone."""
+    """Return the cost of all heads at once, relative to the sum of their single costs."""
     single_cost = float((costs.singles @ text_weights).sum())
     return float(costs.all_heads @ text_weights) / single_cost if single_cost > 0 else float("nan")
 
@@ -116,15 +130,20 @@ COST_STATISTICS: dict[str, CostStatistic] = {
 def weight_and_cache_quantization_costs(
     model: ModelProtocol, texts: Any, bits: int = BITS, heads: int = HEADS, seed: int = 0
 ) -> QuantizationCosts:
-    """What few bits cost key heads alone and in pairs; of a model with more heads those are drawn."""
+    """Measure the cost of quantizing KV heads alone and in pairs. For a large model, heads are sampled."""
     kv_heads = sampled_kv_heads(model, heads, seed)
     pairs = list(combinations(range(len(kv_heads)), 2))
     if not pairs:
-        raise HeadwiseError("pairs need two key heads at least; this model has fewer.")
+        raise UnsupportedModelError(
+            "model: pairs need at least two KV heads, and this model has fewer. Use a larger model."
+        )
     sets = [*((kv_head,) for kv_head in kv_heads), *((kv_heads[a], kv_heads[b]) for a, b in pairs), tuple(kv_heads)]
     coupled = joint_quantization_costs(model, texts, sets, bits)
     if len(coupled.counts) < 4:
-        raise HeadwiseError(f"intervals are over texts, two in each half at least; got {len(coupled.counts)} texts.")
+        raise ArgumentError(
+            "texts: at least four texts are needed, because confidence intervals are computed on each half of the texts and "
+            f"need two or more. Got {len(coupled.counts)}. Use more texts."
+        )
     head_addresses = [head for kv_head in kv_heads for head in query_heads_by_kv(model)[kv_head]]
     cached = sensitivity(model, texts, bits=(bits,), parts=("keys", "values"), heads=",".join(head_addresses))
     drifts = {(setting.kv_head, setting.part): cached.kl_sums[index] for index, setting in enumerate(cached.targets)}
@@ -137,7 +156,7 @@ def weight_and_cache_quantization_costs(
 
 
 def query_heads_by_kv(model: ModelProtocol) -> dict[str, tuple[str, ...]]:
-    """Key heads, and the heads that read each."""
+    """Return the query heads of each KV head."""
     heads_by_kv_head = {}
     for layer in model.attention_layers():
         address = layer.hook_point.address
@@ -147,7 +166,7 @@ def query_heads_by_kv(model: ModelProtocol) -> dict[str, tuple[str, ...]]:
 
 
 def sampled_kv_heads(model: ModelProtocol, heads: int = HEADS, seed: int = 0) -> list[str]:
-    """Key heads, all of them or drawn by chance, that no more than so many heads read; in their order."""
+    """Return all KV heads, or a random sample that serves at most `heads` query heads, in order."""
     heads_by_kv_head = query_heads_by_kv(model)
     names, selected, num_heads = list(heads_by_kv_head), set[str](), 0
     for index in np.random.default_rng(seed).permutation(len(names)):
@@ -159,12 +178,12 @@ def sampled_kv_heads(model: ModelProtocol, heads: int = HEADS, seed: int = 0) ->
 
 
 def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
-    """The usual model of every seed."""
+    """Return the default model of every seed."""
     return (experiment.make_config(seed) for seed in experiment.seeds)
 
 
 def measure(experiment: ExperimentContext) -> StatisticTable:
-    """Every seed's model on held-out documents of that seed."""
+    """Measure the model of every seed on held-out documents of that seed."""
     statistics, costs = StatisticTable(), list[QuantizationCosts]()
     for config in training_configs(experiment):
         model = experiment.train_or_load(config).load_model()
@@ -181,7 +200,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
-    """The same with a model and its text."""
+    """Measure the given model on a text."""
     statistics = StatisticTable()
     _add_costs(
         statistics,
@@ -200,19 +219,19 @@ def _add_costs(statistics: StatisticTable, model_label: str, costs: Quantization
 
 
 def _mean_drift(costs: QuantizationCosts) -> float:
-    """The mean of heads."""
+    """Return the mean drift over heads."""
     return float(costs.drifts.sum() / costs.counts.sum() / len(costs.drifts))
 
 
 def _default_texts(model: ModelProtocol) -> list[str]:
-    """Texts of some sentences of all kinds each, of the model's usual ones."""
+    """Join default sentences of the model into texts with sentences of all kinds."""
     documents = [item.text for item in default_corpus(model).items()]
     stride = max(1, len(documents) // SENTENCES)
     return [" ".join(documents[start::stride][:SENTENCES]) for start in range(min(TEXTS, stride))]
 
 
 def judge(statistics: StatisticTable) -> Verdict:
-    """By `rule`."""
+    """Apply the rule of CLAIM."""
     confirmed, refuted, unsure = [], [], []
     for name, threshold in THRESHOLDS.items():
         for model_label, statistic in statistics.by_condition(name).items():
@@ -229,7 +248,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     if len(refuted) > len(confirmed) + len(unsure):
         return Verdict("does not hold", format_labeled_lists({"shown": confirmed, "open": unsure}))
     details = format_labeled_lists({"shown": confirmed, "not so": refuted, "open": unsure})
-    return Verdict("depends", f"on {'what is meant, and where' if refuted else 'the seed, or the text'}; {details}")
+    return Verdict("depends", f"on {'the property and the model' if refuted else 'the seed, or the text'}; {details}")
 
 
 SYNTHETIC_MODELS = "little models"
@@ -237,23 +256,24 @@ FINDINGS = {SPREAD: "heads uneven", COUPLING: "pairs coupled", KEY_VALUE: "keys 
 CLAIM = Claim(
     number=26,
     name="quantization",
-    statement="Quantisation hits heads asymmetrically, and couples them.",
-    counterevidence="Heads that cost about the same at few bits, whose costs add up, and whose cached keys and values "
-    "cost alike.",
-    setup=f"Weights of one head, and of every pair, at {BITS} bits in groups of 32, balanced basis: all heads of usual "
-    f"models on {DOCUMENTS} held-out documents; of a given model key heads drawn by chance that {HEADS} heads read, on "
-    "sentences of the probe set. Spread: standard deviation of drifts KL(untouched ‖ rounded) over their mean. "
-    "Coupling: loss(a, b) − loss(a) − loss(b) + loss, root mean square over pairs, against that of the two alone. In "
-    "both, squares are products of two halves of the texts, so what is due to texts drops out. Sides: drift by cached "
-    f"keys at {BITS} bits over that by cached values. Intervals over seeds, for one model over texts.",
-    rule=f"Three things are said of each model: heads are uneven (spread above {MIN_SPREAD:g}), pairs are coupled "
-    f"(above {MIN_COUPLING:g}), keys are unlike values (a factor of {FACTOR:g}, either way). Each is shown if surely "
-    "so, not so if surely not, else open. Holds if all are shown, does not hold if more than half are not so. Else "
-    "depends: on which if any is not so, on the seed or the text if some are open and none is not so.",
+    statement="Quantization affects heads asymmetrically, and couples them.",
+    counterevidence="Heads whose quantization costs are about equal and add up, and whose cached keys and values cost the "
+    "same.",
+    setup=f"Weights of one head, and of every pair, quantized to {BITS} bits in groups of 32 in a balanced basis: all heads "
+    f"of default models on {DOCUMENTS} held-out documents, and for a given model a random sample of KV heads with up to "
+    f"{HEADS} query heads, on sentences of the probe set. Spread: standard deviation of the drifts KL(original ‖ quantized) "
+    "over their mean. Coupling: loss(a, b) − loss(a) − loss(b) + loss, root mean square over pairs, relative to that of the "
+    "single costs. In both, squares are products of two halves of the texts, so that variation due to texts cancels. Keys "
+    f"and values: drift by cached keys at {BITS} bits over drift by cached values. Intervals are over seeds, or over texts "
+    "for a single model.",
+    rule=f"Three properties are tested for each model: heads are uneven (spread above {MIN_SPREAD:g}), pairs are coupled "
+    f"(above {MIN_COUPLING:g}), keys differ from values (by a factor of {FACTOR:g}, either way). Each is shown if "
+    "significant, not so if significantly false, else open. Holds if all are shown, does not hold if more than half are "
+    "not so. Otherwise depends: on the property and the model if any is not so, else on the seed or the text.",
     judged=statistic_key_selector(*THRESHOLDS),
     measure=measure,
     judge=judge,
-    plot=PlotSpec((SPREAD, COUPLING, KEY_VALUE), y="share, or doublings"),
+    plot=PlotSpec((SPREAD, COUPLING, KEY_VALUE), y="ratio, or log2 ratio"),
     training_configs=training_configs,
     measure_model=measure_model,
 )

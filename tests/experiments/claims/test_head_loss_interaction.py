@@ -4,7 +4,7 @@ import torch
 import headwise as hw
 from headwise.analysis.ablation.importance import importance
 from headwise.experiments.claim import VERDICTS
-from headwise.experiments.claim_tests.head_additivity import (
+from headwise.experiments.claim_tests.head_loss_interaction import (
     CLAIM,
     LEARNED_OUTPUT,
     NO_MIXING,

@@ -1,0 +1,53 @@
+"""Every public function gives the same numbers on the pretend device as on the CPU, with float64 allowed and forbidden."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import headwise as hw
+from headwise.errors import HeadwiseError
+from tests.contract.attached_models import NATIVE, TOKENIZER, build_model
+from tests.contract.functions import FUNCTIONS, flatten_numbers
+from tests.devices.pretend_device import pretend_device
+
+MODELS = ("decoder", "encoder", "encoder-decoder", "llama", "gpt2", "bert")
+SAMPLE = {("decoder", True), ("decoder", False), ("llama", True), ("llama", False)}
+
+
+def run(function: Any, model: Any, name: str) -> list[float] | str:
+    """Return the numbers of a call, or its error."""
+    try:
+        return flatten_numbers(function(model, name))
+    except HeadwiseError as error:
+        return str(error)
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(name, function, float64, marks=() if (name, float64) in SAMPLE else pytest.mark.slow)
+        for name in MODELS
+        for float64 in (True, False)
+        for function in FUNCTIONS
+    ]
+
+
+def make_model(name: str, device: str) -> Any:
+    """Return a float32 model on a device, attached there if it is a transformers model."""
+    inner = build_model(name).float().to(device)
+    if name not in NATIVE:
+        inner.tie_weights()
+        return hw.attach(inner, TOKENIZER)
+    inner.tokenizer = TOKENIZER
+    return inner
+
+
+@pytest.mark.parametrize(("name", "function", "float64"), cases())
+def test_function_on_device_equals_cpu(name: str, function: str, float64: bool) -> None:
+    expected = run(FUNCTIONS[function], make_model(name, "cpu"), name)
+    with pretend_device(float64=float64):
+        result = run(FUNCTIONS[function], make_model(name, "pretend"), name)
+    if isinstance(expected, str) or isinstance(result, str):
+        assert result == expected
+        return
+    np.testing.assert_allclose(result, expected, rtol=2e-3, atol=2e-4)
