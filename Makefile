@@ -41,9 +41,11 @@ docs: install
 test: install
 	$(PY) -m pytest tests/test_tiny.py -q
 	$(PY) -m pytest -m 'not slow' -q $(SHARED)
+	PRETEND_DEVICE=1 $(PY) -m pytest -m 'not slow' -q $(SHARED) tests/devices
 
 test-all: install test-cpus test-oldest test-newest
 	$(PY) -m pytest -q $(SHARED)
+	PRETEND_DEVICE=1 $(PY) -m pytest -q $(SHARED) tests/devices
 
 # Other processors, as far as one can imitate them: the oldest instructions, AVX2 alone, two threads, and weights that begin
 # 8 bytes behind a multiple of 64, as those of somebody's file may. Last bits differ there; what is promised may not.

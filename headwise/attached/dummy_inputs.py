@@ -120,7 +120,7 @@ def _patches(model: Any, generator: torch.Generator, parameters: Any, variant: i
     names = [name for name in ("hidden_states", "pixel_values", "pixel_values_videos") if name in parameters]
     if not names:
         raise KeyError(
-            "model: none of its inputs is hidden_states, pixel_values or pixel_values_videos, for rows of patches"
+            "model: it has no input hidden_states, pixel_values or pixel_values_videos, so patches cannot be passed to it"
         )
     grid = torch.cat((torch.ones(BATCH_SIZE, 1, dtype=torch.long), shapes), 1)
     return {names[0]: rows, "grid_thw": grid, "merge_sizes": torch.full((BATCH_SIZE,), 2)}

@@ -58,7 +58,7 @@ class DistributedCheckpointReader(WeightReader):
                         shard = opened.get_tensor(name)  # a view of the mapped file
                         if len(start) != shard.ndim or min(start, default=0) < 0:
                             raise ValueError(
-                                f"the part of {name} has the offsets {start}, expected {shard.ndim} offsets of at least 0"
+                                f"tensor {name}: needs {shard.ndim} offsets, each 0 or greater, but has {start}"
                             )
                         self._shards.setdefault(name.removeprefix(MODEL_PREFIX), []).append((start, shard))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:

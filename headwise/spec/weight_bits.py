@@ -54,8 +54,14 @@ class WeightRule:
         check_bits(self.bits)
         check_group_size(self.group_size)
         if bool(self.heads) == (self.part in NON_HEAD_PARTS):
-            problem = "has no heads. Omit heads" if self.heads else "needs heads. Pass, for example, heads=('5.1',)"
-            raise ArgumentError(f"WeightRule heads={self.heads}: a rule for part={self.part!r} {problem}.")
+            advice = (
+                "The part has no heads: omit heads"
+                if self.heads
+                else "The part needs heads, for example heads=('5.1',)"
+            )
+            raise ArgumentError(
+                f"WeightRule(part={self.part!r}, heads={self.heads}): heads do not fit the part. {advice}."
+            )
 
     def __str__(self) -> str:
         name = self.part if self.part in NON_HEAD_PARTS else f"W_{self.part.upper()} of {' '.join(self.heads)}"
