@@ -179,7 +179,7 @@ def test_prune_invalid_arguments_raise() -> None:
         ({"keep": 0.5, "fold_mean": False}, "ranking method 'ablation' needs texts"),
         ({"keep": 0.5, "ranking": "random"}, "needs texts"),
         ({"keep": 0.5, "ranking": "luck", "corpus": TEXTS}, "ranking: unknown method. Got 'luck'"),
-        ({"keep": 0.5, "rounds": 0, "corpus": TEXTS}, "rounds must be"),
+        ({"keep": 0.5, "rounds": 0, "corpus": TEXTS}, "must be an integer of at least"),
         ({"keep": 0.5, "corpus": ""}, "is empty"),
         ({"keep": 0.5, "corpus": []}, "is empty"),
         ({"heads": "0.1", "corpus": ""}, "is empty"),

@@ -274,7 +274,7 @@ def test_plan_streaming_invalid_arguments_raise() -> None:
         ({"corpus": ["at"]}, "no text is longer than the 4 tokens"),
         ({"ranking": "gates", "gate_steps": 0}, "gate_steps: must be at least 1. Got 0"),
         ({"rounds": 0}, "rounds: must be an integer of at least 1. Got 0"),
-        ({"protected_fraction": 0.75}, "0.5. Got 0.75"),
+        ({"protected_fraction": 0.75}, "the fraction of KV heads that never"),
         ({"ranking": "role", "rounds": 2}, r"Use rounds=1, or ranking=attention \| output \| loss"),
     ):
         with pytest.raises(HeadwiseError, match=message):
