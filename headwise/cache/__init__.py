@@ -2,7 +2,7 @@
 
 from headwise.cache.layer_cache import (
     NO_CACHE,
-    CacheResult,
+    AttendResult,
     CacheState,
     CrossAttentionCache,
     DynamicCache,
@@ -17,7 +17,7 @@ from headwise.cache.per_head_cache import PerHeadCache
 
 __all__ = [
     "NO_CACHE",
-    "CacheResult",
+    "AttendResult",
     "CacheState",
     "CrossAttentionCache",
     "DynamicCache",

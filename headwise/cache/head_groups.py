@@ -79,7 +79,7 @@ class HeadGroup:
             params = replace(params, mask=None)
         return params.select_heads(self.heads.indices, self.kv_of_head)
 
-    def append(self, k: Tensor, v: Tensor, start: int) -> None:
+    def append(self, k: Tensor, v: Tensor, start: int, row_starts: Tensor | None = None) -> None:
         """Store the tokens from position `start` on: (B, KV heads, T, ·) twice."""
         end = start + k.shape[2]
         if self.size is not None and end > self.size:
@@ -175,9 +175,9 @@ class StreamingHeadGroup(HeadGroup):
             return None
         return replace(params, mask=None).select_heads(self.heads.indices, self.kv_of_head)
 
-    def append(self, k: Tensor, v: Tensor, start: int) -> None:
+    def append(self, k: Tensor, v: Tensor, start: int, row_starts: Tensor | None = None) -> None:
         """Store those of the tokens from position `start` on that no other of them evicts."""
-        self._store(self._encode(k, v, start), start, None)
+        self._store(self._encode(k, v, start), start, row_starts)
 
     def _encode(self, k: Tensor, v: Tensor, length: int) -> tuple[StoredRows, StoredRows]:
         """Return new tokens as they are stored, and reserve memory for them."""

@@ -35,10 +35,10 @@ class KVBuffer:
         return self.decode(self.encode(x))
 
     def reserve(self, like: StoredRows, needed: int, max_rows: int | None) -> None:
-        """Allocate memory for `needed` rows. If it is full it doubles, up to `max_rows`."""
+        """Allocate memory for `needed` rows. If it is full it grows by 1/16 and at least 64 rows, up to `max_rows`."""
         if self.storage and needed <= self.storage[0].shape[2]:
             return
-        capacity = max(needed, 2 * self.capacity, 64)
+        capacity = max(needed, self.capacity + max(64, self.capacity // 16))
         capacity = capacity if max_rows is None else min(capacity, max_rows)
         if self.storage:
             self.storage = tuple(F.pad(x, (0, 0, 0, capacity - x.shape[2])) for x in self.storage)

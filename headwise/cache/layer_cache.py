@@ -19,7 +19,7 @@ KernelInputs = tuple[Tensor, Tensor, ScoreParams]  # keys (B, K, S, d), values (
 
 
 @dataclass(eq=False)
-class CacheResult:
+class AttendResult:
     """Result of one attention call: z, (B, H, T, e), and, computed on access, the inputs that listeners see."""
 
     z: Tensor
@@ -72,7 +72,7 @@ class LayerCache(ABC):
     needs_left_padding = False
 
     @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> CacheResult:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> AttendResult:
         """Append the keys and values of new tokens, then attend to all that are visible.
 
         Args:
@@ -113,7 +113,7 @@ class LayerCache(ABC):
 class NoCache(LayerCache):
     """A null object: attends to the keys and values of the call and stores nothing."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> CacheResult:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> AttendResult:
         return attend_to(q, k, v, request)
 
     def snapshot(self) -> CacheState:
@@ -147,7 +147,7 @@ class SharedKVCache(LayerCache):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of new tokens, (B, K, T, ·), and return all that are visible, (B, K, S, ·)."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> CacheResult:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> AttendResult:
         if request.required_layer.spec.cache:
             raise ArgumentError(
                 f"cache: the KV heads of this layer have different cache policies, which {type(self).__name__} does not "
@@ -233,7 +233,7 @@ class SlidingWindowCache(SharedKVCache):
             raise ArgumentError(f"size={size}: a sliding cache needs room for at least 1 token.")
         self.size = self.window = size
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> CacheResult:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> AttendResult:
         # The window hides tokens of a long prompt that would have been evicted if tokens had come one at a time.
         return super().attend(q, k, v, replace(request, mask=and_masks(request.mask, window(self.size))))
 
@@ -256,7 +256,7 @@ class CrossAttentionCache(SharedKVCache):
 
     source: Tensor | None = None  # the tensor that the keys were computed from
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> CacheResult:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> AttendResult:
         if self.source is None or (self._k is not None and self._k is not k):  # keys of self-attention
             raise ArgumentError(
                 "cache: a CrossAttentionCache supports only cross-attention. Use a DynamicCache, StaticCache or "
@@ -283,8 +283,8 @@ class CrossAttentionCache(SharedKVCache):
         return self.kv
 
 
-def attend_to(q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> CacheResult:
+def attend_to(q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> AttendResult:
     """Run the kernel of the layer over all these keys and values."""
     layer = request.required_layer
     params = layer.score_params(q, k, v, request)
-    return CacheResult(run_kernel(q, k, v, params, layer.backend), lambda: (k, v, params))
+    return AttendResult(run_kernel(q, k, v, params, layer.backend), lambda: (k, v, params))

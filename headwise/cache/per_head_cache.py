@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.cache.head_groups import HeadGroup, UnsplitHeadGroup, make_head_group
-from headwise.cache.layer_cache import CacheResult, CacheState, KernelInputs, LayerCache
+from headwise.cache.head_groups import HeadGroup, StreamingHeadGroup, UnsplitHeadGroup, make_head_group
+from headwise.cache.layer_cache import AttendResult, CacheState, KernelInputs, LayerCache
 from headwise.cache.sink_window_masks import SinkWindowMask
 from headwise.errors import ArgumentError
 from headwise.kernels import Mask, ScoreRequest, per_head
@@ -62,7 +62,7 @@ class PerHeadCache(LayerCache):
             self._split_groups.append(make_head_group(heads, kv_indices, kv_of_head, policy, spec.window, size))
         heads = [head for group in self._split_groups for head in group.head_indices]
         self._head_order = None if heads == sorted(heads) else torch.tensor(heads).argsort()  # of the groups' outputs
-        self._batch: int | None = None
+        self.batch: int | None = None
         self.groups = self._split_groups
         capacities = [policy.sink_tokens + policy.window for policy in policies if policy.window is not None]
         if (
@@ -73,14 +73,14 @@ class PerHeadCache(LayerCache):
         ):
             self.groups = [UnsplitHeadGroup(spec.kv_of_head, len(policies), min(capacities))]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> CacheResult:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> AttendResult:
         self._check_batch(k)
         k, v = k.detach() if k.requires_grad else k, v.detach() if v.requires_grad else v
         request = request.for_keys(self.length + k.shape[2], ())
         layer = request.required_layer
         params = layer.score_params(q, k, v, request)
         # Listeners see all keys and values at their positions, which must be read before tokens are evicted.
-        dense_kv = self._dense_kv(k, v, request.row_starts) if request.has_listeners else (k, v)
+        dense_kv = self.dense_kv(k, v, request.row_starts) if request.has_listeners else (k, v)
 
         def compute_inputs() -> KernelInputs:
             masked = replace(request, policies=self.all_policies)
@@ -101,17 +101,31 @@ class PerHeadCache(LayerCache):
                 self._head_order = self._head_order.to(z.device)
                 z = z.index_select(1, self._head_order)
         self.length += k.shape[2]
-        self._batch = len(k)
-        return CacheResult(z, compute_inputs)
+        self.batch = len(k)
+        return AttendResult(z, compute_inputs)
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Store tokens without attending: (B, K, T, ·) twice, T > 0, without padding."""
+    def append(self, k: Tensor, v: Tensor, row_starts: Tensor | None = None) -> None:
+        """Store tokens without attending: (B, K, T, ·) twice, T > 0. `row_starts`, (B,), are the first real tokens."""
         self._check_batch(k)
-        self._split_if_needed(k.shape[2])
+        self._split_if_needed(k.shape[2], row_starts)
         for group in self.groups:
-            group.append(group.kv_heads.select(k), group.kv_heads.select(v), self.length)
+            group.append(group.kv_heads.select(k), group.kv_heads.select(v), self.length, row_starts)
         self.length += k.shape[2]
-        self._batch = len(k)
+        self.batch = len(k)
+
+    def remove_last(self, count: int) -> None:
+        """Remove the last tokens. Raise if a KV head has evicted a token, because evicted tokens cannot be restored."""
+        if self.has_evicted:
+            raise ArgumentError(
+                f"cache: {count} tokens cannot be removed, because KV heads have evicted earlier tokens, which would be "
+                f"visible again. Create a new cache."
+            )
+        self.length -= count  # the rows of removed tokens are overwritten by the next ones
+
+    @property
+    def has_evicted(self) -> bool:
+        """True if a KV head has evicted a token."""
+        return any(group.capacity < self.length for group in self.groups if isinstance(group, StreamingHeadGroup))
 
     def _split_if_needed(self, T: int, row_starts: Tensor | None = None) -> None:
         """Split the groups if one of the next T tokens evicts another, or if rows start at different tokens."""
@@ -121,12 +135,12 @@ class PerHeadCache(LayerCache):
             self.groups = self._split_groups
 
     def _check_batch(self, k: Tensor) -> None:
-        if self._batch not in (None, len(k)):
+        if self.batch not in (None, len(k)):
             raise ArgumentError(
-                f"cache: it contains a batch of {self._batch}. Got a batch of {len(k)}. Create a new cache for a new batch."
+                f"cache: it contains a batch of {self.batch}. Got a batch of {len(k)}. Create a new cache for a new batch."
             )
 
-    def _dense_kv(self, k: Tensor, v: Tensor, row_starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    def dense_kv(self, k: Tensor, v: Tensor, row_starts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens, the new ones too, with zeros for evicted tokens: (B, K, S, ·) twice."""
         S = self.length + k.shape[2]
         all_k, all_v = (x.new_zeros(*x.shape[:2], S, x.shape[3]) for x in (k, v))
@@ -140,14 +154,14 @@ class PerHeadCache(LayerCache):
         for group in self.groups:
             for buffer in (group.k, group.v):
                 buffer.storage = tuple(x.index_select(0, rows) for x in buffer.storage)
-        self._batch = None if self._batch is None else len(rows)
+        self.batch = None if self.batch is None else len(rows)
 
     def snapshot(self) -> CacheState:
         storages = [(group.k.storage, group.v.storage) for group in self.groups]
-        return CacheState(self.length, (self._batch, self.groups, storages))
+        return CacheState(self.length, (self.batch, self.groups, storages))
 
     def restore(self, state: CacheState) -> None:
-        self.length, (self._batch, self.groups, storages) = state.length, state.contents
+        self.length, (self.batch, self.groups, storages) = state.length, state.contents
         for group, (k, v) in zip(self.groups, storages, strict=True):
             group.k.storage, group.v.storage = k, v
 

@@ -14,7 +14,7 @@ from headwise.heads.collectives_protocol import HeadPartitionProtocol
 from headwise.heads.head import AttentionLayerProtocol, Heads
 from headwise.heads.head_dropout import HeadDropout
 from headwise.heads.hook_point import HOOKS, HookPoint, apply_gate
-from headwise.heads.initialize_weights import initialize
+from headwise.heads.initialize_parameters import initialize
 from headwise.heads.per_head_output import PerHeadOutput
 from headwise.heads.projections import QKVProjection, make_output_projection
 from headwise.kernels import (
@@ -77,7 +77,7 @@ class MultiHeadAttention(nn.Module):
         **fields: Any,
     ) -> None:
         super().__init__()
-        self.spec = spec = _as_spec(spec, heads, fields)
+        self.spec = spec = _as_spec(spec, heads, fields).compute_derived_values()
         self.backend = backend
         if backend != "auto" and backend not in BACKENDS:
             raise ArgumentError(f"backend={backend!r}: unknown; {suggest_names(backend, ['auto', *BACKENDS])}")
@@ -309,13 +309,15 @@ class MultiHeadAttention(nn.Module):
         """Build score params from a request, and from the spec, the sinks and the position biases of some heads."""
         (q, k, v), mask, bias = tensors, request.mask, request.bias
         dropout = spec.dropout if self.training else 0.0
-        is_simple = bias is None and not request.policies and (mask is None or isinstance(mask, CausalMask))
+        is_simple = bias is None and len(request.policies) == 0 and (mask is None or isinstance(mask, CausalMask))
         fits = q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1] and k.shape[:3] == v.shape[:3]  # or raise below
         if is_simple and fits and spec.uses_default_score_params and not dropout:
-            return default_score_params(spec.head_dim, spec.scale, spec.kv_of_head, mask, spec.softcap)
+            # torch.compile would warn about a function with a cache
+            make_params = default_score_params.__wrapped__ if torch.compiler.is_compiling() else default_score_params
+            return make_params(spec.head_dim, spec.scale, spec.kv_of_head, mask, spec.softcap)
         if spec.window is not None:
             mask = and_masks(mask, window(spec.window))
-        if request.policies:
+        if len(request.policies):
             num_keys = k.shape[2] if request.num_keys is None else request.num_keys
             not_evicted = streaming_mask(request.policies, spec.kv_of_head, num_keys, request.row_starts)
             mask = mask if not_evicted is None else and_masks(mask, not_evicted)

@@ -1,6 +1,6 @@
 """Heads as objects: weights, QK and OV circuits and gate of one head, and sets of heads that can be silenced together."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.heads.hook_point import HookPoint
+from headwise.heads.hook_point import Edit, HookPoint
+from headwise.heads.steering_edits import (
+    HeadDirections,
+    check_clamp_range,
+    check_strength,
+    clamp_edit,
+    project_out_edit,
+    resolve_directions,
+    shift_edit,
+)
 from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.spec import Address, AttentionSpec, LayerAddress, select
 from headwise.spec.address import is_single_head
@@ -197,8 +206,64 @@ class Head:
         Args:
             factor: A number, or one number per example, (B,).
         """
-        with Heads((self.layer,), (self.address,), self._owner).scaled(factor):
+        with self._as_set().scaled(factor):
             yield
+
+    @contextmanager
+    def shifted(
+        self, direction: HeadDirections, strength: ScaleFactor = 1.0, *, positions: Sequence[int] | None = None
+    ) -> Iterator[None]:
+        """Add a direction to the output of the head, before W_O, inside the context.
+
+        Args:
+            direction: Direction, (e,).
+            strength: Factor of the direction: a number, or one per example, (B,). 0 changes no bit.
+            positions: Tokens of each call to edit, such as [-1]. None means all tokens.
+
+        >>> import torch
+        >>> from headwise.heads import MultiHeadAttention
+        >>> layer, x, direction = MultiHeadAttention(width=8, heads=2), torch.randn(1, 3, 8), torch.randn(4)
+        >>> with layer.heads[1].shifted(direction, strength=2.0):
+        ...     shifted = layer(x)
+        >>> torch.allclose(shifted - layer(x), 2.0 * direction @ layer.heads[1].W_O, atol=1e-6)
+        True
+        """
+        with self._as_set().shifted(direction, strength, positions=positions):
+            yield
+
+    @contextmanager
+    def projected_out(self, direction: HeadDirections, *, positions: Sequence[int] | None = None) -> Iterator[None]:
+        """Remove the component along a direction from the output of the head, before W_O, inside the context.
+
+        Args:
+            direction: Direction, (e,). Its length does not matter.
+            positions: Tokens of each call to edit. None means all tokens.
+        """
+        with self._as_set().projected_out(direction, positions=positions):
+            yield
+
+    @contextmanager
+    def clamped(
+        self,
+        direction: HeadDirections,
+        low: float | None = None,
+        high: float | None = None,
+        *,
+        positions: Sequence[int] | None = None,
+    ) -> Iterator[None]:
+        """Limit the component along a direction of the output of the head, before W_O, inside the context.
+
+        Args:
+            direction: Direction, (e,). Its length does not matter.
+            low: Smallest component. None means no limit.
+            high: Largest component. None means no limit. If it equals `low`, the component is set to this value.
+            positions: Tokens of each call to edit. None means all tokens.
+        """
+        with self._as_set().clamped(direction, low, high, positions=positions):
+            yield
+
+    def _as_set(self) -> "Heads":
+        return Heads((self.layer,), (self.address,), self._owner)
 
     def _projection_weight(self, projection: str, index: int) -> Tensor:
         weight = self.layer.qkv.weight_by_head(projection)[index].mT  # (D, d), or (D/heads, d)
@@ -310,6 +375,75 @@ class Heads:
                 stack.enter_context(self._layers[address].hook_point.scaled(gate))
             yield
 
+    @contextmanager
+    def shifted(
+        self, direction: HeadDirections, strength: ScaleFactor = 1.0, *, positions: Sequence[int] | None = None
+    ) -> Iterator[None]:
+        """Add directions to the outputs of these heads, before W_O, inside the context.
+
+        Args:
+            direction: One direction for all heads, (e,); one per head, (n, e); or directions by head pattern, such as
+                {"5.1": vector}. Heads that no pattern names stay unchanged.
+            strength: Factor of the directions: a number, or one per example, (B,). 0 changes no bit.
+            positions: Tokens of each call to edit; negative numbers count from the end. None means all tokens. With a
+                cache, each call after the prompt has one token, which is position -1.
+        """
+        check_strength(strength)
+        if isinstance(strength, Tensor) or strength != 0:
+            edits = self._edits(direction, lambda index, rows: shift_edit(index, rows, strength, positions))
+        else:
+            edits = self._edits(direction, lambda index, rows: None)  # checks the arguments only
+        with _replaced(edits):
+            yield
+
+    @contextmanager
+    def projected_out(self, direction: HeadDirections, *, positions: Sequence[int] | None = None) -> Iterator[None]:
+        """Remove the components along directions from the outputs of these heads, before W_O, inside the context.
+
+        Args:
+            direction: Directions, as in `shifted`. Their lengths do not matter.
+            positions: Tokens of each call to edit, as in `shifted`.
+        """
+        with _replaced(self._edits(direction, lambda index, rows: project_out_edit(index, rows, positions))):
+            yield
+
+    @contextmanager
+    def clamped(
+        self,
+        direction: HeadDirections,
+        low: float | None = None,
+        high: float | None = None,
+        *,
+        positions: Sequence[int] | None = None,
+    ) -> Iterator[None]:
+        """Limit the components along directions of the outputs of these heads, before W_O, inside the context.
+
+        Args:
+            direction: Directions, as in `shifted`. Their lengths do not matter.
+            low: Smallest component. None means no limit.
+            high: Largest component. None means no limit. If it equals `low`, the component is set to this value.
+            positions: Tokens of each call to edit, as in `shifted`.
+        """
+        check_clamp_range(low, high)
+        with _replaced(self._edits(direction, lambda index, rows: clamp_edit(index, rows, low, high, positions))):
+            yield
+
+    def _edits(
+        self, direction: HeadDirections, make_edit: Callable[[list[int], Tensor], Edit | None]
+    ) -> list[tuple[HookPoint, Edit]]:
+        """Return an edit per layer with selected heads. `make_edit` gets head indices and their directions, (n, e)."""
+        value_dims = {address: layer.spec.value_dim for address, layer in self._layers.items()}
+        directions = resolve_directions(direction, self.addresses, value_dims)
+        edits = []
+        for layer_address, layer in self._layers.items():
+            selected = [address for address in directions if address.layer_address == layer_address]
+            if selected:
+                layer.hook_point.check_editable()
+                rows = torch.stack([directions[address] for address in selected])  # (n, e)
+                edit = make_edit([layer.hook_point.head_index(address) for address in selected], rows)
+                edits += [] if edit is None else [(layer.hook_point, edit)]
+        return edits
+
     def gates(self, factor: ScaleFactor) -> dict[LayerAddress, Tensor]:
         """Return gates that scale these heads in one call: `model(ids, gates=heads.gates(0.0))`.
 
@@ -340,6 +474,15 @@ class Heads:
                 f"Use layer.head, for example heads['0.{number}']."
             )
         return next(iter(self._layers)).head_address(number)
+
+
+@contextmanager
+def _replaced(edits: Iterable[tuple[HookPoint, Edit]]) -> Iterator[None]:
+    """Open edits at their hook points."""
+    with ExitStack() as stack:
+        for hook_point, edit in edits:
+            stack.enter_context(hook_point.replaced(edit))
+        yield
 
 
 def resolve_gates(layers: Iterable[AttentionLayerProtocol], gates: Gates | None) -> dict[LayerAddress, Tensor]:

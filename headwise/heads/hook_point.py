@@ -18,11 +18,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from headwise.cache import CacheResult
+from headwise.cache import AttendResult
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.kernels import ScoreParams, attention_weights
 from headwise.kernels.batched import attention_weight_rows
-from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.rounding_tolerance import at_least_float32, autocast_disabled
 from headwise.spec import Address, LayerAddress
 
 Listener = Callable[["AttentionCall"], None]
@@ -93,14 +93,16 @@ class AttentionCall:
 
     def maps(self) -> Tensor:
         """Compute the attention weights of every head from q and k in at least float32, (B, H, T, S)."""
-        return attention_weights(at_least_float32(self.q), at_least_float32(self.k), self.params)
+        with autocast_disabled(self.q.device):
+            return attention_weights(at_least_float32(self.q), at_least_float32(self.k), self.params)
 
     def map_rows(self, rows: Sequence[int], batch_slice: slice = slice(None)) -> Tensor:
         """Compute some rows of the maps, (B, H, rows, S), for the examples of `batch_slice`."""
         q, k = at_least_float32(self.q), at_least_float32(self.k)
-        return torch.cat(
-            [attention_weight_rows(q, k, self.params, range(row, row + 1), batch_slice) for row in rows], 2
-        )
+        with autocast_disabled(q.device):
+            return torch.cat(
+                [attention_weight_rows(q, k, self.params, range(row, row + 1), batch_slice) for row in rows], 2
+            )
 
 
 class HookPoint:
@@ -111,7 +113,12 @@ class HookPoint:
         head_ids: Original numbers of the remaining heads.
         output: Output projection of the layer.
         window: Attention window of the layer. None means no limit.
+
+    Attributes:
+        extra_keys: Number of keys after those of the tokens, such as the learned key of `nn.MultiheadAttention`.
     """
+
+    extra_keys = 0
 
     def __init__(
         self, address: LayerAddress, head_ids: tuple[int, ...], output: OutputWeightsProtocol, window: int | None = None
@@ -132,6 +139,11 @@ class HookPoint:
     def head_addresses(self) -> tuple[Address, ...]:
         """Addresses of the heads of this layer."""
         return tuple(self.address.head_address(number) for number in self.head_ids)
+
+    @property
+    def is_cross_attention(self) -> bool:
+        """True if the keys come from another sequence than the queries."""
+        return self.address.stack.startswith("cross")
 
     @property
     def is_active(self) -> bool:
@@ -198,7 +210,7 @@ class HookPoint:
         """Give an unpickled hook point a new key."""
         self.__dict__ |= state | {"key": f"hook point {next(_numbers)}"}
 
-    def apply(self, q: Tensor, result: CacheResult, z: Tensor) -> Tensor:
+    def apply(self, q: Tensor, result: AttendResult, z: Tensor) -> Tensor:
         """Apply the open edits to z, then call the listeners. The layer calls this between the kernel and W_O."""
         z = self.apply_edits(z)
         if self.has_listeners:

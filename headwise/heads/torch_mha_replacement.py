@@ -188,8 +188,12 @@ class TorchAttention(MultiHeadAttention):
                 raise ArgumentError(
                     f"attn_mask: must have shape {valid_shapes[0]} or {valid_shapes[1]}. Got {tuple(attn_mask.shape)}."
                 )
-            # if the hint is correct, the kernel can use its own causal flag
-            converted = causal(offset=0) if is_causal and _is_causal(attn_mask) else from_mha(attn_mask, self.num_heads)
+            # A causal mask lets the kernels skip hidden keys. Reading a mask on another device would wait for that device.
+            is_readable = is_causal or (attn_mask.device.type == "cpu" and not torch.compiler.is_compiling())
+            is_candidate = is_readable and attn_mask.ndim == 2 and not attn_mask.requires_grad
+            converted = (
+                causal(offset=0) if is_candidate and _is_causal(attn_mask) else from_mha(attn_mask, self.num_heads)
+            )
             masks += [converted] if isinstance(converted, Mask) else []
             biases += [] if isinstance(converted, Mask) else [converted.to(query)]
         if key_padding_mask is not None:

@@ -15,6 +15,8 @@ from headwise.kernels.fused import fused
 from headwise.kernels.masks import CausalMask, Mask, causal, document_mask, padding_mask, per_head, window
 from headwise.kernels.positions import RotaryTable, alibi_slopes, sinusoidal
 from headwise.kernels.reference import reference
+from headwise.kernels.resolve_device import resolve_device, resolve_dtype
+from headwise.kernels.rounding_tolerance import rounding_bound
 from headwise.kernels.score_bias import (
     POSITION_BIASES,
     AlibiBias,
@@ -63,6 +65,9 @@ __all__ = [
     "raw_scores",
     "reference",
     "repeat_kv",
+    "resolve_device",
+    "resolve_dtype",
+    "rounding_bound",
     "run_kernel",
     "sinusoidal",
     "softmax_weights",

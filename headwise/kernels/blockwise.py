@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from headwise.kernels.batched import batched_rows
-from headwise.kernels.block_loop import HeadRowBlockShape, run_blocks
+from headwise.kernels.run_in_blocks import HeadRowBlockShape, run_blocks
 from headwise.kernels.score_params import ScoreParams
 
 SCORE_BUDGET = 2**20  # scores in memory at a time: 4 MB in float32, which fit into the CPU cache

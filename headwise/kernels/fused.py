@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.kernels.block_loop import HeadRowBlockShape, run_blocks, zero_output
 from headwise.kernels.masks import CausalMask
+from headwise.kernels.run_in_blocks import HeadRowBlockShape, run_blocks, zero_output
 from headwise.kernels.score_params import ScoreParams, repeat_kv
 from headwise.kernels.symbolic_sizes import full_range
 
@@ -76,7 +76,9 @@ def _sdpa(
     H, K, d, e = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
     if mask is not None:
         mask = mask.expand(*mask.shape[:2], q.shape[2], k.shape[2])
-    if params.sink is not None or not _has_even_groups(params.kv_of_head, K):
+    # torch.compile would warn about a function with a cache
+    has_even_groups = _has_even_groups.__wrapped__ if torch.compiler.is_compiling() else _has_even_groups
+    if params.sink is not None or not has_even_groups(params.kv_of_head, K):
         k, v = repeat_kv(k, params.kv_of_head), repeat_kv(v, params.kv_of_head)  # SDPA supports even groups only
     if params.sink is not None:
         q, k, v, mask = _add_sink(q, k, v, params, mask, is_causal)

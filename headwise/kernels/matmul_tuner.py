@@ -55,6 +55,8 @@ class MatmulShape(NamedTuple):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x Wᵀ + b, in decode steps with the tuned product: (…, in), (out, in), (out,) → (…, out)."""
+    if torch.compiler.is_compiling():  # the compiler chooses the product, and cannot trace `ContextVar.get`
+        return F.linear(x, weight, bias)
     tuner = _active_tuner.get()
     if tuner is not None and not torch.is_grad_enabled() and _is_tunable(x, weight):
         return tuner.kernel_for(x, weight)(x, weight, bias)
@@ -182,6 +184,8 @@ _active_tuner: ContextVar[MatmulTuner | None] = ContextVar("active matmul tuner"
 
 def prepacking_tuner(x: Tensor) -> MatmulTuner | None:
     """Return the tuner of this decode step if quantized weights may be multiplied by x in prepacked form, else None."""
+    if torch.compiler.is_compiling():
+        return None
     tuner = _active_tuner.get()
     if tuner is None or tuner.kernel == "torch" or torch.is_grad_enabled():
         return None

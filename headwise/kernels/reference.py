@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from headwise.kernels.block_loop import zero_output
+from headwise.kernels.run_in_blocks import zero_output
 from headwise.kernels.score_params import ScoreParams
 
 

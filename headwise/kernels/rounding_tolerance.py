@@ -1,5 +1,6 @@
 """Numerical precision of sums, norms and tolerances for models in half precision."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from math import sqrt
 
@@ -18,6 +19,16 @@ def at_least_float32(x: Tensor) -> Tensor:
     [torch.float32, torch.float64]
     """
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def autocast_disabled(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without autocast, in which statistics of a model under `torch.autocast` are computed in float32.
+
+    >>> with torch.autocast("cpu"), autocast_disabled(torch.device("cpu")):
+    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    torch.float32
+    """
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 @cache

@@ -164,14 +164,25 @@ def raw_scores(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:
 
 
 def masked_scores(
-    scores: Tensor, params: ScoreParams, rows: range, cols: range, T: int, S: int, batch_slice: slice = slice(None)
+    scores: Tensor,
+    params: ScoreParams,
+    rows: range,
+    cols: range,
+    T: int,
+    S: int,
+    batch_slice: slice = slice(None),
+    *,
+    in_place: bool = False,
 ) -> Tensor:
     """Add the bias and set hidden keys to −inf, for the examples of `batch_slice`: (B, H, R, C)."""
     bias = params.bias_block(rows, cols, T, S)
     if bias is not None:
         scores = scores + _slice_batch(bias, batch_slice).to(scores.dtype)
     allowed = params.mask_block(rows, cols, T, S, scores.device)
-    return scores if allowed is None else scores.masked_fill(~_slice_batch(allowed, batch_slice), -torch.inf)
+    if allowed is None:
+        return scores
+    fill = scores.masked_fill_ if in_place else scores.masked_fill
+    return fill(~_slice_batch(allowed, batch_slice), -torch.inf)
 
 
 def _slice_batch(block: Tensor, batch_slice: slice) -> Tensor:
