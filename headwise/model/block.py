@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from headwise.cache import NO_CACHE, LayerCache, ModelCache
-from headwise.heads import MultiHeadAttention
+from headwise.heads import HookPoint, MultiHeadAttention
 from headwise.kernels import Mask, RotaryTable, ScoreRequest, causal, padding_mask
 from headwise.model.layers import MLP, make_norm
 from headwise.spec import LayerAddress, ModelSpec
+
+CAUSAL = causal()  # a call of a function with a cache makes torch.compile warn
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +39,13 @@ class BlockContext:
     # Requests by cache window and by whether they contain row starts. `dataclasses.replace` creates a new dict.
     _score_requests: dict[tuple[int | None, bool], ScoreRequest] = field(init=False, default_factory=dict)
 
-    def layer_cache(self, address: LayerAddress) -> LayerCache:
+    def layer_cache(self, hook_point: HookPoint) -> LayerCache:
         """Return the cache of one layer, or the null cache."""
-        return NO_CACHE if self.cache is None else self.cache.layers.get(address, NO_CACHE)
+        return NO_CACHE if self.cache is None else self.cache.layers.get(hook_point.address, NO_CACHE)
+
+    def layer_gate(self, hook_point: HookPoint) -> Tensor | None:
+        """Return the gate of one layer. Without gates the address is not read, so one compiled block serves all layers."""
+        return self.gates.get(hook_point.address) if self.gates else None
 
     def score_request(self, cache: LayerCache, T: int, *, has_policies: bool = False) -> ScoreRequest:
         """Return mask and row starts of one self-attention layer. Layers that see the same keys share the request.
@@ -58,7 +64,7 @@ class BlockContext:
 
     def _mask(self, cache: LayerCache, T: int) -> Mask | None:
         """Combine the causal mask, the padding of the visible keys and the mask of the caller."""
-        masks = [causal()] if self.causal else []
+        masks = [CAUSAL] if self.causal else []
         if self.attention_mask is not None:
             is_limited = cache.window is not None
             masks.append(
@@ -110,10 +116,9 @@ class Block(nn.Module):
 
     def attend(self, normed: Tensor, context: BlockContext) -> Tensor:
         """Compute the output of self-attention: (B, T, D) → (B, T, D)."""
-        layer_address = self.attention.hook_point.address
-        cache = context.layer_cache(layer_address)
+        cache = context.layer_cache(self.attention.hook_point)
         request = context.score_request(cache, normed.shape[1], has_policies=bool(self.attention.spec.cache))
-        gate = context.gates.get(layer_address)
+        gate = context.layer_gate(self.attention.hook_point)
         out = self.attention(normed, request=request, positions=context.rotary_table, gate=gate, cache=cache)
         return self._drop(out)
 
@@ -137,8 +142,7 @@ class Block(nn.Module):
 
     def _cross_attend(self, x: Tensor, context: BlockContext) -> Tensor:
         assert self.cross is not None
-        layer_address = self.cross.hook_point.address
-        cache, gate = context.layer_cache(layer_address), context.gates.get(layer_address)
+        cache, gate = context.layer_cache(self.cross.hook_point), context.layer_gate(self.cross.hook_point)
         mask = None if context.source_attention_mask is None else padding_mask(context.source_attention_mask)
         return self._drop(self.cross(x, context.memory, mask=mask, gate=gate, cache=cache))
 

@@ -25,10 +25,10 @@ ACTIVATIONS = {
 }
 
 
-def make_norm(spec: ModelSpec) -> nn.Module:
-    """Create the norm of a spec: LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467)."""
+def make_norm(spec: ModelSpec, width: int = 0) -> nn.Module:
+    """Create the norm of a spec: LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467). Default: the model's width."""
     kind = nn.LayerNorm if spec.norm == "layer" else nn.RMSNorm
-    return kind(spec.width, eps=spec.norm_eps)
+    return kind(width or spec.width, eps=spec.norm_eps)
 
 
 class VocabShardProtocol(Protocol):
@@ -94,15 +94,14 @@ class Embedding(nn.Module):
         super().__init__()
         self.spec = spec
         bits, group_size = spec.bits_and_group_size("vocabulary")
-        is_quantized = bits != FULL_PRECISION
+        is_quantized, width = bits != FULL_PRECISION, spec.embed_width or spec.width
         self.tokens = (
-            QuantizedEmbedding(spec.vocab, spec.width, bits, group_size)
-            if is_quantized
-            else _table(spec.vocab, spec.width)
+            QuantizedEmbedding(spec.vocab, width, bits, group_size) if is_quantized else _table(spec.vocab, width)
         )
-        self.positions = _table(spec.context, spec.width) if spec.positions == "learned" else None
-        self.types = _table(spec.token_types, spec.width) if spec.token_types else None
-        self.norm = make_norm(spec) if spec.embed_norm else None
+        self.positions = _table(spec.context, width) if spec.positions == "learned" else None
+        self.types = _table(spec.token_types, width) if spec.token_types else None
+        self.norm = make_norm(spec, width) if spec.embed_norm else None
+        self.projection = Linear(width, spec.width) if spec.embed_width else None  # ALBERT's narrow embeddings
         self.dropout = nn.Dropout(spec.dropout)
 
     @property
@@ -127,10 +126,11 @@ class Embedding(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         elif self.spec.positions == "sinusoidal":
-            x = x + sinusoidal(positions, self.spec.width).to(x.dtype)
+            x = x + sinusoidal(positions, self.spec.embed_width or self.spec.width).to(x.dtype)
         if self.norm is not None:
             x = self.norm(x)
-        return self.dropout(x)
+        x = self.dropout(x)
+        return x if self.projection is None else self.projection(x)
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """Look up token embeddings: (…) → (…, D)."""
@@ -151,11 +151,12 @@ class LMHead(nn.Module):
         super().__init__()
         masked, self.tied = spec.output == "mlm", spec.tied
         self.activation = ACTIVATIONS[spec.activation]
-        self.transform = Linear(spec.width, spec.width) if masked else None
-        self.norm = make_norm(spec) if masked else None
+        width = spec.embed_width or spec.width
+        self.transform = Linear(spec.width, width) if masked else None
+        self.norm = make_norm(spec, width) if masked else None
         bits, group_size = spec.bits_and_group_size("vocabulary")
         if bits == FULL_PRECISION:
-            self.vocabulary = Linear(spec.width, spec.vocab, bias=masked)
+            self.vocabulary = Linear(width, spec.vocab, bias=masked)
             self.tie_weight(tokens)
         elif spec.tied and isinstance(tokens, QuantizedEmbedding):
             self.vocabulary = TiedQuantizedLinear(tokens, masked, spec.activation_bits)

@@ -50,26 +50,36 @@ def linear_cross_entropy(
 
 
 def chunked_cross_entropy(
-    output: Callable[[Tensor], Tensor], vocab: int, hidden: Tensor, targets: Tensor, total: int | None = None
+    output: Callable[[Tensor], Tensor],
+    vocab: int,
+    hidden: Tensor,
+    targets: Tensor,
+    total: int | None = None,
+    max_logits: int = MAX_LOGITS,
 ) -> Tensor:
     """Return the mean cross-entropy for any function that computes logits, or the sum divided by `total`.
 
-    Logits are computed one chunk at a time, and again in the backward pass.
+    Logits are computed one chunk of at most `max_logits` at a time, and again in the backward pass.
     """
 
     def nll(states: Tensor, chunk_targets: Tensor) -> Tensor:
         return F.cross_entropy(at_least_float32(output(states)), chunk_targets, reduction="sum")
 
-    return sum_over_chunks(nll, vocab, hidden, targets, total)
+    return sum_over_chunks(nll, vocab, hidden, targets, total, max_logits)
 
 
 def sum_over_chunks(
-    nll: Callable[[Tensor, Tensor], Tensor], vocab: int, hidden: Tensor, targets: Tensor, total: int | None
+    nll: Callable[[Tensor, Tensor], Tensor],
+    vocab: int,
+    hidden: Tensor,
+    targets: Tensor,
+    total: int | None,
+    max_logits: int = MAX_LOGITS,
 ) -> Tensor:
     """Sum a loss over chunks, so that the logits fit into memory. The backward pass computes them again."""
     is_target = targets != IGNORE_INDEX
     hidden, targets = hidden[is_target], targets[is_target]  # (n, D), (n,)
-    chunk_size = max(1, MAX_LOGITS // max(1, vocab))
+    chunk_size = max(1, max_logits // max(1, vocab))
     chunks = list(zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True))
     if len(chunks) > 1:
         total_nll = torch.stack([checkpoint(nll, *chunk, use_reentrant=False) for chunk in chunks]).sum()  # pyright: ignore

@@ -6,7 +6,7 @@ Callers do not distinguish the two. A model raises an error with the reason if i
 
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from inspect import isfunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard
@@ -24,6 +24,7 @@ from headwise.spec.patch_grid import PatchGrid
 if TYPE_CHECKING:
     from headwise.model.residual_stream import ResidualStream
     from headwise.model.resumable_forward import ResumableForward, RowSelector
+    from headwise.model.streaming_forward import StreamingForward
 
 Norms = dict[str, tuple[nn.Module | None, nn.Module | None]]  # by layer: input norm of q, input norm of k and v
 
@@ -150,6 +151,11 @@ class ModelProtocol(Protocol):
         ...
 
     @property
+    def is_native(self) -> bool:
+        """True for Headwise's own models, False for attached models."""
+        ...
+
+    @property
     def is_sharded(self) -> bool:
         """True if the heads are split over several processes, which must then make the same calls on the same texts."""
         ...
@@ -189,6 +195,14 @@ class ModelProtocol(Protocol):
 
     def why_not_resumable(self) -> str:
         """Return why resuming needs full forward passes. Empty if the layers before a checkpoint are not run again."""
+        ...
+
+    def recompute_blocks(self) -> AbstractContextManager[None]:
+        """Recompute the activations of blocks in the backward pass while the context is open, instead of storing them."""
+        ...
+
+    def streaming_forward(self) -> "StreamingForward":
+        """Return the forward passes of a decoder in which KV heads stream."""
         ...
 
     # Copies and variants.

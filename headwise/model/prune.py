@@ -64,8 +64,8 @@ def prune(model: T, heads: HeadPattern, folded_biases: Biases | None = None, cac
 
 
 def heads_to_prune(spec: ModelSpec, heads: HeadPattern) -> tuple[Address, ...]:
-    """Return the heads that a pattern selects. Raise if it selects all heads of the model."""
-    pruned = select(heads, spec.head_addresses)
+    """Return the heads that a pattern selects, in all layers if these share their weights. Raise if these are all heads."""
+    pruned = spec.with_shared_copies(select(heads, spec.head_addresses))
     if pruned and len(pruned) == len(spec.head_addresses):
         raise ArgumentError(f"heads: this would prune all {len(pruned)} heads of the model. Keep at least one head.")
     return pruned

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headwise.cache import ModelCache
+from headwise.cache import NO_CACHE, ModelCache
 from headwise.cache.model_cache import check_model_cache
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import Heads, HookPoint, MultiHeadAttention, initialize
@@ -24,6 +24,7 @@ from headwise.model.layers import Embedding, LMHead, Pooler, make_norm
 from headwise.model.prune import prune
 from headwise.model.residual_stream import input_norms, residual_stream
 from headwise.model.resumable_forward import resumable_forward
+from headwise.model.streaming_forward import BlockStreamingForward
 from headwise.model.unsupported_kwargs import foreign_kwargs_error
 from headwise.model.weights_digest import check_plan
 from headwise.spec import LayerAddress, ModelSpec, Plan
@@ -78,6 +79,7 @@ class Transformer(nn.Module):
     """
 
     image_input = None  # a Transformer reads tokens, not images
+    is_native = True  # an attached model is not
     is_sharded = False  # True if other processes hold heads of the model
 
     def __init__(
@@ -112,6 +114,7 @@ class Transformer(nn.Module):
             self.pooler = Pooler(spec) if spec.pooler else None
             self.output = LMHead(spec, self.embed.tokens) if spec.output != "none" else None
             initialize(self, residual_writes=max(1, len(spec.layer_addresses) + spec.layers + spec.encoder_layers))
+        _tie_again(self)
         self.register_load_state_dict_post_hook(_tie_again)
 
     def _apply(self, *args: Any, **options: Any) -> Any:
@@ -187,9 +190,22 @@ class Transformer(nn.Module):
     input_norms, residual_stream, resumable_forward = input_norms, residual_stream, resumable_forward
     prune = prune
 
+    def streaming_forward(self) -> BlockStreamingForward:
+        """Return forward passes of a decoder in which KV heads stream, to rank them."""
+        return BlockStreamingForward(self)
+
     def why_not_resumable(self) -> str:
         """Return an empty string, because native models can always be resumed at a layer."""
         return ""
+
+    @contextmanager
+    def recompute_blocks(self) -> Iterator[None]:
+        """Recompute the activations of blocks in the backward pass while the context is open, instead of storing them."""
+        previous, self.checkpointing = self.checkpointing, True
+        try:
+            yield
+        finally:
+            self.checkpointing = previous
 
     def copy_offloaded_to_memory(self) -> Self:
         """Return this model, whose weights are always in memory."""
@@ -415,6 +431,9 @@ class Transformer(nn.Module):
             for block in blocks:
                 x = block(x, context)
             return x
+        policies: set[bool] = {bool(block.attention.spec.cache) for block in blocks}  # pyright: ignore
+        for has_policies in policies:
+            context.score_request(NO_CACHE, x.shape[1], has_policies=has_policies)  # compiled blocks may only read it
         run_checkpointed = partial(checkpoint, use_reentrant=False)
         if not torch.compiler.is_compiling():  # compiled code repeats the traced operations, including edits
             hooks = HOOKS.now
@@ -520,6 +539,19 @@ class Transformer(nn.Module):
 
 
 def _tie_again(model: Any, incompatible: object = None) -> None:
-    """Tie the output layer to the embedding again, because loading with assign=True replaces the tensors."""
+    """Tie the output layer to the embedding, and the blocks of shared layers to the first one.
+
+    Loading with assign=True replaces the tensors, so they are tied again afterwards.
+    """
     if model.output is not None:
         model.output.tie_weight(model.embed.tokens)
+    if model.spec.shared_layers:
+        for block in model.blocks[1:]:
+            _share_parameters(model.blocks[0], block)
+
+
+def _share_parameters(source: nn.Module, target: nn.Module) -> None:
+    """Let a block use the parameters of another block. Its hook points stay its own."""
+    for name, module in source.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            setattr(target.get_submodule(name), parameter_name, parameter)

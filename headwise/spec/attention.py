@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Self
 
 from headwise.errors import ArgumentError
 from headwise.spec.cache_policy import KEEP_ALL, CachePolicy
@@ -271,6 +271,13 @@ class AttentionSpec(JSONSpec):
 
     # Derived values.
 
+    def compute_derived_values(self) -> Self:
+        """Compute all cached values now and return this spec: in Python 3.11 torch.compile cannot trace their lock."""
+        for name, attribute in vars(AttentionSpec).items():
+            if isinstance(attribute, cached_property):
+                getattr(self, name)
+        return self
+
     @cached_property
     def head_ids(self) -> tuple[int, ...]:
         """Original numbers of the remaining heads."""
@@ -290,7 +297,10 @@ class AttentionSpec(JSONSpec):
     @cached_property
     def heads_of_kv(self) -> tuple[tuple[int, ...], ...]:
         """Original numbers of the heads that share each remaining KV head."""
-        return tuple(tuple(n for n in self.head_ids if self._kv_of(n) == kv_id) for kv_id in self.kv_head_ids)
+        groups: dict[int, list[int]] = {kv_id: [] for kv_id in self.kv_head_ids}
+        for head in self.head_ids:
+            groups[self._kv_of(head)].append(head)
+        return tuple(map(tuple, groups.values()))
 
     @cached_property
     def cache_policies(self) -> tuple[CachePolicy, ...]:

@@ -25,6 +25,11 @@ from headwise.spec.weight_bits import (
 
 MAX_LAYERS = 2**12
 UNLIMITED_TOKENS = 1 << 30  # length limit of models whose positions are not a table
+CACHED_STACKS = (
+    "",
+    "dec",
+    "text",
+)  # stacks whose self-attention has a KV cache; "text" is a tower of an attached model
 KeptHeads = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...]
 
 CHOICES = {
@@ -59,6 +64,8 @@ class ModelSpec(JSONSpec):
             in all layers.
         embed_norm: Whether a norm follows the embeddings.
         embed_scale: Factor of the token embeddings.
+        embed_width: Width of the embeddings if a linear layer maps them to the residual stream (ALBERT). 0: no such layer.
+        shared_layers: Whether all layers share the weights of one block (ALBERT). A head is then pruned in all layers.
         token_types: Number of token types (BERT's segments). 0 means no token types.
         pooler: Whether an encoder has a pooler over its first token.
         output: "lm" (next-token logits), "mlm" (masked-token logits) or "none" (hidden states).
@@ -101,14 +108,17 @@ class ModelSpec(JSONSpec):
     dropout: float = 0.0
     kept_heads: KeptHeads = ()
     stacks: tuple[tuple[str, int], ...] = ()
+    embed_width: int = 0
+    shared_layers: bool = False
     cache: tuple[CacheRule, ...] = ()
     weight_rules: tuple[WeightRule, ...] = ()
     activation_bits: int = FULL_PRECISION
 
     def __post_init__(self) -> None:
         check_non_negative_int(self, "vocab", "context", "layers", "mlp_width", "encoder_layers", "token_types")
+        check_non_negative_int(self, "embed_width")
         check_at_most(self, MAX_LAYERS, "layers", "encoder_layers")
-        check_type(self, bool, "mlp_bias", "embed_norm", "pooler", "tied")
+        check_type(self, bool, "mlp_bias", "embed_norm", "pooler", "tied", "shared_layers")
         check_type(self, float, "norm_eps", "embed_scale", "dropout")
         object.__setattr__(self, "mlp_width", self.mlp_width or 4 * self.width)
         object.__setattr__(self, "windows", tuple(self.windows))
@@ -140,6 +150,7 @@ class ModelSpec(JSONSpec):
         object.__setattr__(self, "weight_rules", weight_rules)
         for layer_address in self.layer_addresses:
             self.attention_at(layer_address)  # raises now, rather than when the model is built
+        self._check_sharing()
 
     def _check(self) -> None:
         for field in ("vocab", "context"):
@@ -186,6 +197,23 @@ class ModelSpec(JSONSpec):
         if self.attention.kv_width != self.width:
             raise ArgumentError(
                 f"attention.kv_width={self.attention.kv_width}: must equal width={self.width} in a ModelSpec."
+            )
+
+    def _check_sharing(self) -> None:
+        """Check narrow embeddings and shared layers."""
+        if self.embed_width and (self.kind == "encoder-decoder" or self.output == "lm"):
+            raise ArgumentError(
+                f"embed_width={self.embed_width}: supported for kind='encoder' or 'decoder' with output='mlm' or 'none'. Got "
+                f"kind={self.kind!r}, output={self.output!r}. Set embed_width=0."
+            )
+        if self.shared_layers and (self.kind == "encoder-decoder" or self.windows or self.cache or self.weight_rules):
+            raise ArgumentError(
+                "shared_layers=True: layers that share their weights cannot differ in windows, cache policies or weight "
+                "bits, and an encoder-decoder cannot share them. Set shared_layers=False."
+            )
+        if self.shared_layers and len({self.attention_at(layer).kept_heads for layer in self.layer_addresses}) > 1:
+            raise ArgumentError(
+                "kept_heads: the layers share their weights, so all of them must have the same heads. Use spec.without(…)."
             )
 
     @property
@@ -269,7 +297,9 @@ class ModelSpec(JSONSpec):
         if self.kind == "encoder":
             return ()
         # cross-attention is left out: its keys and values are computed once and never evicted
-        cached_layers = [layer_address for layer_address in self.layer_addresses if layer_address.stack in ("", "dec")]
+        cached_layers = [
+            layer_address for layer_address in self.layer_addresses if layer_address.stack in CACHED_STACKS
+        ]
         return tuple(
             layer_address.head_address(number)
             for layer_address in cached_layers
@@ -317,6 +347,10 @@ class ModelSpec(JSONSpec):
         """
         if self.weight_rules:
             raise ArgumentError("weights: this model is already quantized. Quantize the original model instead.")
+        if self.shared_layers or self.embed_width:
+            raise UnsupportedModelError(
+                "weights: quantization is not supported for a model with shared layers or narrow embeddings (ALBERT)."
+            )
         rules = rules_from_allocation(weights, self._layers, group_size)
         if activation_bits != FULL_PRECISION and not rules:
             raise ArgumentError(
@@ -338,7 +372,7 @@ class ModelSpec(JSONSpec):
         Args:
             heads: Heads to prune: an address, several addresses, or a pattern such as `0.1,1.*`.
         """
-        pruned = set(select(heads, self.head_addresses))
+        pruned = set(self.with_shared_copies(select(heads, self.head_addresses)))
         remaining = {
             str(layer_address): tuple(
                 n for n in self.attention_at(layer_address).head_ids if layer_address.head_address(n) not in pruned
@@ -356,6 +390,22 @@ class ModelSpec(JSONSpec):
             pruned_spec,
             cache=tuple(_filter_cache_rule(rule, cached_kv_heads) for rule in self.cache),
             weight_rules=filter_rules(self.weight_rules, set(map(str, pruned_spec.head_addresses)), kv_heads),
+        )
+
+    def with_shared_copies(self, heads: Iterable[Address]) -> tuple[Address, ...]:
+        """Return heads together with the heads that have the same weights in other layers, in the order of the layers.
+
+        Args:
+            heads: Addresses of heads.
+
+        >>> spec = ModelSpec(vocab=9, context=8, layers=3, attention=AttentionSpec(width=8, heads=2), shared_layers=True)
+        >>> [str(head) for head in spec.with_shared_copies([Address.parse("1.0")])]
+        ['0.0', '1.0', '2.0']
+        """
+        selected = set(heads)
+        numbers = {head.head for head in selected}
+        return tuple(
+            head for head in self.head_addresses if head in selected or (self.shared_layers and head.head in numbers)
         )
 
     def resized(
@@ -417,19 +467,21 @@ class ModelSpec(JSONSpec):
         >>> preset("gpt2").num_parameters
         124439808
         """
-        width, norm = self.width, self.width * (2 if self.norm == "layer" else 1)
-        total = self.vocab * width + self.token_types * width
-        total += self.context * width * (self.positions == "learned") + norm * self.embed_norm
-        total += sum(self.attention_at(layer_address).num_parameters for layer_address in self.layer_addresses)
-        blocks = self.layers + self.encoder_layers
+        width, norm_rows = self.width, 2 if self.norm == "layer" else 1
+        narrow, norm = self.embed_width or width, width * norm_rows
+        total = (self.vocab + self.token_types + self.context * (self.positions == "learned")) * narrow
+        total += narrow * norm_rows * self.embed_norm + (narrow + 1) * width * bool(self.embed_width)
+        layers = self.layer_addresses[:1] if self.shared_layers else self.layer_addresses
+        total += sum(self.attention_at(layer_address).num_parameters for layer_address in layers)
+        blocks = min(1, self.layers) if self.shared_layers else self.layers + self.encoder_layers
         up, down = self.mlp_width * (width + self.mlp_bias), width * (self.mlp_width + self.mlp_bias)
         total += blocks * (up * (2 if self.activation == "swiglu" else 1) + down)
-        total += norm * (len(self.layer_addresses) + (0 if self.norm_placement == "parallel" else blocks))
+        total += norm * (len(layers) + (0 if self.norm_placement == "parallel" else blocks))
         total += norm * self.num_final_norms
         total += width * (width + 1) * self.pooler
         if self.output == "mlm":
-            total += width * (width + 1) + norm + self.vocab
-        return total + self.vocab * width * (self.output != "none" and not self.tied)
+            total += narrow * (width + 1) + narrow * norm_rows + self.vocab
+        return total + self.vocab * narrow * (self.output != "none" and not self.tied)
 
     def weight_bytes(self, element_bytes: int = 4) -> int:
         """Return the size of all weights in bytes, in memory and on disk.

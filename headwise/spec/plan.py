@@ -234,6 +234,9 @@ def _describe_pruning(plan: Plan) -> list[str]:
     folding = "their mean outputs are folded into biases" if plan.folded_biases else "nothing is folded"
     lines = [f"{len(plan.pruned_heads)} of {len(plan.spec.head_addresses)} heads are pruned, {method}; {folding}."]
     lines += [f"  on {plan.corpus}"] if plan.corpus else []
+    if plan.spec.shared_layers and plan.pruned_heads:
+        numbers = " ".join(map(str, sorted({head.head for head in plan.pruned_addresses})))
+        lines.append(f"  The layers share their weights: head {numbers} is pruned in all {plan.spec.layers} layers.")
     pruned = set(plan.pruned_heads)
     for layer_address in plan.spec.layer_addresses:
         layer_heads = [

@@ -178,6 +178,10 @@ class Tokenizer:
         text = _read_text(path)
         if path.suffix == ".txt":
             vocab = text.removesuffix("\n").split("\n")  # only at \n: other Unicode line ends may be tokens
+            from headwise.text.smiles import is_smiles_vocabulary, smiles_tokenizer  # which imports this module
+
+            if is_smiles_vocabulary(vocab):
+                return partial(smiles_tokenizer, vocab)
             return partial(Tokenizer.from_wordpiece, vocab, bool(config.get("do_lower_case", True)))
         return partial(_from_json, text, config, path)
 

@@ -37,11 +37,13 @@ def export_native(model: Transformer, folder: str | Path, family: str | None = N
     """Write a native model as a transformers folder."""
     if model.spec.weight_rules:
         raise UnsupportedModelError(
-            "weights quantized per head cannot be exported. Dequantize first: hw.export(hw.dequantize(model), …)."
+            "weights quantized per head cannot be exported. Dequantize the model first: hw.dequantize(model)."
         )
     full_spec = replace(model.spec, kept_heads=())
-    chosen_family, config = _choose_family(full_spec, family or model.family)
+    full_spec, chosen_family, config = _choose_family(full_spec, family or model.family)
     state = full_shape_state(model)
+    if full_spec.attention.bias and not model.spec.attention.bias:
+        state |= _zero_qkv_biases(state)
     tensors = {}
     for mapped in expand_mappings(full_spec, chosen_family.mappings):
         tensor = _assemble(mapped.native_name, state)
@@ -73,8 +75,12 @@ def export_native(model: Transformer, folder: str | Path, family: str | None = N
     return Path(folder)
 
 
-def _choose_family(spec: ModelSpec, name: str | None) -> tuple[ModelFamilySpec, dict]:
-    """Return the family and its configuration. If no family can represent the spec, the error lists the reasons."""
+def _choose_family(spec: ModelSpec, name: str | None) -> tuple[ModelSpec, ModelFamilySpec, dict]:
+    """Return the spec to write, the family and its configuration.
+
+    A family that represents output biases only together with biases of q, k and v gets zeros for them. If no family
+    can represent the spec, the error lists the reasons.
+    """
     if spec.cache:
         raise UnsupportedModelError(
             "per-head cache policies cannot be exported, and the model computes different outputs without them. Use "
@@ -83,18 +89,44 @@ def _choose_family(spec: ModelSpec, name: str | None) -> tuple[ModelFamilySpec, 
     if name is not None:
         for family in FAMILIES:
             if name in (family.name, *family.model_types):
-                return family, family.config_from_spec(spec)
+                return _spec_and_config(family, spec)
         raise ArgumentError(f"family={name!r}: unknown model family; {suggest_names(name, [f.name for f in FAMILIES])}")
     reasons = []
     for family in FAMILIES:
         try:
-            return family, family.config_from_spec(spec)
+            return _spec_and_config(family, spec)
         except HeadwiseError as error:
             reasons.append(str(error).split(". ")[0])
     raise UnsupportedModelError(
         f"model: cannot be exported, because no model family of transformers can represent it: {'; '.join(reasons)}. Save it "
         f"in Headwise's own format: model.save(folder)."
     )
+
+
+def _spec_and_config(family: ModelFamilySpec, spec: ModelSpec) -> tuple[ModelSpec, ModelFamilySpec, dict]:
+    """Return the spec to write, the family and its configuration, with biases of q, k and v if the family needs them."""
+    try:
+        return spec, family, family.config_from_spec(spec)
+    except HeadwiseError as error:
+        if not spec.attention.out_bias or spec.attention.bias:
+            raise
+        with_biases = replace(spec, attention=replace(spec.attention, bias=True))
+        try:
+            return with_biases, family, family.config_from_spec(with_biases)
+        except HeadwiseError:
+            raise error from None  # the reasons of the spec as it is
+
+
+def _zero_qkv_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return zero biases for q, k and v of every layer, by name."""
+    weights = {
+        name: tensor
+        for name, tensor in state.items()
+        if name.endswith((".qkv.q.weight", ".qkv.k.weight", ".qkv.v.weight"))
+    }
+    return {
+        name.removesuffix("weight") + "bias": tensor.new_zeros(tensor.shape[:2]) for name, tensor in weights.items()
+    }
 
 
 def full_shape_state(model: Transformer) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.attached import AttachedModel
 from headwise.attached.save_load import METADATA_FILE, can_attach
+from headwise.attached.whisper import load_ggml_whisper
 from headwise.distributed.model_shard import ShardedTransformer, build_shard, partitions_and_collectives
 from headwise.distributed.shard_axes import named_slices_for_rank
 from headwise.distributed.sharded_reader import DistributedCheckpointReader
@@ -20,8 +21,10 @@ from headwise.errors import ArgumentError, FileFormatError, HeadwiseError, Unsup
 from headwise.heads.quantized_weights import QuantizedWeight
 from headwise.io.aligned_safetensors import align, write_tensors
 from headwise.io.atomic_write import atomic_folder
+from headwise.io.ggml_whisper import is_ggml_whisper
 from headwise.io.resolve_path import read_json, resolve_model_path, safe_child, weight_files
 from headwise.io.weight_readers import GGUFReader, RenamedReader, SafetensorsReader, TorchReader, WeightReader
+from headwise.kernels.resolve_device import resolve_device, resolve_dtype, stored_or_float32
 from headwise.model import Transformer
 from headwise.spec import ModelSpec, Plan
 from headwise.spec.migration import (
@@ -39,7 +42,7 @@ from headwise.weights.families import FAMILIES, ModelFamilySpec, family_of
 from headwise.weights.families.family import Config
 from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import MappedTensor, TensorMapping, check_names_and_shapes, expand_mappings, find_prefix
-from headwise.weights.save import PLANS_FILE, write_metadata
+from headwise.weights.save import PLANS_FILE, shared_tensor_name, write_metadata
 
 T = TypeVar("T", bound=Transformer)
 
@@ -74,7 +77,7 @@ class PretrainedCheckpoint:
 def load(
     source: str | Path,
     *,
-    dtype: torch.dtype | None = torch.float32,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     check: bool = True,
     mesh: DeviceMesh | None = None,
@@ -86,10 +89,11 @@ def load(
     attached model was saved are loaded in the same way.
 
     Args:
-        source: Bundle name (smollm2, minilm), folder, file (.safetensors, .gguf, .bin) or hub id.
-        dtype: Data type of the weights. None keeps the stored dtype. Weights stay in the memory-mapped file if dtype and
-            device allow it.
-        device: Device of the weights.
+        source: Bundle name (smollm2, minilm, rxnmapper), folder, file (.safetensors, .gguf, .bin) or hub id.
+        dtype: Data type of the weights: float32, bfloat16, float16 or float64. None: the dtype of the token embedding in the
+            file, or float32 for GGUF files and for types that torch only stores, such as float8. A message on stderr names
+            the dtype if it is not float32. Weights stay in the memory-mapped file if dtype and device allow it.
+        device: Device of the weights. "auto": the first available of CUDA, XPU, MPS and CPU.
         check: Read all weights once and raise an error on NaN or infinite values. If False, weights are read on first use.
         mesh: Shard the model by heads over the processes of this mesh, as `hw.shard` does. Each process reads only its part.
 
@@ -97,18 +101,22 @@ def load(
         The model, in eval mode.
 
     Raises:
-        HeadwiseError: The model is not found, damaged, or has a part that Headwise does not support.
+        HeadwiseError: The model is not found, damaged, or has a part that Headwise does not support. The device is not
+            available, or does not compute in the dtype.
 
     >>> model = load("minilm")
     >>> model.spec.layers, model.spec.attention.heads
     (6, 12)
     """
-    if needs_transformers(path := resolve_model_path(source)):
+    device = resolve_device(device)
+    dtype, path = resolve_dtype(dtype, device), resolve_model_path(source)
+    is_whisper = path.is_file() and is_ggml_whisper(path)
+    if is_whisper or needs_transformers(path):
         if mesh is not None:
             raise UnsupportedModelError(
                 f"{path}: this model runs in transformers (attached), and attached models cannot be sharded. Remove mesh."
             )
-        return _load_attached(path, dtype, device, check)
+        return load_ggml_whisper(path, dtype, device) if is_whisper else _load_attached(path, dtype, device, check)
     if mesh is not None:
         return load_shard(path, mesh, dtype, device, check)
     return load_native(Transformer, path, dtype, device, check)
@@ -117,7 +125,7 @@ def load(
 def load_native(
     model_class: type[T],
     source: str | Path,
-    dtype: torch.dtype | None = torch.float32,
+    dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     check: bool = True,
 ) -> T:
@@ -128,7 +136,7 @@ def load_native(
     if checkpoint.family is None:
         state = {name: align(tensor) for name, tensor in state.items()}  # so that outputs equal those before saving
     quantized = _quantized_names(model)
-    dtype = dtype or _dtype_of(state, quantized)
+    dtype = dtype or _default_dtype(checkpoint, _dtype_of(state, quantized), device)
     for name, tensor in state.items():
         if check and tensor.is_floating_point():
             _check_finite(checkpoint.source, name, tensor)
@@ -147,7 +155,7 @@ def load_native(
 def load_shard(
     source: str | Path,
     mesh: DeviceMesh,
-    dtype: torch.dtype | None = torch.float32,
+    dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     check: bool = True,
 ) -> ShardedTransformer:
@@ -158,7 +166,8 @@ def load_shard(
     full_model = Transformer(spec, storage=checkpoint.storage, device="meta")
     quantized, state = _quantized_names(full_model), dict[str, Tensor]()
     for name, tensor in _named_tensors(checkpoint, full_model):
-        dtype = dtype or (None if name in quantized else tensor.dtype)
+        if dtype is None and name not in quantized:  # the embedding comes first, unless it is quantized
+            dtype = _default_dtype(checkpoint, tensor.dtype, device)
         for own_name, own_slice in named_slices_for_rank(name, tensor, spec, partitions, collectives.rank).items():
             if check and own_slice.is_floating_point():
                 _check_finite(checkpoint.source, name, own_slice)
@@ -204,6 +213,23 @@ def _dtype_of(state: dict[str, Tensor], quantized: set[str]) -> torch.dtype:
     )
 
 
+def _default_dtype(checkpoint: PretrainedCheckpoint, stored: torch.dtype, device: torch.device | str) -> torch.dtype:
+    """Return the dtype of the weights if the caller does not name one, and report it on stderr if it is a surprise."""
+    if isinstance(checkpoint.reader, GGUFReader):  # its types are for storage
+        return torch.float32
+    dtype = stored_or_float32(stored, torch.device(device))
+    _report_dtype(checkpoint.source, stored, dtype)
+    return dtype
+
+
+def _report_dtype(source: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
+    """Name the chosen dtype on stderr, unless it is float32 in the file too."""
+    if not stored == dtype == torch.float32:
+        stored_name, name = (str(kind).removeprefix("torch.") for kind in (stored, dtype))
+        reason = "as in the file" if stored == dtype else f"because the device does not compute in {stored_name}"
+        print(f"{source}: the weights are {name}, {reason}. Set dtype (--dtype) for another type.", file=sys.stderr)
+
+
 def _load_plans(checkpoint: PretrainedCheckpoint) -> tuple[Plan, ...]:
     """Return the plans by which a model in our own format was pruned."""
     if checkpoint.family is not None or not (file := safe_child(checkpoint.source, PLANS_FILE)).is_file():
@@ -243,6 +269,8 @@ def _load_attached(folder: Path, dtype: torch.dtype | None, device: torch.device
     for name, tensor in attached.model.state_dict().items():
         if check and tensor.is_floating_point():
             _check_finite(folder, name, tensor)
+    if dtype is None:
+        _report_dtype(folder, attached.model.dtype, attached.model.dtype)
     reason = (
         "it was pruned while attached"
         if safe_child(folder, METADATA_FILE).is_file()
@@ -376,7 +404,7 @@ def _mapped_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Itera
         reader, (entry.external_name for entry in mapped if not entry.external_name.startswith("/")), family.prefixes
     )
     names = {entry: _external_name(entry, prefix) for entry in mapped}
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     expected_shapes = {name: _external_shape(entry, parameters[entry.native_name]) for entry, name in names.items()}
     check_names_and_shapes(
         reader, expected_shapes, checkpoint.source, lambda name: name.endswith(family.ignored_suffixes)
@@ -422,13 +450,17 @@ def _native_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Itera
     if checkpoint.spec.tied:
         empty.pop("output.vocabulary.weight", None)
     stored_shapes = checkpoint.reader.shapes
+    stored_name = shared_tensor_name if checkpoint.spec.shared_layers else str
     expected_shapes = {
-        name: tuple(tensor.shape) for name, tensor in empty.items() if tensor.numel() or name in stored_shapes
+        stored_name(name): tuple(tensor.shape)
+        for name, tensor in empty.items()
+        if tensor.numel() or stored_name(name) in stored_shapes
     }
     check_names_and_shapes(checkpoint.reader, expected_shapes, checkpoint.source)
     quantized = _quantized_names(model)
     for name in empty:
-        tensor = checkpoint.reader.get(name) if name in stored_shapes else torch.empty(empty[name].shape)
+        source_name = stored_name(name)
+        tensor = checkpoint.reader.get(source_name) if source_name in stored_shapes else torch.empty(empty[name].shape)
         if name not in quantized:
             _require_float(tensor, checkpoint.source, name)
         elif tensor.dtype != empty[name].dtype:
@@ -450,6 +482,7 @@ def _require_float(tensor: Tensor, source: Path, name: str) -> Tensor:
 
 def _check_finite(source: Path, name: str, tensor: Tensor) -> None:
     """Raise an error on NaN or infinite values. The sum is fast but may overflow, so a suspicious tensor is checked again."""
+    tensor = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sums
     contiguous = tensor if tensor.is_contiguous() else tensor.mT
     if not contiguous.sum().isfinite() and not tensor.isfinite().all():
         bad_count = int((~tensor.isfinite()).sum())

@@ -1,6 +1,7 @@
 """Writer of our own format: spec.json, model.safetensors in the canonical split layout, plans and tokenizer. Atomic."""
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,9 +50,20 @@ def write_model(model: "Transformer", folder: Path, state: dict[str, Tensor] | N
     state = model.state_dict() if state is None else state
     if model.spec.tied:
         state.pop("output.vocabulary.weight", None)
+    if model.spec.shared_layers:
+        state = {name: tensor for name, tensor in state.items() if shared_tensor_name(name) == name}
     storage = next((layer.qkv.storage for layer in model.attention_layers()), "qkv")
     write_tensors(state, folder / "model.safetensors", {"format": NATIVE_FORMAT, "storage": storage})
     write_metadata(model, folder)
+
+
+def shared_tensor_name(name: str) -> str:
+    """Return the name under which a tensor of shared layers is stored: that of the first block.
+
+    >>> shared_tensor_name("blocks.11.mlp.up.weight"), shared_tensor_name("embed.tokens.weight")
+    ('blocks.0.mlp.up.weight', 'embed.tokens.weight')
+    """
+    return re.sub(r"^blocks\.\d+\.", "blocks.0.", name)
 
 
 def write_metadata(model: "Transformer", folder: Path) -> None:

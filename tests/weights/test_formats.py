@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import headwise as hw
+from headwise.kernels.resolve_device import resolve_device
 from headwise.weights import open_checkpoint
 from headwise.weights.families.llama_files import spec_from_meta
 from tests.weights.checkpoints import (
@@ -98,14 +100,55 @@ def test_load_base_model_without_prefix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_load_dtype_is_kept_or_converted(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_load_dtype_is_kept_or_converted(
+    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_llama().to(dtype).save_pretrained(tmp_path)
-    stored_dtype_model = hw.load(tmp_path, dtype=None)
+    stored_dtype_model = hw.load(tmp_path)
+    assert f"the weights are {str(dtype)[6:]}, as in the file" in capsys.readouterr().err
     assert {tensor.dtype for tensor in stored_dtype_model.state_dict().values()} == {dtype}
-    float32_model = hw.load(tmp_path)
+    float32_model = hw.load(tmp_path, dtype="float32")
+    assert not capsys.readouterr().err
     assert {tensor.dtype for tensor in float32_model.state_dict().values()} == {torch.float32}
     assert_same_model(stored_dtype_model.float(), float32_model)
     assert_same_logits(float32_model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+
+
+def test_load_float8_gives_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_llama().save_pretrained(tmp_path)
+    weights = {
+        name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    model = hw.load(tmp_path)
+    assert "are float32, because the device does not compute in float8_e4m3fn" in capsys.readouterr().err
+    assert torch.equal(model.state_dict()["embed.tokens.weight"], weights["model.embed_tokens.weight"].float())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"dtype": "bf16"}, "did you mean bfloat16"),
+        ({"dtype": torch.int8}, "not a data type of weights"),
+        ({"device": "cuda:77"}, "not available on this machine"),
+        ({"device": "gpu"}, "Available: .*cpu"),
+    ],
+)
+def test_load_unusable_device_or_dtype_raises(arguments: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    make_llama().save_pretrained(tmp_path)
+    with pytest.raises(hw.HeadwiseError, match=problem):
+        hw.load(tmp_path, **arguments)
+
+
+def test_load_auto_device_takes_the_first_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("mps")
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("xpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("cuda")
 
 
 def test_load_float16_on_request(tmp_path: Path) -> None:
@@ -229,7 +272,7 @@ def test_load_gguf_equals_stored_tensors(kind: str, tied: bool, tmp_path: Path) 
     queries = model.state_dict()["blocks.1.attention.qkv.q.weight"].flatten(0, 1)
     assert torch.equal(queries, stored["blk.1.attn_q.weight"])
     assert isinstance(model, hw.Transformer)
-    assert torch.equal(model.embed.tokens.weight, stored["token_embd.weight"])
+    assert torch.equal(model.state_dict()["embed.tokens.weight"], stored["token_embd.weight"])
     assert_same_logits(model, hf_model)
     assert_same_model(hw.load(tmp_path), model)  # a folder with one GGUF file in it
 
@@ -308,7 +351,10 @@ class _EnumValue:
 def test_load_gguf_stored_dtype_runs(kind: str, tmp_path: Path) -> None:
     hf_model = make_llama()
     write_gguf(hf_model, tmp_path / "m.gguf", Kind[kind])
-    model = hw.load(tmp_path / "m.gguf", dtype=None)
+    model = hw.load(tmp_path / "m.gguf")
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
+    half_model = hw.load(tmp_path / "m.gguf", dtype="float16")
+    assert {tensor.dtype for tensor in half_model.parameters()} == {torch.float16}
     with torch.no_grad():
         assert model(torch.tensor([[1, 2, 3]])).isfinite().all()
 

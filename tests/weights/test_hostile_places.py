@@ -166,7 +166,7 @@ def test_load_invalid_config_raises(text: bytes, message: str, folder: Path) -> 
 
 def test_load_unknown_architecture_lists_supported(folder: Path) -> None:
     rewrite_config(folder, model_type="mamba")
-    assert_load_raises(folder, "'mamba'", "Supported: gpt2, gpt_neo, bert, llama, mistral, qwen2")
+    assert_load_raises(folder, "'mamba'", "Supported: gpt2, gpt_neo, bert, albert, llama, mistral, qwen2")
     rewrite_config(folder, model_type=["llama"])
     assert_load_raises(folder, "this architecture is not supported")
 
@@ -226,7 +226,9 @@ def test_load_unknown_weight_file_raises(folder: Path) -> None:
 # Names.
 
 
-@pytest.mark.parametrize(("name", "message"), [("smollm", "did you mean smollm2"), ("zzz", "known: minilm, smollm2")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("smollm", "did you mean smollm2"), ("zzz", "known: minilm, rxnmapper, smollm2")]
+)
 def test_load_unknown_bundle_suggests_names(name: str, message: str) -> None:
     assert_load_raises(name, f"{name!r}: not an existing file or folder", message)
 

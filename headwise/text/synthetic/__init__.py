@@ -2,7 +2,7 @@
 
 from headwise.text.synthetic.cloze_probes import ClozeProbe, cloze_probes
 from headwise.text.synthetic.generator import SyntheticLanguage
-from headwise.text.synthetic.offset_accuracy_limits import MAX_OFFSET_FRACTIONS
+from headwise.text.synthetic.max_offset_fractions import MAX_OFFSET_FRACTIONS
 from headwise.text.synthetic.relation_statistics import SyntheticLanguageSummary, describe_language
 from headwise.text.synthetic.vocabulary import VOCABULARY, WORD_CLASSES
 

@@ -40,10 +40,10 @@ class SyntheticLanguage:
     def document(self, index: int) -> Document:
         """Return the document with this index. It is always the same."""
         doc = DocumentState(Random(f"{self.seed} {self.split} {index}").random, self.split)
-        return to_document(generate_document_fragment(doc))
+        return to_document(generate_two_topic_document(doc))
 
 
-def generate_document_fragment(doc: DocumentState) -> AnnotatedFragment:
+def generate_two_topic_document(doc: DocumentState) -> AnnotatedFragment:
     """Generate sentences about two topics until the document is long enough."""
     target_words = MIN_WORDS + doc.random() * (MAX_WORDS - MIN_WORDS) * 0.75
     fragment = _generate_sentence(doc)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from headwise.errors import ArgumentError
 from headwise.text.annotated_document import Document, Relation, best_offset, count_relation_offsets
 from headwise.text.synthetic.generator import SyntheticLanguage
-from headwise.text.synthetic.offset_accuracy_limits import MAX_OFFSET_FRACTIONS
+from headwise.text.synthetic.max_offset_fractions import MAX_OFFSET_FRACTIONS
 
 
 class RelationSummary(NamedTuple):

@@ -154,4 +154,6 @@ def common_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
         "parallel blocks": spec.norm_placement == "parallel",
         "sinusoidal positions": spec.positions == "sinusoidal",
         "an embedding scale": spec.embed_scale != 1.0,
+        "embeddings narrower than the model": bool(spec.embed_width),
+        "layers that share their weights": spec.shared_layers,
     }
