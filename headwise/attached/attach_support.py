@@ -1,6 +1,8 @@
 """Checks whether a model can be attached, and forward hooks that guard an attached model."""
 
 import copy
+import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.attached.cache_step import has_step, set_step
 from headwise.attached.discover import AttentionModuleInfo, check_no_sinks_or_softcap, config_of, find_attention_modules
 from headwise.attached.interface import SDPA_NAME, has_third_party_sdpa
 from headwise.attached.layer import AttachedLayer, layer_of
@@ -19,7 +22,48 @@ from headwise.attached.uncopied_hook import UncopiedHook
 from headwise.errors import ArgumentError, MissingDependencyError, UnsupportedModelError
 from headwise.heads.hook_point import HOOKS, replaying
 
+MIN_TRANSFORMERS, BEFORE_TRANSFORMERS = (5, 22), (6, 0)  # supported versions: at least, and less than
 NATIVE_FAMILIES = ("gpt2", "gpt_neo", "bert", "llama", "mistral", "qwen2")  # families that hw.load supports natively
+
+
+# Why heads of other attention implementations cannot be accessed.
+_FLASH = ": its kernel works on unpadded tokens, so heads would have to be assigned to texts again"
+BACKEND_NOTES = {
+    "flash_attention_2": _FLASH, "flash_attention_3": _FLASH,
+    "flex_attention": ": it replaces masks by functions that are compiled into the kernel",
+}  # fmt: skip
+
+
+def is_transformers_model(model: object) -> bool:
+    """Return whether an object is a transformers model. Does not import transformers."""
+    return isinstance(model, getattr(sys.modules.get("transformers"), "PreTrainedModel", ()))
+
+
+def unwrap_peft(model: Any) -> Any:
+    """Return the transformers model with adapters inside a `PeftModel`, or the model itself."""
+    base = getattr(model, "get_base_model", None)
+    inner = base() if callable(base) else None
+    if not is_transformers_model(inner):
+        return model
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} puts learned tokens in front of the input of its base model, which functions of "
+            f"Headwise would leave out. Attach the base model, hw.attach(model.get_base_model()), and call your model inside "
+            f"hw.record or .silenced()."
+        )
+    return inner
+
+
+def _check_transformers_version(version: str) -> None:
+    """Raise an error if a version of transformers is not supported."""
+    numbers = tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
+    if not MIN_TRANSFORMERS <= numbers < BEFORE_TRANSFORMERS:
+        lowest, below = (".".join(map(str, bound)) for bound in (MIN_TRANSFORMERS, BEFORE_TRANSFORMERS))
+        raise MissingDependencyError(
+            f"transformers {version} is installed, but attaching requires at least {lowest} and less than {below}, because "
+            f"its attention interface may differ. Run: pip install 'transformers>={lowest},<{below}'"
+        )
 
 
 def check_supported(model: Any) -> None:
@@ -30,20 +74,12 @@ def check_supported(model: Any) -> None:
         raise MissingDependencyError(
             "transformers 5 or newer is required to attach to a model. Run: pip install 'headwise[attach]'"
         ) from None
-    if int(transformers.__version__.split(".")[0]) < 5:
-        raise MissingDependencyError(
-            f"transformers {transformers.__version__} is installed, but attaching requires version 5 or newer. Run: "
-            f"pip install -U transformers"
-        )
+    _check_transformers_version(transformers.__version__)
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel):
-        base = getattr(model, "get_base_model", None)
-        if callable(base) and isinstance(base(), transformers.PreTrainedModel):
-            raise ArgumentError(
-                f"model: {name} wraps a model with adapters. Attach the base model: hw.attach(model.get_base_model())."
-            )
         raise ArgumentError(
-            f"model: must be a transformers model. Got {name}. Headwise's own models have .heads without attaching."
+            f"model: must be a transformers model or a torch module. Got {name}. Headwise's own models have .heads without "
+            f"attaching."
         )
     for path, module in model.named_modules():
         if layer_of(module) is not None:
@@ -108,8 +144,9 @@ def _check_backend(name: str, backend: str | None) -> None:
             f"model: {name} runs eager attention, but attaching requires SDPA to reproduce the model's outputs. Load it with "
             f'attn_implementation="sdpa", or call model.set_attn_implementation("sdpa").'
         )
+    reason = BACKEND_NOTES.get(str(backend), "")
     raise UnsupportedModelError(
-        f"model: {name} runs the attention implementation {backend!r}, but attaching requires SDPA. Call "
+        f"model: {name} runs the attention implementation {backend!r}, but attaching requires SDPA{reason}. Call "
         f'model.set_attn_implementation("sdpa") first.'
     )
 
@@ -145,6 +182,8 @@ class ModelForwardGuard:
 
     def _enter(self, submodel: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         config: Any = submodel.config
+        if has_step():
+            set_step(None)  # left by an interrupted call
         if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
             raise ArgumentError(
                 "output_attentions=True: not supported while the model is attached, because SDPA does not compute attention "

@@ -2,8 +2,10 @@
 
 import copy
 import sys
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,24 +15,42 @@ from torch import Tensor
 from headwise.attached.attach_support import check_supported, copy_config
 from headwise.attached.attachment import Attachment, AttachRollbackState
 from headwise.attached.attention_norms import find_input_norm
-from headwise.attached.generate import DEFAULT_MAX_NEW_TOKENS, generate, prompt_to_ids, stream_tokens
-from headwise.attached.image_input import ImageInput
+from headwise.attached.cache_policies import (
+    CacheContext,
+    cache_layer_factory,
+    check_cache_support,
+    find_dense_layers,
+    generate_with_cache,
+    set_policies,
+)
+from headwise.attached.generate import (
+    DEFAULT_MAX_NEW_TOKENS,
+    check_can_generate,
+    generate,
+    prompt_to_ids,
+    stream_tokens,
+)
+from headwise.attached.image_input_reader import ImageInputReader
 from headwise.attached.infer_spec import decoder_start_token, has_lm_head, infer_spec
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.layer_probe import check_reconstruction, probe_layers
 from headwise.attached.offload import check_in_memory, copy_to_memory, is_offloaded
 from headwise.attached.prune_in_place import add_to_output_biases, prune_and_verify
+from headwise.attached.quantize_in_place import dequantize_in_place, linear_layers, quantize_in_place
 from headwise.attached.residual_stream import find_residual_stream
 from headwise.attached.resumable_forward import make_resumable_forward, why_not_resumable
 from headwise.attached.save_load import (
+    CACHE_ATTRIBUTE,
     PLANS_ATTRIBUTE,
+    is_plain_folder,
     is_pruned,
     load_attached,
     make_attached_layers,
     patch_save_pretrained,
     save_attached,
 )
-from headwise.attached.train_mode_mixin import TrainModeMixin
+from headwise.attached.streaming_forward import AttachedStreamingForward
+from headwise.attached.train_mode_and_checkpointing_mixin import TrainModeAndCheckpointingMixin
 from headwise.attached.transformers_forward import AttachedLMHead, call_transformers_model, forward_tokens, validate_ids
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.heads import Heads, HookPoint
@@ -40,12 +60,12 @@ from headwise.model import ResidualStream, ResumableForward, eval_mode
 from headwise.model.protocols import LMHeadProtocol, Norms
 from headwise.model.prune import heads_to_prune
 from headwise.model.resumable_forward import RowSelector
-from headwise.spec import LayerAddress, ModelSpec, Plan
+from headwise.spec import CacheRule, LayerAddress, ModelSpec, Plan
 from headwise.spec.cache_policy import CachePolicies
 from headwise.text import Tokenizer
 
 
-class AttachedModel(TrainModeMixin):
+class AttachedModel(TrainModeAndCheckpointingMixin):
     """Handle of a transformers model, created by `hw.attach`.
 
     Attributes:
@@ -61,14 +81,20 @@ class AttachedModel(TrainModeMixin):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
         self.preprocessor = preprocessor
-        self.family: str | None = getattr(model.config, "model_type", None)
+        self.family: str | None = getattr(getattr(model, "config", None), "model_type", None)
         self._entered = 0  # number of open `with` blocks of this handle
         self._spec: ModelSpec | None = None
         self._residual_stream: ResidualStream | None = None
-        self._image_input: ImageInput | None = None
+        self._image_input: ImageInputReader | None = None
         self._why_not_resumable: str | None = None  # None: not tested yet
+        self.dense_cache_layers: set[LayerAddress] = set()  # layers whose cache passes on the keys of all tokens
+        self._per_head_cache_checked = False
         self._save_notice_shown = False  # the notice about saving a pruned model is printed once
-        self._attachment = Attachment(model, layers, self)
+        self._attachment = self._attach(layers)
+
+    def _attach(self, layers: list[AttachedLayer]) -> Any:
+        """Add marks and hooks to the model."""
+        return Attachment(self.model, layers, self)
 
     @classmethod
     def attach_layers(
@@ -87,7 +113,10 @@ class AttachedModel(TrainModeMixin):
         before = AttachRollbackState(model)
         try:
             handle = cls(model, layers, tokenizer, preprocessor)
-            return handle if already_probed else handle._try_layers()
+            handle = handle if already_probed else handle._try_layers()
+            if handle.cache_rules:
+                set_policies(handle._layers, handle.spec)
+            return handle
         except BaseException:
             before.restore()
             raise
@@ -171,6 +200,7 @@ class AttachedModel(TrainModeMixin):
         return [layer.hook_point for layer in self._layers]
 
     gathered_hook_points, is_sharded = hook_points, False  # an attached model is never sharded
+    is_native = False
 
     def attention_layers(self) -> list[AttachedLayer]:
         """Return the attention layers, those of the encoder first."""
@@ -189,32 +219,158 @@ class AttachedModel(TrainModeMixin):
         Args:
             heads: Heads to prune, by address or pattern.
             folded_biases: Tensors (D,) to add to the output biases, by layer.
-            cache: Cache policies of KV heads. Supported only by Headwise's own models.
+            cache: Cache policies of KV heads. Evicted tokens are masked in every call, and `attached.generate` does not hold
+                them in memory. None means those of the model.
             in_place: Prune this model instead of a copy that shares no memory with it.
 
         Returns:
             The handle of the pruned model.
         """
-        if cache:
-            self.check_native("per-head cache policies require one of Headwise's own models")
         if not in_place:
             copied = self.copy_offloaded_to_memory() if is_offloaded(self.model) else copy.deepcopy(self)
-            return copied.prune(heads, folded_biases, in_place=True)
+            return copied.prune(heads, folded_biases, cache, in_place=True)
         self._check_attached()
         check_in_memory(self.model)
         pruned = heads_to_prune(self.spec, heads)
+        if self.spec.weight_rules and (pruned or folded_biases):
+            return self._prune_quantized(pruned, folded_biases, cache)
+        spec = self.spec if cache is None else replace(self.spec, cache=())
+        rules = (spec.with_cache(cache) if cache else spec).without(pruned).cache
         if pruned:
-            for tower, layers in self._towers():
-                if tower_pruned := [
-                    address for layer in layers for address in layer.hook_point.head_addresses if address in pruned
-                ]:
-                    prune_and_verify(
-                        tower, layers, tower_pruned, self._attachment.replace_layers, self._attachment.unregister_layers
-                    )
-            patch_save_pretrained(self.model)
+            with self._policies_suspended():  # the test of the pruned model sees all tokens
+                for tower, layers in self._towers():
+                    if tower_pruned := [
+                        address for layer in layers for address in layer.hook_point.head_addresses if address in pruned
+                    ]:
+                        prune_and_verify(
+                            tower,
+                            layers,
+                            tower_pruned,
+                            self._attachment.replace_layers,
+                            self._attachment.unregister_layers,
+                        )
+        if pruned or folded_biases:
+            patch_save_pretrained(self.model)  # plain transformers may not build the new shapes and biases
         add_to_output_biases(self._layers, folded_biases or {})
-        self._spec = self._residual_stream = self._why_not_resumable = self._image_input = None
+        self._forget_derived()
+        self._set_cache_rules(rules)
         return self
+
+    # Caches.
+
+    @property
+    def cache_rules(self) -> tuple[CacheRule, ...]:
+        """Cache policies of KV heads that every call of the model follows."""
+        return self.model.__dict__.get(CACHE_ATTRIBUTE, ())
+
+    @contextmanager
+    def _policies_suspended(self) -> Iterator[None]:
+        """Let all KV heads keep all tokens inside the context, and set their policies again after an error."""
+        spec = self.spec
+        if spec.cache:
+            set_policies(self._layers, replace(spec, cache=()))
+        try:
+            yield
+        except BaseException:
+            set_policies(self._layers, spec)
+            raise
+
+    def _set_cache_rules(self, rules: tuple[CacheRule, ...]) -> None:
+        """Set the cache policies of KV heads."""
+        if not rules and not self.cache_rules:
+            return
+        spec = replace(infer_spec(self.model, self._layers), cache=rules)
+        check_cache_support(self._layers, spec)
+        self.model.__dict__[CACHE_ATTRIBUTE], self._spec = spec.cache, spec
+        set_policies(self._layers, spec)
+        patch_save_pretrained(self.model)
+
+    def cache(self, kind: str | Plan | CachePolicies = "dynamic") -> Any:
+        """Make an empty transformers cache in which each KV head keeps its own tokens (see `hw.per_head_cache`).
+
+        Args:
+            kind: "dynamic" uses the cache policies of the model. A `Plan` or a mapping gives other policies.
+        """
+        self._check_attached()
+        if isinstance(kind, str) and kind != "dynamic":
+            raise ArgumentError(
+                f"kind={kind!r}: an attached model supports only kind='dynamic', because caches of a fixed size cannot hold "
+                f"other tokens for each KV head. Use kind='dynamic', a plan or a mapping."
+            )
+        return cache_layer_factory(self, None if isinstance(kind, str) else kind)()
+
+    def check_per_head_cache(self) -> None:
+        """Test a per-head cache on a few tokens, once per handle. Raise if the model does not support it."""
+        if self.spec.kind == "encoder":
+            raise UnsupportedModelError(
+                "cache: an encoder does not have a KV cache, because it attends to all tokens at once. Call the model."
+            )
+        if not self._per_head_cache_checked:
+            self.dense_cache_layers = find_dense_layers(self)
+            self._per_head_cache_checked = True
+
+    def _prune_quantized(
+        self,
+        pruned: HeadPattern,
+        folded_biases: Mapping[LayerAddress, Tensor] | None,
+        cache: CachePolicies | None,
+    ) -> Self:
+        """Prune heads of a quantized model in place. Weights of the remaining heads keep their bits and values."""
+        before = self.spec
+        self.dequantize()
+        try:
+            self.prune(pruned, folded_biases, cache, in_place=True)
+        except BaseException:
+            self.quantize(before)
+            raise
+        rules = before.without(pruned).weight_rules
+        self.quantize(replace(self.spec, weight_rules=rules, activation_bits=before.activation_bits))
+        return self
+
+    def _forget_derived(self) -> None:
+        """Forget values derived from the weights and sizes of the model."""
+        self._spec = self._residual_stream = self._why_not_resumable = self._image_input = None
+        self._per_head_cache_checked = False
+
+    def quantize(self, spec: ModelSpec) -> Callable[[], None]:
+        """Quantize weights in place. `hw.quantize` calls this method.
+
+        Args:
+            spec: Spec of this model with weight rules.
+
+        Returns:
+            A function that restores the original weights bitwise.
+        """
+        self._check_attached()
+        check_in_memory(self.model)
+        if any(layer.hook_point.is_active for layer in self._layers):
+            raise HeadwiseError("a context that records or edits heads is open. Close it before quantizing.")
+        restore = quantize_in_place(self.model, self._layers, self._blocks(), spec)
+        patch_save_pretrained(self.model)
+        self._forget_derived()
+
+        def undo() -> None:
+            restore()
+            self._forget_derived()
+
+        return undo
+
+    def weight_paths_by_part(self) -> dict[str, tuple[str, ...]]:
+        """Return the paths of the modules with the weights of heads, MLPs and the vocabulary."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        attention = [module for layer in self._layers for module in (layer.module, layer.info.output_module)]
+        vocabulary = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        return {
+            "heads": tuple(names[id(module)] for module in attention if module is not None),
+            "MLPs": tuple(names[id(module)] for module in linear_layers(self._layers, self._blocks())),
+            "vocabulary": tuple(names[id(module)] for module in vocabulary if module is not None),
+        }
+
+    def dequantize(self) -> None:
+        """Replace quantized weights by floats of the same values in place. `hw.dequantize` calls this method."""
+        self._check_attached()
+        dequantize_in_place(self.model)
+        self._forget_derived()
 
     def _towers(self) -> list[tuple[Any, list[AttachedLayer]]]:
         """Return the model with its layers, or each tower of a multi-tower model with its layers."""
@@ -243,7 +399,8 @@ class AttachedModel(TrainModeMixin):
     def spec(self) -> ModelSpec:
         """Spec inferred from the model, with the fields that analysis and pruning need."""
         if self._spec is None:
-            self._spec = infer_spec(self.model, self._layers)
+            spec = infer_spec(self.model, self._layers)
+            self._spec = replace(spec, cache=self.cache_rules) if self.cache_rules else spec
         return self._spec
 
     @property
@@ -257,10 +414,10 @@ class AttachedModel(TrainModeMixin):
         return next(self.model.parameters()).device
 
     @property
-    def image_input(self) -> ImageInput | None:
+    def image_input(self) -> ImageInputReader | None:
         """Image input of the model. None if the model does not take images."""
         if self._image_input is None and getattr(self.model, "main_input_name", "") == "pixel_values":
-            self._image_input = ImageInput(self.model, self._layers, self.preprocessor)
+            self._image_input = ImageInputReader(self.model, self._layers, self.preprocessor)
         return self._image_input
 
     @property
@@ -323,6 +480,11 @@ class AttachedModel(TrainModeMixin):
             self._why_not_resumable = why_not_resumable(self, self.model, self._layers)
         return self._why_not_resumable
 
+    def streaming_forward(self) -> AttachedStreamingForward:
+        """Return forward passes in which KV heads stream, to rank them."""
+        self._check_attached()
+        return AttachedStreamingForward(self)
+
     def untrained(self, seed: int = 0) -> "AttachedModel":
         """Return a model of the same architecture with random weights.
 
@@ -355,7 +517,7 @@ class AttachedModel(TrainModeMixin):
             gates: Factors for the outputs of heads, by head pattern or layer address.
             seed: Random seed for sampling.
             **options: For a text: `temperature`, `top_k` and `top_p`, as in `stream`. Otherwise any option of transformers'
-                `generate`.
+                `generate`. `cache` is another name of `past_key_values`.
 
         Returns:
             The prompt and its continuation, in the type of the prompt. An encoder-decoder returns only the new text for a
@@ -368,8 +530,11 @@ class AttachedModel(TrainModeMixin):
             generated = [int(step) for step in self.stream(ids, max_new_tokens, gates=gates, seed=seed, **options)]
             prompt_ids = [] if self.spec.kind == "encoder-decoder" else ids[0].tolist()
             return self.tokenizer.decode([*prompt_ids, *generated])
+        if "cache" in options:
+            options["past_key_values"] = options.pop("cache")
+        check_can_generate(self.model)
         with self._apply_gates(gates), eval_mode(self.model):
-            return generate(self.model, prompt, max_new_tokens, seed, options)
+            return generate(self.model, prompt, max_new_tokens, seed, options, self._run_generate())
 
     def stream(
         self,
@@ -392,7 +557,15 @@ class AttachedModel(TrainModeMixin):
         """
         self._check_attached()
         ids = prompt_to_ids(self.model, self.tokenizer, prompt) if isinstance(prompt, str) else prompt
-        return self._stream(stream_tokens(self.model, ids, max_new_tokens, **options), gates)
+        check_can_generate(self.model)
+        steps = stream_tokens(self.model, ids, max_new_tokens, run_generate=self._run_generate(), **options)
+        return self._stream(steps, gates)
+
+    def _run_generate(self) -> Any:
+        """Return transformers' `generate`, with a per-head cache if the model has cache policies."""
+        if not self.cache_rules:
+            return self.model.generate
+        return partial(generate_with_cache, self.model, cache_layer_factory(self, None), CacheContext())
 
     def _stream(self, steps: Generator[Tensor, None, None], gates: Gates | None) -> Generator[Tensor, None, None]:
         with closing(steps):
@@ -403,24 +576,35 @@ class AttachedModel(TrainModeMixin):
                     return
                 yield step
 
-    def save_pretrained(self, folder: str | Path, *, full_shape: bool = False) -> Path:
-        """Write the model to a folder atomically. `hw.load(folder)` restores it, pruned or not.
+    def save_pretrained(self, folder: str | Path, *, full_shape: bool = False, remote_code: bool = False) -> Path:
+        """Write the model to a folder atomically. `hw.load(folder)` restores it, pruned, quantized or not.
 
-        A pruned model cannot be loaded by plain transformers unless `full_shape` is set. A notice on stderr says so once.
+        Plain transformers loads a pruned model if all layers have the same number of heads and the model family has a
+        configuration for that; otherwise only with `full_shape` or `remote_code`. A notice on stderr says so once.
 
         Args:
             folder: Output folder.
             full_shape: Write a pruned model in its original shape, with zeros for pruned heads, for plain `from_pretrained`.
+            remote_code: Add a modeling file, with which plain transformers loads a pruned model of any shape by
+                `from_pretrained(folder, trust_remote_code=True)`, without Headwise.
 
         Returns:
             The folder.
         """
-        path = save_attached(self.model, self._layers, (self.tokenizer, self.preprocessor), folder, full_shape)
-        if is_pruned(self._layers) and not full_shape and not self._save_notice_shown:
+        processors = (self.tokenizer, self.preprocessor)
+        path = save_attached(self.model, self._layers, processors, folder, full_shape, remote_code=remote_code)
+        is_changed = bool(self.spec.weight_rules) or is_pruned(self._layers)
+        if is_changed and not (full_shape or remote_code or self._save_notice_shown or is_plain_folder(path)):
             self._save_notice_shown = True
+            change = "quantized per head" if self.spec.weight_rules else "pruned"
+            advice = (
+                "hw.dequantize(model) returns a model without packed weights."
+                if self.spec.weight_rules
+                else "save(folder, remote_code=True) adds code with which it can."
+            )
             print(
-                f"This {type(self.model).__name__} is pruned: hw.load(folder) can load the saved folder, plain transformers "
-                f"cannot. hw.export(model, folder) writes a folder for both, with zeros for pruned heads.",
+                f"This {type(self.model).__name__} is {change}: hw.load(folder) can load the saved folder, but "
+                f"plain transformers cannot. {advice}",
                 file=sys.stderr,
             )
         return path
@@ -428,9 +612,7 @@ class AttachedModel(TrainModeMixin):
     save = save_pretrained
 
     @classmethod
-    def reopen(
-        cls, folder: str | Path, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
-    ) -> Self:
+    def reopen(cls, folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Self:
         """Load a folder of transformers, pruned or not, as an attached model with its tokenizer."""
         folder = Path(folder)
         model, layers = load_attached(folder, dtype, device)
@@ -443,9 +625,15 @@ class AttachedModel(TrainModeMixin):
     def check_native(self, operation: str) -> None:
         """Raise an error: `operation` is a sentence that names an operation of Headwise's own models."""
         raise UnsupportedModelError(
-            f"model: {operation}. Got an attached {type(self.model).__name__}. If Headwise implements this model family, "
-            f"load the model with hw.load(…). Otherwise this operation is not available for the model."
+            f"model: {operation}. Got an attached {type(self.model).__name__}. {self._native_advice()}"
         )
+
+    def _native_advice(self) -> str:
+        from headwise.weights.to_native import is_convertible
+
+        if is_convertible(self):
+            return "Convert it first: hw.to_native(model)."
+        return f"This operation is not available for this {type(self.model).__name__}."
 
     def load_weights(self, state: Mapping[str, Tensor]) -> list[str]:
         """Load weights by the model's own names, as `save` writes them. Returns the unknown names."""

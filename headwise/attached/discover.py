@@ -138,7 +138,7 @@ def find_attention_modules(model: nn.Module, allow_towers: bool = True) -> list[
     addresses = _assign_addresses(candidates, is_encoder_decoder)
     for name, module in candidates:
         pruned_info = module.__dict__.get(PRUNED_ATTRIBUTE)
-        info = _inspect_module(model, name, module, addresses[name]) if pruned_info is None else pruned_info
+        info = inspect_attention_module(model, name, module, addresses[name]) if pruned_info is None else pruned_info
         info = replace(info, name=name, address=addresses[name], tower_path="", backend=_backend_of(model, module))
         if info.address in by_address:
             raise UnsupportedModelError(
@@ -296,7 +296,10 @@ def _stack_of_module(name: str, module: nn.Module, is_encoder_decoder: bool) -> 
     return ("enc" if "encoder" in _stack_path(name).split(".") else "dec") if is_encoder_decoder else ""
 
 
-def _inspect_module(model: nn.Module, name: str, module: nn.Module, address: LayerAddress) -> AttentionModuleInfo:
+def inspect_attention_module(
+    model: nn.Module, name: str, module: nn.Module, address: LayerAddress
+) -> AttentionModuleInfo:
+    """Describe an attention module by its attributes and the names of its projections."""
     parent = model.get_submodule(name.rpartition(".")[0])
     heads, head_dim = _read_size(module, HEAD_COUNT_NAMES), _read_size(module, HEAD_DIM_NAMES, required=False)
     group_size = getattr(module, "num_key_value_groups", 1)
@@ -384,8 +387,23 @@ def _named_output_modules(module: nn.Module, parent: nn.Module) -> Iterator[nn.M
 
 
 def _is_matrix(module: Any) -> bool:
+    if not isinstance(module, nn.Module):
+        return False
     weight = getattr(getattr(module, "base_layer", module), "weight", None)
-    return isinstance(module, nn.Module) and isinstance(weight, Tensor) and weight.ndim == 2
+    return (isinstance(weight, Tensor) and weight.ndim == 2) or _packed_shape(module) is not None
+
+
+def _packed_shape(module: nn.Module) -> tuple[int, int] | None:
+    """Return (out, in) of a linear layer whose weight is quantized, as in bitsandbytes, GPTQ and AWQ, or None."""
+    base: Any = getattr(module, "base_layer", module)
+    weight = getattr(base, "weight", None)
+    if isinstance(weight, Tensor) and (weight.is_floating_point() or weight.ndim != 2):
+        return None
+    out_features, in_features = getattr(base, "out_features", None), getattr(base, "in_features", None)
+    has_data = isinstance(weight, Tensor) or isinstance(getattr(base, "qweight", None), Tensor)
+    if not has_data or not isinstance(out_features, int) or not isinstance(in_features, int):
+        return None
+    return out_features, in_features
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -404,6 +422,9 @@ def out_size(module: nn.Module) -> int:
 
 
 def _weight_shape(module: nn.Module) -> tuple[int, int]:
+    packed = _packed_shape(module)
+    if packed is not None:
+        return packed
     weight: Any = getattr(module, "base_layer", module).weight  # pyright: ignore[reportAttributeAccessIssue]
     rows, columns = weight.shape
     return (int(columns), int(rows)) if is_conv1d(module) else (int(rows), int(columns))

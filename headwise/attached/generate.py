@@ -26,8 +26,11 @@ def stream_tokens(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
+    run_generate: Callable[..., Any] | None = None,
 ) -> Generator[Tensor, None, None]:
     """Yield the tokens after ids (B, T), (B,) per step. Temperature 0 is greedy.
+
+    `run_generate` replaces `model.generate`.
 
     transformers' `generate` runs in a thread of its own, which is active only while the caller waits for the next token.
     """
@@ -43,11 +46,18 @@ def stream_tokens(
     }
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
-    return _generate_steps(model, ids, options, seed)
+    return _generate_steps(run_generate or model.generate, ids, options, seed)
 
 
-def generate(model: Any, prompt: Any, max_new_tokens: int | None, seed: int | None, options: dict[str, Any]) -> Any:
-    """Call transformers' `generate` with its own options. Returns the prompt and its continuation.
+def generate(
+    model: Any,
+    prompt: Any,
+    max_new_tokens: int | None,
+    seed: int | None,
+    options: dict[str, Any],
+    run_generate: Callable[..., Any],
+) -> Any:
+    """Call transformers' `generate`, given as `run_generate`, with its own options. Returns the prompt and its continuation.
 
     If neither `max_new_tokens` nor one of transformers' length options is given, at most 64 tokens are generated.
     """
@@ -66,7 +76,7 @@ def generate(model: Any, prompt: Any, max_new_tokens: int | None, seed: int | No
     is_list = isinstance(prompt, Sequence)
     ids = torch.tensor([prompt], device=model.device) if is_list else prompt  # (1, T)
     with nullcontext() if seed is None else _ScopedRNG(seed, model.device).active():
-        generated = model.generate(**options) if ids is None else model.generate(ids, **options)
+        generated = run_generate(**options) if ids is None else run_generate(ids, **options)
     return generated[0].tolist() if is_list else generated
 
 
@@ -87,13 +97,13 @@ def check_can_generate(model: Any) -> None:
 
 
 def _generate_steps(
-    model: Any, ids: Tensor, options: dict[str, Any], seed: int | None
+    run_generate: Callable[..., Any], ids: Tensor, options: dict[str, Any], seed: int | None
 ) -> Generator[Tensor, None, None]:
     if options["max_new_tokens"] == 0:
         return
     mask = torch.ones_like(ids)
     step_streamer = _StepStreamer(
-        lambda streamer: model.generate(ids, attention_mask=mask, streamer=streamer, **options), ids.device
+        lambda streamer: run_generate(ids, attention_mask=mask, streamer=streamer, **options), ids.device
     )
     rng = None if seed is None else _ScopedRNG(seed, ids.device)
     try:

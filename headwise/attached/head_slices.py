@@ -40,7 +40,7 @@ CHANNEL_COUNT_NAMES = (
         "q_dim",
         "q_size",
     ),
-    *("num_heads_dim", "attention_hidden_size", "d_attn"),
+    *("num_heads_dim", "attention_hidden_size", "d_attn", "attn_dim"),
 )
 KV_CHANNEL_COUNT_NAMES = ("kv_dim", "kv_size", "kv_hidden_size")
 GROUP_SIZE_NAMES = ("num_key_value_groups", "n_rep", "num_queries_per_kv")

@@ -1,15 +1,18 @@
 """Infer the `ModelSpec` of an attached model, with the fields that analysis and pruning need."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from headwise.attached.attention_norms import norm_placement_of
 from headwise.attached.layer import AttachedLayer
+from headwise.attached.quantize_in_place import quantization_of
 from headwise.attached.transformers_forward import position_padding_idx
 from headwise.errors import UnsupportedModelError
 from headwise.spec import AttentionSpec, LayerAddress, ModelSpec
+from headwise.spec.weight_bits import filter_rules
 
 POSITION_TABLE_NAMES = ("wpe", "embed_positions", "position_embedding", "position_embeddings")
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
@@ -43,14 +46,14 @@ def infer_spec(model: Any, layers: Sequence[AttachedLayer]) -> ModelSpec:
     ordered_stacks = dict.fromkeys(layer.hook_point.address.stack for layer in layers)
     main_stack = next((stack for stack in ("", "dec", "text") if stack in layers_by_stack), None)
     outputs = {"decoder": "lm", "encoder": "mlm", "encoder-decoder": "lm"}
-    return ModelSpec(
+    spec = ModelSpec(
         vocab=max(1, int(getattr(config, "vocab_size", None) or 1)),
         context=_context(model, config),
         layers=max(layers_by_stack.values()) if main_stack is None else layers_by_stack[main_stack],
         encoder_layers=layers_by_stack.get("enc", 0) if is_standard else 0,
         attention=AttentionSpec(
             width=largest.width, heads=largest.heads, head_dim=largest.head_dim, value_dim=largest.value_dim,
-            kv_heads=largest.kv_heads, rotary=largest.rotary,
+            kv_heads=largest.kv_heads if is_standard else _kv_heads_as_in(main_layer.spec, largest), rotary=largest.rotary,
         ),
         mlp_width=next((int(size) for name in MLP_WIDTH_FIELDS if isinstance(size := getattr(config, name, None), int)), 0),
         activation="swiglu" if is_gated else "gelu",
@@ -59,9 +62,29 @@ def infer_spec(model: Any, layers: Sequence[AttachedLayer]) -> ModelSpec:
         windows=_windows(layers, layers_by_stack),
         positions="learned" if has_position_table(model) else "none",
         output=outputs[kind] if has_lm_head(model) else "none",  # pyright: ignore
-        kept_heads=_kept_heads(layers, kind, layers_by_stack),
+        kept_heads=kept_heads_by_layer(layers, kind, layers_by_stack),
         stacks=() if is_standard else tuple((stack, layers_by_stack[stack]) for stack in ordered_stacks),
     )  # fmt: skip
+    return _with_weight_rules(spec, model)
+
+
+def _kv_heads_as_in(main: AttentionSpec, largest: AttentionSpec) -> int:
+    """Return the number of KV heads with which cached layers keep theirs, if another tower has more heads."""
+    heads_per_kv_head = main.heads // main.kv_heads
+    return largest.heads // heads_per_kv_head if largest.heads % heads_per_kv_head == 0 else largest.kv_heads
+
+
+def _with_weight_rules(spec: ModelSpec, model: Any) -> ModelSpec:
+    """Add the weight rules of a quantized model. Rules of KV heads that were expanded to heads are left out."""
+    rules, activation_bits = quantization_of(model)
+    if not rules:
+        return spec
+    layers = [(layer_address, spec.attention_at(layer_address)) for layer_address in spec.layer_addresses]
+    kv_heads = {
+        str(layer_address.head_address(number)) for layer_address, layer in layers for number in layer.kv_head_ids
+    }
+    rules = filter_rules(rules, set(map(str, spec.head_addresses)), kv_heads)
+    return replace(spec, weight_rules=rules, activation_bits=activation_bits)
 
 
 def _context(model: nn.Module, config: Any) -> int:
@@ -106,7 +129,7 @@ def _windows(layers: Sequence[AttachedLayer], layers_by_stack: dict[str, int]) -
     )
 
 
-def _kept_heads(
+def kept_heads_by_layer(
     layers: Sequence[AttachedLayer], kind: str, layers_by_stack: dict[str, int]
 ) -> dict[str, tuple[int, ...]]:
     """Return the heads of each layer. Layers without attention have no heads."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.attached.cache_step import attend_with_policies, has_step
 from headwise.attached.layer import MARK, AttachedLayer, LayerMark, layer_of
 from headwise.attached.masks import mask_dtype_min
 from headwise.errors import HeadwiseError, UnsupportedModelError
@@ -86,6 +87,12 @@ def sdpa_with_hooks(
     if layer is None:  # a model that is not attached
         return _sdpa()(module, query, key, value, attention_mask, **kwargs)
     _check_kwargs(layer, kwargs, _sdpa())
+    if layer.spec.cache or has_step():
+
+        def make_policy_params(num_keys: int) -> ScoreParams:
+            return _score_params(layer, query, key, attention_mask, kwargs, num_keys)
+
+        return _attend_with_policies(layer, query, key, value, make_policy_params)
     kv_of_head = _uneven_kv_of_head(layer, query, key)
     keys, values = (key, value) if kv_of_head is None else (repeat_kv(key, kv_of_head), repeat_kv(value, kv_of_head))
     out, maps = _sdpa()(module, query, keys, values, attention_mask, **kwargs)  # (B, T, H, e)
@@ -108,18 +115,33 @@ def eager_with_hooks(
     if layer is None or layer.info.backend != "eager":
         return eager_function(module, query, key, value, attention_mask, **kwargs)
     _check_kwargs(layer, kwargs, eager_function, SUPPORTED_KWARGS | {"softcap", "s_aux"})
-    kv_of_head = _uneven_kv_of_head(layer, query, key)
-    keys, values = (key, value) if kv_of_head is None else (repeat_kv(key, kv_of_head), repeat_kv(value, kv_of_head))
-    out, maps = eager_function(module, query, keys, values, attention_mask, **kwargs)
 
-    def make_params() -> ScoreParams:
+    def make_params(num_keys: int | None = None) -> ScoreParams:
         # causality is already part of the mask
-        params = _score_params(layer, query, key, attention_mask, kwargs | {"is_causal": False})
+        params = _score_params(layer, query, key, attention_mask, kwargs | {"is_causal": False}, num_keys)
         sink = getattr(module, "sinks", kwargs.get("s_aux"))
         sink = sink.detach().flatten() if isinstance(sink, Tensor) else None
         return replace(params, softcap=kwargs.get("softcap"), sink=sink)
 
+    if layer.spec.cache or has_step():
+        return _attend_with_policies(layer, query, key, value, make_params)
+    kv_of_head = _uneven_kv_of_head(layer, query, key)
+    keys, values = (key, value) if kv_of_head is None else (repeat_kv(key, kv_of_head), repeat_kv(value, kv_of_head))
+    out, maps = eager_function(module, query, keys, values, attention_mask, **kwargs)
     return apply_hooks(layer, query, key, value, make_params, out), maps
+
+
+def _attend_with_policies(
+    layer: AttachedLayer, q: Tensor, k: Tensor, v: Tensor, make_params: Callable[[int], ScoreParams]
+) -> tuple[Tensor, None]:
+    """Attend in a layer with cache policies per KV head, and apply hooks: (B, H, T, d) … → (B, T, H, e)."""
+    result = attend_with_policies(layer, q, k, v, make_params)
+    out = result.z.transpose(1, 2).contiguous()  # (B, T, H, e)
+    if not layer.hook_point.is_active and layer.probe is None:
+        return out, None
+    has_listeners = layer.hook_point.has_listeners
+    keys, values = (result.keys, result.values) if has_listeners else (k, v)
+    return apply_hooks(layer, q, keys, values, lambda: result.params, out), None
 
 
 def apply_hooks(
@@ -178,10 +200,16 @@ def _uneven_kv_of_head(layer: AttachedLayer, query: Tensor, key: Tensor) -> tupl
 
 @torch.no_grad()  # saves nothing for the backward pass, so that a checkpoint may repeat a call without listeners
 def _score_params(
-    layer: AttachedLayer, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    layer: AttachedLayer,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+    num_keys: int | None = None,
 ) -> ScoreParams:
-    """Return the mask, bias, scale and KV heads of a call."""
+    """Return the mask, bias, scale and KV heads of a call over the tokens of `key`, or over this number of tokens."""
     (H, T, d), (K, S) = query.shape[1:], key.shape[1:3]
+    S = S if num_keys is None else num_keys
     kv_of_head = tuple(range(H)) if K == H else layer.spec.kv_of_head
     if len(kv_of_head) != H or len(layer.spec.head_ids) != H or (kv_of_head and max(kv_of_head) >= K):
         raise HeadwiseError(

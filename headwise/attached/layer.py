@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attached.discover import AttentionModuleInfo, is_conv1d, out_size
+from headwise.attached.packed_weights import dtype_and_device
 from headwise.attached.uncopied_hook import UncopiedHook
 from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.heads.hook_point import Edit, HookPoint, Listener, is_replaying
@@ -68,6 +69,9 @@ class AttachedLayer:
     """One attention layer of an attached model, with the interface that `Heads` and `Head` need."""
 
     gate: Tensor | None = None  # learned head gates, which attached models do not have
+    cache_gate: Tensor | None = (
+        None  # (B, K), while gates are learned: 1 attends to all tokens, 0 as the cache policies say
+    )
 
     def __init__(self, info: AttentionModuleInfo, mask_converter: "MaskConverter") -> None:
         self.info, self.mask_converter = info, mask_converter
@@ -281,7 +285,10 @@ class OutputProjectionView:
         for weight in self._layer.module.parameters():
             if weight.is_floating_point() and weight.device.type != "meta":
                 return weight if _is_dense_float(weight) else torch.zeros((), dtype=weight.dtype, device=weight.device)
-        return torch.zeros((), dtype=torch.get_default_dtype())  # quantized or offloaded weights
+        packed = dtype_and_device(self._layer.module)
+        if packed is not None:
+            return torch.zeros((), dtype=packed[0], device=packed[1])
+        return torch.zeros((), dtype=torch.get_default_dtype())  # weights of other quantizers, or offloaded ones
 
     @property
     def head_output_weights(self) -> Tensor:
@@ -379,6 +386,14 @@ def bias_of(module: nn.Module) -> Tensor | None:
     """Return a projection's bias (out,), or None."""
     bias = getattr(getattr(module, "base_layer", module), "bias", None)
     return bias if isinstance(bias, Tensor) else None
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Return whether the weight of a projection is stored in a quantized format (bitsandbytes, GPTQ, AWQ, …)."""
+    base = getattr(module, "base_layer", module)
+    weight = getattr(base, "weight", None)
+    has_codes = isinstance(getattr(base, "qweight", None), Tensor)
+    return has_codes or (isinstance(weight, Tensor) and not _is_dense_float(weight))
 
 
 def _is_dense_float(weight: Tensor) -> bool:

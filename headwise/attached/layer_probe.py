@@ -5,8 +5,9 @@ of W_O; gradients show which values depend on which. If a view of weights does n
 available, and the reason is stored. If heads are combined before W_O, they cannot be silenced.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -234,10 +235,7 @@ class LayerProbe:
         q, k, v = (x.detach() for x in self.qkv)
         weights = attention_weights(q, k, self.params)  # (B, H, T, S)
         self.layer.attends_ahead = bool((weights.triu(1) > 0).any())
-        reconstructed = (weights.to(v.dtype) @ repeat_kv(v, self.params.kv_of_head)).transpose(1, 2)  # (B, T, H, e)
-        if z.dtype in (torch.float16, torch.bfloat16):
-            return _is_close(reconstructed, z.detach())
-        return _is_close(reconstructed.float(), z.detach().float())  # softmax may be in float32
+        return _equals_output(weights, v, self.params, z.detach())
 
     def _attends_beyond_window(self) -> bool:
         """Return whether a query attends farther than the window allows."""
@@ -250,9 +248,30 @@ class LayerProbe:
         return bool((attention_weights(q, k, self.params)[..., beyond_window.to(q.device)] > 0).any())
 
 
+def reproduces_output(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, out: Tensor) -> bool:
+    """Return whether attention weights computed from q and k, times values, equal the output of attention (B, T, H, e)."""
+    return _equals_output(attention_weights(q, k, params), v, params, out)
+
+
+def _equals_output(weights: Tensor, v: Tensor, params: ScoreParams, out: Tensor) -> bool:
+    reconstructed = (weights.to(v.dtype) @ repeat_kv(v, params.kv_of_head)).transpose(1, 2)  # (B, T, H, e)
+    if out.dtype in (torch.float16, torch.bfloat16):
+        return _is_close(reconstructed, out)
+    return _is_close(reconstructed.float(), out.float())  # softmax may be in float32
+
+
 @gradients_enabled()
-def probe_layers(model: Any, layers: Sequence[AttachedLayer]) -> None:
-    """Call the model once in eval mode and store the results in each layer."""
+def probe_layers(
+    model: Any, layers: Sequence[AttachedLayer], calls: Iterable[Callable[[], object]] | None = None
+) -> None:
+    """Call the model once in eval mode and store the results in each layer.
+
+    Args:
+        model: The model.
+        layers: Its layers.
+        calls: Functions that call the model. The first one that works counts. None calls it with dummy inputs.
+    """
+    calls = (partial(model, **inputs) for inputs in dummy_input_candidates(model)) if calls is None else calls
     training_modes = [(module, module.training) for module in model.modules()]
     probes = [LayerProbe(layer) for layer in layers if layer.spec.head_ids]
     problem, first_problem = "its input format is unknown", ""
@@ -260,9 +279,9 @@ def probe_layers(model: Any, layers: Sequence[AttachedLayer]) -> None:
     try:
         for module, _ in training_modes:
             module.training = False
-        for inputs in dummy_input_candidates(model):
+        for call in calls:
             probes = [LayerProbe(layer) for layer in layers if layer.spec.head_ids]
-            problem = _run_probes(model, inputs, probes)
+            problem = _run_probes(call, probes)
             if not problem:
                 break
             first_problem = first_problem or problem  # the first candidate is the model's main input
@@ -288,7 +307,7 @@ def check_reconstruction(layers: Sequence[AttachedLayer]) -> None:
             )
 
 
-def _run_probes(model: Any, inputs: dict[str, Tensor], probes: list[LayerProbe]) -> str:
+def _run_probes(call: Callable[[], object], probes: list[LayerProbe]) -> str:
     """Call the model with probes on all layers. Returns the error message, or an empty text."""
     with ExitStack() as stack, torch.random.fork_rng():
         for probe in probes:
@@ -305,7 +324,7 @@ def _run_probes(model: Any, inputs: dict[str, Tensor], probes: list[LayerProbe])
             probe.layer.probe = probe
             stack.callback(setattr, probe.layer, "probe", None)
         try:
-            model(**inputs)
+            call()
         except Exception as error:  # a model may raise any error on guessed inputs
             return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return ""

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode
 
+from headwise.attached.cache_step import has_step, mask_scores
 from headwise.attached.interface import apply_hooks, eager_with_hooks
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.masks import mask_dtype_min
 from headwise.attached.uncopied_hook import UncopiedHook
+from headwise.errors import UnsupportedModelError
 from headwise.kernels.masks import CausalMask, DenseMask, Mask
 from headwise.kernels.score_bias import DenseBias
 from headwise.kernels.score_params import ScoreParams
@@ -35,6 +37,9 @@ _SOFTMAX = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
 _MATMULS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
 _BADDBMMS = {torch.baddbmm, Tensor.baddbmm}
 _SDPA = torch.nn.functional.scaled_dot_product_attention
+HIDDEN_SCORE_FACTOR = (
+    32  # scores below the minimum of their dtype divided by this are hidden; CodeGen divides after masking
+)
 
 
 @cache
@@ -137,13 +142,18 @@ class AttentionTracingMode(TorchFunctionMode):
         self._score_pair: tuple[Tensor, Tensor, float] | None = None  # the matmul that computed the scores
         self._scores: Tensor | None = None
         self._weights: Tensor | None = None
+        self._streaming_weights: Tensor | None = None  # weights with evicted tokens hidden, while gates are learned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function and record it."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        has_policies = bool(self._layer.spec.cache) or has_step()
         if func is _SDPA:
-            return self._on_sdpa(result, *args, **kwargs)
+            args, kwargs = _with_visible_keys(self._layer, args, kwargs) if has_policies else (args, kwargs)
+            return self._on_sdpa(func(*args, **kwargs), *args, **kwargs)
+        if func in _SOFTMAX and has_policies and self._weights is None and args[0].ndim > 2:
+            args = self._hide_evicted(func, args, kwargs)
+        result = func(*args, **kwargs)
         if func in _SOFTMAX and self._weights is None and result.ndim > 2:
             self._score_pair = next((pair for pair in self._matmul_pairs if _has_weights_shape(pair, result)), None)
             if self._score_pair is not None:
@@ -154,8 +164,33 @@ class AttentionTracingMode(TorchFunctionMode):
         elif func in _MATMULS and self._weights is None:
             self._matmul_pairs.append((args[0], args[1], 1.0))
         elif func in _MATMULS and self._scores is not None and self._is_weights(args[0]):
+            if self._streaming_weights is not None:
+                result = self._interpolate(func, args, result)
             return self._on_value_matmul(args[1], result)
         return result
+
+    def _interpolate(self, func: Any, args: Any, full: Tensor) -> Tensor:
+        """Return z between streaming (gate 0) and all tokens (gate 1)."""
+        assert self._streaming_weights is not None and self._layer.cache_gate is not None  # noqa: PT018
+        streaming = func(self._streaming_weights.to(args[0].dtype).reshape(args[0].shape), args[1])
+        gate = self._layer.cache_gate[:, list(self._layer.spec.kv_of_head), None, None].to(full)  # (B, H, 1, 1)
+        H = len(self._layer.spec.head_ids)
+        split, split_full = _split_heads(streaming, H), _split_heads(full, H)
+        return (split + gate * (split_full - split)).reshape(full.shape)
+
+    def _hide_evicted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of softmax with the scores of evicted tokens hidden."""
+        scores = args[0]
+        if not any(_has_weights_shape(pair, scores) for pair in self._matmul_pairs):
+            return args
+        split = _split_heads(scores, len(self._layer.spec.head_ids))
+        masked = mask_scores(self._layer, split, split > mask_dtype_min(split) / HIDDEN_SCORE_FACTOR)
+        if masked is None:
+            return args
+        if self._layer.cache_gate is not None:
+            self._streaming_weights = func(masked.reshape(scores.shape), *args[1:], **kwargs)
+            return args
+        return (masked.reshape(scores.shape), *args[1:])
 
     def _is_weights(self, tensor: Tensor) -> bool:
         assert self._weights is not None
@@ -180,7 +215,7 @@ class AttentionTracingMode(TorchFunctionMode):
         mask: Mask | None = CausalMask(0) if kwargs.get("is_causal") else None
         bias = None
         if attn_mask is not None:
-            mask, bias = _mask_and_bias(attn_mask)
+            mask, bias = mask_and_bias(attn_mask)
         kv_of_head = tuple(head * k.shape[1] // H for head in range(H))
         params = ScoreParams(q.shape[-1] ** -0.5 if scale is None else float(scale), kv_of_head, mask, bias)
         return self._apply_hooks(q, k, v, lambda: params, result, result)
@@ -189,6 +224,31 @@ class AttentionTracingMode(TorchFunctionMode):
         out = z.transpose(1, 2)  # (B, T, H, e)
         edited = apply_hooks(self._layer, q, k, v, make_params, out)
         return result if edited is out else edited.transpose(1, 2).reshape(result.shape)
+
+
+def _with_visible_keys(layer: AttachedLayer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of a direct call of SDPA with evicted tokens hidden."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    kwargs = dict(zip(names, args, strict=False)) | kwargs
+    q, k = kwargs.pop("query"), kwargs.pop("key")
+    T, S = q.shape[2], k.shape[2]
+    mask = kwargs.get("attn_mask")
+    if mask is None:
+        allowed = q.new_ones(1, 1, T, S, dtype=torch.bool)
+        allowed = allowed.tril(0) if kwargs.get("is_causal") else allowed
+    else:
+        allowed = mask if mask.dtype == torch.bool else mask > mask_dtype_min(mask) / 2
+    if layer.cache_gate is not None:
+        raise UnsupportedModelError(
+            f"{layer.info.name}: gates cannot be learned in a layer that calls SDPA itself. Use another ranking method."
+        )
+    scores = (
+        torch.zeros(1, 1, T, S, dtype=q.dtype, device=q.device) if mask is None or mask.dtype == torch.bool else mask
+    )
+    masked = mask_scores(layer, scores.masked_fill(~allowed, mask_dtype_min(scores)), allowed)
+    if masked is not None:
+        kwargs |= {"attn_mask": masked, "is_causal": False}
+    return (q, k, kwargs.pop("value")), kwargs
 
 
 def close_traces() -> None:
@@ -214,7 +274,8 @@ def _split_heads(x: Tensor, H: int) -> Tensor:
     return x if x.ndim == 4 else x.unflatten(0, (-1, H))
 
 
-def _mask_and_bias(mask: Tensor) -> tuple[Mask, DenseBias | None]:
+def mask_and_bias(mask: Tensor) -> tuple[Mask, DenseBias | None]:
+    """Split a mask tensor into the keys that are visible and the numbers added to their scores."""
     if mask.dtype == torch.bool:
         return DenseMask(mask), None
     allowed = mask > mask_dtype_min(mask) / 2

@@ -6,6 +6,7 @@ its bias. The pruned model is tested on a few tokens: its outputs must equal tho
 they do not, the model is restored, and pruning raises an error.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -29,7 +30,8 @@ from headwise.attached.head_slices import (
     set_head_counts,
     shares_position_bias,
 )
-from headwise.attached.layer import AttachedLayer
+from headwise.attached.layer import AttachedLayer, is_quantized
+from headwise.attached.packed_weights import is_packed, packed_matrix
 from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import eval_mode
@@ -123,6 +125,13 @@ def _check_layer(layer: AttachedLayer) -> None:
         raise HeadwiseError(
             f"layer {layer.hook_point.address}: a context that records or edits its heads is open. Close it before pruning."
         )
+    projections = [] if info.qkv_modules is None else [info.qkv_module(i) for i in range(len(info.qkv_modules[1]))]
+    for module in (*projections, *(() if info.output_module is None else (info.output_module,))):
+        if is_quantized(module):
+            raise UnsupportedModelError(
+                f"{info.name}: its heads cannot be pruned, because its weights ({type(module).__name__}) are quantized. Load "
+                f"the model without quantization to prune it. {hint}"
+            )
     if info.output_module is None or layer.z_path not in ("plain", "gated"):
         raise UnsupportedModelError(
             f"heads of {name} cannot be pruned: no test could confirm that the output of each head reaches W_O separately. "
@@ -204,7 +213,7 @@ class HeadlessAttention(nn.Module):
         self, output_name: str | None, output_module: nn.Module, layer_idx: int | None, num_outputs: int, config: Any
     ) -> None:
         super().__init__()
-        self.layer_idx, self._output_name, self._num_outputs = layer_idx, output_name, num_outputs
+        self.layer_idx, self.output_name, self._num_outputs = layer_idx, output_name, num_outputs
         self.config: Any = config  # selects the attention implementation
         if output_name is not None:  # W_O was a child of the module and keeps its name
             self.add_module(output_name, output_module)
@@ -214,17 +223,16 @@ class HeadlessAttention(nn.Module):
 
         The output tuple has the same length as that of the original module. A position bias is passed on.
         """
-        from transformers import Cache
-
-        cache: Any = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
+        cache_class: Any = getattr(sys.modules.get("transformers"), "Cache", ())
+        cache: Any = next((x for x in (*args, *kwargs.values()) if isinstance(x, cache_class)), None)
         if cache is not None and key_value_states is None:
             cache = getattr(cache, "self_attention_cache", cache)
             empty_kv = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 1)  # (B, 1, T, 1)
             cache.update(empty_kv, empty_kv, self.layer_idx)
-        if self._output_name is None:
+        if self.output_name is None:
             out = hidden_states[..., :0]
         else:
-            output_module: Any = getattr(self, self._output_name)
+            output_module: Any = getattr(self, self.output_name)
             out = hidden_states.new_zeros(*hidden_states.shape[:-1], out_size(output_module))
             out = out if output_module.bias is None else out + output_module.bias
         extra_outputs = [kwargs.get(POSITION_BIAS), *(None,) * (self._num_outputs - 2)] if self._num_outputs > 1 else []
@@ -247,7 +255,13 @@ def _replace_with_headless(layer: AttachedLayer) -> AttentionModuleInfo:
 
 def slice_parameter_in_place(tensor_slice: KeptTensorSlice) -> None:
     """Slice a parameter, and update the sizes of its module."""
-    holder, value = tensor_slice.holder, getattr(tensor_slice.holder, tensor_slice.name)
+    holder = tensor_slice.holder
+    if is_packed(holder) and tensor_slice.name == "weight":
+        packed = packed_matrix(holder)
+        if not packed.columns_by_head:  # W_O keeps its heads, because heads are pruned only in floats
+            packed.select_rows(tensor_slice.indices)
+        return
+    value = getattr(holder, tensor_slice.name)
     index = torch.tensor(tensor_slice.indices, dtype=torch.long, device=value.device)
     setattr(holder, tensor_slice.name, _make_parameter_like(value, value.index_select(tensor_slice.axis, index)))
     if tensor_slice.name != "weight" or value.ndim != 2:
@@ -351,7 +365,7 @@ class PruneVerifier:
         )
         for name, expected in projection_outputs.items():  # a layer without heads may not call W_O
             pairs += list(zip(expected, new_projection_outputs.get(name, expected) or expected, strict=False))
-        if any(a.shape != b.shape or not _is_close(b, a) for a, b in pairs):
+        if any(a.shape != b.shape or not is_close(b, a) for a, b in pairs):
             self._raise_unprunable("the outputs of the pruned model differ from those with silenced heads")
 
     def _raise_unprunable(self, reason: str) -> None:
@@ -410,7 +424,7 @@ def flatten_tensors(output: Any) -> list[Tensor]:
     return [x for item in output for x in flatten_tensors(item)] if isinstance(output, list | tuple) else []
 
 
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
+def is_close(actual: Tensor, expected: Tensor) -> bool:
     """Return whether values are equal up to rounding, relative to the largest value."""
     if not expected.numel():
         return True

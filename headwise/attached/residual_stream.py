@@ -49,7 +49,7 @@ def find_residual_stream(model: Any, layers: Sequence[AttachedLayer]) -> Residua
         residual_layers[layer.hook_point.address.layer] = _residual_layer(model, recorded, layer, block)
     norm = _final_norm(model, recorded, blocks[-1])
     vocabulary = model.get_output_embeddings()
-    scale = _logit_scale(model, recorded, vocabulary)
+    scale = _infer_constant_logit_scale(model, recorded, vocabulary)
     return ResidualStream(
         blocks[0], residual_layers, norm, vocabulary, _token_embedding(model, recorded, blocks[0]), scale
     )
@@ -199,7 +199,7 @@ def _final_norm(model: Any, recorded: _RecordedForward, last_block: nn.Module) -
     )
 
 
-def _logit_scale(model: Any, recorded: _RecordedForward, vocabulary: Any) -> float:
+def _infer_constant_logit_scale(model: Any, recorded: _RecordedForward, vocabulary: Any) -> float:
     """Return the factor applied to logits after the output layer. Raise an error if logits are changed in any other way."""
     states, weight = recorded.inputs[vocabulary], vocabulary.weight  # (B, T, D), (V, D)
     bias = 0.0 if getattr(vocabulary, "bias", None) is None else to_float64(vocabulary.bias).cpu()

@@ -1,13 +1,16 @@
 """Folders of attached models in transformers' format, with a metadata file about pruned heads, or in the original shape.
 
-A pruned model has smaller tensors than its configuration says, so plain transformers cannot load the folder. `hw.load` reads
-the metadata file and prunes before it loads the weights. A model saved in its original shape, with zeros for pruned heads,
-can be loaded by both.
+If all layers of a pruned model have the same number of heads, its configuration can say so, and plain transformers loads
+the folder. Otherwise tensors are smaller than the configuration says: `hw.load` reads the metadata file and prunes before it
+loads the weights, and plain transformers needs a remote-code modeling file (`remote_code.py`). Both can load a model that was
+saved in its original shape, with zeros for pruned heads.
 """
 
 import inspect
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
@@ -18,22 +21,31 @@ import torch
 
 from headwise.attached.attach_support import copy_config
 from headwise.attached.discover import find_attention_modules
-from headwise.attached.head_slices import head_tensor_slices
-from headwise.attached.layer import AttachedLayer
+from headwise.attached.head_slices import HEAD_COUNT_NAMES, KV_COUNT_NAMES, head_tensor_slices
+from headwise.attached.infer_spec import infer_spec
+from headwise.attached.layer import AttachedLayer, bias_of
 from headwise.attached.masks import MaskConverter
 from headwise.attached.offload import copy_to_memory, is_offloaded
+from headwise.attached.packed_weights import PackedMatrix, is_packed
 from headwise.attached.prune_in_place import expand_kv_groups, prune_layers
+from headwise.attached.quantize_in_place import quantization_of, quantize_in_place
+from headwise.attached.remote_code import check_remote_code, uniform_config, write_remote_code
+from headwise.attached.train_mode_and_checkpointing_mixin import blocks_of
 from headwise.errors import ArgumentError, FileFormatError, HeadwiseError, MissingDependencyError, UnsupportedModelError
-from headwise.spec import LayerAddress
+from headwise.spec import CachePolicy, CacheRule, LayerAddress
 from headwise.spec.migration import migrate_attached
 from headwise.spec.plan import plans_from_dicts
+from headwise.spec.weight_bits import FULL_PRECISION, WeightRule
 
 METADATA_FILE = "headwise.json"
 FORMAT = "headwise-attached-2"
 # Layouts of the rows of q, k and v.
 ROW_LAYOUTS = {"separate", "padded_per_head", "padded_at_end", "fused", "per_head", ""}
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+# Fields of a configuration that a uniformly pruned model changes.
+CONFIG_COUNTS = (*HEAD_COUNT_NAMES, *KV_COUNT_NAMES, "head_dim")
 PLANS_ATTRIBUTE = "_headwise_plans"  # attribute of a model that stores the plans by which it was pruned
+CACHE_ATTRIBUTE = "_headwise_cache"  # attribute of a model that stores the cache rules of its KV heads
 
 
 def save_attached(
@@ -43,14 +55,23 @@ def save_attached(
     folder: str | Path,
     full_shape: bool,
     exported: bool = False,
+    *,
+    remote_code: bool = False,
 ) -> Path:
     """Write a model atomically. If `exported`, only an earlier export may be replaced."""
+    if full_shape and quantization_of(model)[0]:
+        raise UnsupportedModelError(
+            "model: plain transformers does not read weights quantized per head. Dequantize it first: hw.dequantize(model)."
+        )
+    if remote_code:
+        check_remote_code(model, layers)  # before weights are copied or written
     from headwise.io.atomic_write import EXPORT_MARKER, atomic_folder
 
-    with atomic_folder(folder, (EXPORT_MARKER if exported else "config.json",)) as temp_folder:
+    marker = EXPORT_MARKER if exported else "config.json"
+    with atomic_folder(folder, (marker,)) as temp_folder, _progress_bars_off():
         if exported:
             (temp_folder / EXPORT_MARKER).write_text('{"to": "transformers"}', encoding="utf-8")
-        filled = full_shape and is_pruned(layers)
+        filled = full_shape and (is_pruned(layers) or bool(added_biases(model, layers)))
         # transformers can save offloaded weights only with a device map.
         if is_offloaded(model) and (filled or not hasattr(model, "hf_device_map")):
             model = copy_to_memory(model)
@@ -59,15 +80,49 @@ def save_attached(
             _unpruned_copy(model, layers).save_pretrained(temp_folder)
         else:
             model.save_pretrained(temp_folder)  # a pruned model also writes its metadata file
+        if remote_code:
+            write_remote_code(model, layers, temp_folder)
         for processor in processors:  # tokenizer and image preprocessor
             if processor is not None:
                 processor.save(temp_folder)
     return Path(folder)
 
 
+@contextmanager
+def _progress_bars_off() -> Iterator[None]:
+    """Show no progress bars of transformers inside the context: each checkpoint of a run would show one."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def is_plain_folder(folder: Path) -> bool:
+    """Return whether plain transformers can load a folder of a pruned model."""
+    metadata = _read_metadata(folder)
+    return metadata is None or bool(metadata["full_config"])
+
+
 def is_pruned(layers: Sequence[AttachedLayer]) -> bool:
     """Return whether any of these layers is pruned."""
     return any(layer.info.kept_heads is not None for layer in layers)
+
+
+def added_biases(model: Any, layers: Sequence[AttachedLayer]) -> set[str]:
+    """Return the names of output biases that folding added and that the configuration of the model does not build."""
+    names = {id(module): name for name, module in model.named_modules()}
+    modules = [layer.info.output_module for layer in layers if layer.info.output_module is not None]
+    biases = {f"{names[id(module)]}.bias" for module in modules if bias_of(module) is not None}
+    if not biases or "save_pretrained" not in model.__dict__:  # only a changed model has its own save_pretrained
+        return set()
+    with torch.device("meta"), torch.random.fork_rng():
+        built = type(model)(copy_config(model)).state_dict()
+    return biases - built.keys()
 
 
 def patch_save_pretrained(model: Any) -> None:
@@ -97,10 +152,15 @@ def _save_with_metadata(model: Any, save_directory: str | Path, *args: Any, **kw
         kwargs["save_original_format"] = False  # keep the current tensor names; only hw.load reads the folder
     save(model, save_directory, *args, **kwargs)
     if bound_arguments.get("is_main_process", True):
-        write_atomic(
-            Path(save_directory) / METADATA_FILE,
-            json.dumps(_prune_metadata(model, make_attached_layers(model)), indent=2).encode(),
-        )
+        layers = make_attached_layers(model)
+        metadata = _prune_metadata(model, layers)
+        fields = None if quantization_of(model)[0] or not is_pruned(layers) else uniform_config(model, layers)
+        if fields is not None:  # plain transformers can build the pruned model
+            config_file = Path(save_directory) / "config.json"
+            config = json.loads(config_file.read_text(encoding="utf-8"))
+            metadata["full_config"] = {name: config.get(name) for name in fields}
+            write_atomic(config_file, json.dumps(config | fields, indent=2).encode())
+        write_atomic(Path(save_directory) / METADATA_FILE, json.dumps(metadata, indent=2).encode())
 
 
 def load_attached(
@@ -125,20 +185,26 @@ def load_attached(
                     f"{examples}. Download the model again."
                 )
         return model.to(device).eval(), make_attached_layers(model)
-    model = build_from_config(architecture, folder, "cpu")
+    model = build_from_config(architecture, folder, "cpu", metadata)
     layers = prune_from_metadata(make_attached_layers(model), metadata)
+    _quantize_from_metadata(model, layers, metadata)
     patch_save_pretrained(model)
     present_heads = [address for layer in layers for address in layer.hook_point.head_addresses]
     model.__dict__[PLANS_ATTRIBUTE] = plans_from_dicts(metadata["plans"], present_heads, METADATA_FILE)
+    model.__dict__[CACHE_ATTRIBUTE] = _cache_rules(metadata["cache"])
     stored = _load_weights(model, layers, folder)
-    _cast(model, _dtypes(architecture, folder, metadata, dtype), set() if dtype else stored)
+    dtypes = _dtypes(architecture, folder, metadata, dtype)
+    _cast(model, dtypes, set() if dtype else stored)
+    for packed in [module for module in model.modules() if isinstance(module, PackedMatrix)]:
+        packed.to(model.dtype)  # the dtype of dequantized weights
     return model.to(device=device).eval(), layers
 
 
 def build_on_meta(folder: Path) -> tuple[Any, list[AttachedLayer]]:
     """Build a pruned or full transformers model on the meta device, without its weights. Returns the model and its layers."""
     metadata = _read_metadata(folder)
-    model = build_from_config(model_class(folder, None if metadata is None else metadata["class"]), folder, "meta")
+    architecture = model_class(folder, None if metadata is None else metadata["class"])
+    model = build_from_config(architecture, folder, "meta", metadata)
     layers = make_attached_layers(model)
     return model, layers if metadata is None else prune_from_metadata(layers, metadata)
 
@@ -189,9 +255,11 @@ def model_class(folder: Path, name: str | None = None) -> Any:
     return architecture
 
 
-def build_from_config(architecture: Any, folder: Path, device: str) -> Any:
-    """Build a model from a folder's configuration, without loading its weights."""
+def build_from_config(architecture: Any, folder: Path, device: str, metadata: dict[str, Any] | None = None) -> Any:
+    """Build a model from a folder's configuration in its full size, without loading its weights."""
     config = architecture.config_class.from_pretrained(folder)
+    for name, value in ({} if metadata is None else metadata["full_config"]).items():
+        setattr(config, name, value)
     with torch.device(device), torch.random.fork_rng():
         return architecture(config)
 
@@ -220,6 +288,18 @@ def prune_from_metadata(layers: list[AttachedLayer], metadata: dict[str, Any]) -
     ]
 
 
+def _quantize_from_metadata(model: Any, layers: list[AttachedLayer], metadata: dict[str, Any]) -> None:
+    """Give a model packed weights of the sizes that the metadata file lists."""
+    if not metadata["weight_rules"]:
+        return
+    try:
+        rules = tuple(WeightRule(**rule | {"heads": tuple(rule["heads"])}) for rule in metadata["weight_rules"])
+        spec = replace(infer_spec(model, layers), weight_rules=rules, activation_bits=metadata["activation_bits"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise FileFormatError(f"{METADATA_FILE}: invalid weight_rules ({error}). Save the model again.") from None
+    quantize_in_place(model, layers, blocks_of(model, layers), spec)
+
+
 def _prune_metadata(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, Any]:
     """Return the metadata of a pruned model: remaining heads, layers with expanded KV groups, layouts, dtypes and plans."""
     return {
@@ -240,6 +320,9 @@ def _prune_metadata(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, An
             name: _dtype_name(tensor.dtype) for name, tensor in _floats(model) if tensor.dtype != model.dtype
         },
         "plans": [plan.to_dict() for plan in model.__dict__.get(PLANS_ATTRIBUTE, ())],
+        "cache": [asdict(rule) for rule in model.__dict__.get(CACHE_ATTRIBUTE, ())],
+        "weight_rules": [asdict(rule) for rule in quantization_of(model)[0]],
+        "activation_bits": quantization_of(model)[1],
     }
 
 
@@ -262,12 +345,22 @@ def _read_metadata(folder: Path) -> dict[str, Any] | None:
         "num_outputs": {},
         "dtype": None,
         "other_dtypes": {},
+        "cache": [],
+        "full_config": {},
+        "weight_rules": [],
+        "activation_bits": FULL_PRECISION,
     } | migrate_attached(read_json(file))
     kept_heads = metadata.get("kept_heads")
     is_valid = isinstance(kept_heads, dict) and all(
         isinstance(heads, list) and all(type(head) is int for head in heads) for heads in kept_heads.values()
     )
-    is_valid = is_valid and all(isinstance(metadata[name], list) for name in ("kv_expanded", "plans"))
+    is_valid = is_valid and all(isinstance(metadata[name], list) for name in ("kv_expanded", "plans", "weight_rules"))
+    is_valid = is_valid and all(isinstance(rule, dict) for rule in metadata["weight_rules"])
+    is_valid = is_valid and isinstance(metadata["full_config"], dict)
+    is_valid = is_valid and all(
+        name in CONFIG_COUNTS and (value is None or (type(value) is int and 0 < value < 1 << 20))
+        for name, value in metadata["full_config"].items()
+    )
     is_valid = is_valid and all(isinstance(layer_name, str) for layer_name in metadata["kv_expanded"])
     is_valid = is_valid and all(isinstance(metadata[name], dict) for name in ("layouts", "num_outputs", "other_dtypes"))
     is_valid = is_valid and all(
@@ -285,6 +378,16 @@ def _read_metadata(folder: Path) -> dict[str, Any] | None:
             f"{file}: not a valid metadata file of this version ({FORMAT}). Save the model again with save_pretrained."
         )
     return metadata
+
+
+def _cache_rules(rules: Any) -> tuple[CacheRule, ...]:
+    """Build the cache rules of a saved model."""
+    try:
+        return tuple(CacheRule(tuple(map(str, rule["heads"])), CachePolicy(**rule["policy"])) for rule in rules)
+    except (TypeError, KeyError) as error:
+        raise FileFormatError(
+            f"{METADATA_FILE}: its cache rules are not valid ({error}). The folder is damaged; save the model again."
+        ) from None
 
 
 def _load_weights(model: Any, layers: Sequence[AttachedLayer], folder: Path) -> set[str]:
@@ -318,7 +421,8 @@ def _load_weights(model: Any, layers: Sequence[AttachedLayer], folder: Path) -> 
             f"{folder}: the weights do not match {METADATA_FILE}. Missing: {missing_text}. Unexpected: {unexpected_text}. "
             f"Save the model again."
         )
-    model.tie_weights()
+    if not any(is_packed(module) for module in model.modules() if isinstance(module, torch.nn.Embedding)):
+        model.tie_weights()
     return set(state)
 
 
@@ -343,7 +447,7 @@ def _dtypes(
     torch.set_default_dtype(dtype or stored_dtype)
     try:
         # Rotary frequencies are float32 in every dtype.
-        built = dict(_floats(build_from_config(architecture, folder, "meta")))
+        built = dict(_floats(build_from_config(architecture, folder, "meta", metadata)))
     finally:
         torch.set_default_dtype(before)
     dtypes = {name: tensor.dtype for name, tensor in built.items()}
@@ -363,9 +467,20 @@ def _cast(model: Any, dtypes: Mapping[str, torch.dtype], stored: Collection[str]
 
 
 def _unpruned_copy(model: Any, layers: Sequence[AttachedLayer]) -> Any:
-    """Return a copy of the model in its original shape, with zeros for pruned heads."""
+    """Return a copy of the model in its original shape, with zeros for pruned heads.
+
+    If folding added output biases, the copy has `attention_bias=True`, and zeros as the biases of q, k and v.
+    """
+    config, new_biases = copy_config(model), added_biases(model, layers)
+    if new_biases and getattr(config, "attention_bias", None) is False:
+        config.attention_bias = True
     with torch.random.fork_rng():
-        full = type(model)(copy_config(model))
+        full = type(model)(config)
+    if new_biases <= full.state_dict().keys():
+        own_names = model.state_dict().keys()
+        for name, parameter in full.named_parameters():
+            if name not in own_names and name.endswith(".bias"):
+                parameter.data.zero_()
     dtypes: dict[str, torch.dtype] = {name: model.dtype for name, _ in _floats(full)}
     _cast(full, dtypes | {name: tensor.dtype for name, tensor in _floats(model)}, ())
     full_layers = {layer.hook_point.address: layer for layer in make_attached_layers(full)}
@@ -375,8 +490,9 @@ def _unpruned_copy(model: Any, layers: Sequence[AttachedLayer]) -> Any:
     state, full_state = model.state_dict(), full.state_dict()
     for name in state.keys() - full_state.keys():
         raise UnsupportedModelError(
-            f"full_shape=True: pruning added the mean outputs of pruned heads to the parameter {name}, which a plain "
-            f"{type(model).__name__} does not have. Save without full_shape=True."
+            f"full_shape=True: folding added an output bias, the parameter {name}, which a plain "
+            f"{type(model).__name__} does not have, and its configuration has no setting for it. Use model.save(folder) "
+            f"instead."
         )
     # Tensors that pruning did not change.
     unchanged = {name: value for name, value in state.items() if value.shape == full_state[name].shape}
@@ -394,18 +510,19 @@ def _copy_into_full_layer(layer: AttachedLayer, full_layer: AttachedLayer) -> No
     kv_heads = (
         [full_layer.spec.kv_of_head[head] for head in heads] if layer.info.kv_expanded else list(spec.kv_head_ids)
     )
-    own_slices = head_tensor_slices(layer, list(range(len(heads))), list(range(len(spec.kv_head_ids)))) if heads else []
-    for slice_index, tensor_slice in enumerate(head_tensor_slices(full_layer, heads, kv_heads)):
+    own_paths = dict(layer.info.parent.named_modules())
+    full_paths = {id(module): path for path, module in full_layer.info.parent.named_modules()}
+    for tensor_slice in head_tensor_slices(full_layer, heads, kv_heads):
         target = getattr(tensor_slice.holder, tensor_slice.name)
         target.zero_()
-        if not heads:
+        value = getattr(own_paths.get(full_paths[id(tensor_slice.holder)]), tensor_slice.name, None)
+        if not heads or value is None:  # a bias that only the copy has stays 0
             continue
-        value = getattr(own_slices[slice_index].holder, own_slices[slice_index].name)
         index = torch.tensor(tensor_slice.indices, device=target.device)
         target.index_copy_(tensor_slice.axis, index, value)
         if not torch.equal(target.index_select(tensor_slice.axis, index), value):  # several heads share one position
             raise UnsupportedModelError(
                 f"full_shape=True: the heads of {layer.info.name} got separate keys and values when the model was detached, "
-                f"and these differ after training, so they cannot be merged into shared KV heads. Save it "
-                f"without full_shape=True."
+                f"and these differ after training, so they cannot be merged into shared KV heads. Use "
+                f"model.save(folder) instead."
             )

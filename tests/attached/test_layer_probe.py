@@ -255,10 +255,10 @@ def test_record_active_adapters_match_layer_output() -> None:
         case.build().double(),
         peft.LoraConfig(r=3, target_modules=["o_proj", "v_proj", "q_proj"], init_lora_weights=False),
     ).eval()
-    with pytest.raises(hw.HeadwiseError, match=r"hw\.attach\(model\.get_base_model\(\)\)"):
-        hw.attach(wrapped)
     model, inputs = wrapped.get_base_model(), case.inputs()
-    attached = hw.attach(model)
+    attached = hw.attach(wrapped)
+    assert attached.model is model
+    assert hw.attach(model) is attached
     for context in (False, True):
         with hw.record(attached, tensors=("z", "output", "v")) as recording:
             if context:

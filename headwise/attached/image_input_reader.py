@@ -26,7 +26,7 @@ SPECIAL_TOKEN_KINDS: dict[str, TokenKind] = {
 }  # fmt: skip
 
 
-class ImageInput:
+class ImageInputReader:
     """Image input of a model that takes pixels.
 
     Attributes:
