@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headwise.analysis.ablation.joint_quantization_cost import joint_quantization_costs
     from headwise.analysis.ablation.quantization_sensitivity import sensitivity
     from headwise.analysis.attribution.score_attribution import explain
+    from headwise.analysis.finding.head_search import find_heads
     from headwise.analysis.metrics.metric import AttentionToPosition, AttentionToTokens, Metric, MetricSpec
     from headwise.analysis.metrics.statistics import MIN_UNITS, bootstrap_difference_interval
     from headwise.analysis.recording.attention_maps import attention_maps
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from headwise.analysis.roles.best_relation_heads import best_relation_heads
     from headwise.analysis.roles.head_history import HeadHistory
     from headwise.analysis.roles.profile import profile
+    from headwise.analysis.roles.profile_estimate import estimate_profile
     from headwise.analysis.roles.profile_result import Profile
     from headwise.analysis.roles.roles import RELATION_THRESHOLD, Role, score
     from headwise.analysis.roles.sharded_profile import profile_shards
@@ -51,8 +53,10 @@ __all__ = [
     "compare_weights",
     "default_corpus",
     "effective_rank",
+    "estimate_profile",
     "eval_corpus",
     "explain",
+    "find_heads",
     "fold_norms_into_heads",
     "forward_ids",
     "importance",
@@ -77,6 +81,7 @@ __getattr__ = make_lazy_getattr(
         "ablation.joint_quantization_cost": ["joint_quantization_costs"],
         "ablation.quantization_sensitivity": ["sensitivity"],
         "attribution.score_attribution": ["explain"],
+        "finding.head_search": ["find_heads"],
         "metrics.metric": ["AttentionToPosition", "AttentionToTokens", "Metric", "MetricSpec"],
         "metrics.statistics": ["MIN_UNITS", "bootstrap_difference_interval"],
         "recording.attention_maps": ["attention_maps"],
@@ -89,6 +94,7 @@ __getattr__ = make_lazy_getattr(
         "roles.profile": ["profile"],
         "roles.profile_result": ["Profile"],
         "roles.roles": ["RELATION_THRESHOLD", "Role", "score"],
+        "roles.profile_estimate": ["estimate_profile"],
         "roles.sharded_profile": ["profile_shards"],
         "similarity.compare_heads": ["compare_heads"],
         "similarity.match_heads": ["match_heads"],

@@ -1,27 +1,34 @@
 """Facts about heads in addition to their profile: output, importance, similar heads and composition partners."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from headwise.analysis.ablation.head_outputs import eval_corpus
-from headwise.analysis.ablation.importance import HeadImportance, Importance, importance
+from headwise.analysis.ablation.importance import HeadImportance, Importance
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
 from headwise.analysis.attribution.ov_analysis import TokenEffects, copying_scores, top_context_token_effects
 from headwise.analysis.recording.batching import reachable_hook_points
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.similarity.attention_similarity import js_sums, record_rows, sample_row_positions
+from headwise.analysis.similarity.attention_similarity import (
+    js_sums,
+    js_sums_of_head,
+    record_rows,
+    sample_row_positions,
+)
 from headwise.analysis.similarity.weight_similarity import (
     compress_product_columns,
     compress_product_rows,
     fold_norms_into_heads,
     pairwise_product_squared_norms,
 )
+from headwise.analysis.stored_results import stored_importance
 from headwise.errors import HeadwiseError
+from headwise.io.result_store import ResultStore
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 from headwise.progress import Progress
@@ -107,8 +114,22 @@ class HeadFacts:
     errors: tuple[str, ...] = ()
 
 
+def measure_related_heads(model: ModelProtocol, head: Address) -> HeadFacts:
+    """Return the facts about a head that need neither its profile nor a corpus: related and similar heads."""
+    reads_from, read_by = composition_partners(model, head).get(str(head), (None, None))
+    nearest = nearest_heads(model, head).get(str(head), [])
+    similar = tuple((str(other), float(distance)) for other, distance in nearest)
+    return HeadFacts(None, None, kv_siblings(model.spec, head), reads_from, read_by, similar)
+
+
 def measure_head_facts(
-    model: ModelProtocol, head_profile: HeadProfile, corpus: Any = None, progress: Progress | None = None
+    model: ModelProtocol,
+    head_profile: HeadProfile,
+    corpus: Any = None,
+    progress: Progress | None = None,
+    *,
+    related: HeadFacts | None = None,
+    store: ResultStore | None = None,
 ) -> HeadFacts:
     """Measure the facts about one head: analyze its weights, ablate it, compare it with other heads.
 
@@ -117,6 +138,8 @@ def measure_head_facts(
         head_profile: Profile of the head.
         corpus: Texts for the ablation and the direct effect. None selects the default corpus.
         progress: Called with the state of the ablation.
+        related: Result of `measure_related_heads`, if already measured.
+        store: Store of the ablation results. None measures them.
     """
     address, errors, ov_summary, ablation = str(head_profile.address), [], None, None
     try:
@@ -127,15 +150,12 @@ def measure_head_facts(
         # raises an error for an encoder-decoder, which needs text pairs
         tokenized = eval_corpus(model, corpus, None).first(ABLATION_TEXTS)
         layer_heads = f"{head_profile.address.layer_address}.*"
-        ablation = ablation_summary(model, importance(model, tokenized, heads=layer_heads, progress=progress), address)
+        measured = stored_importance(model, tokenized, [layer_heads], store=store, progress=progress)
+        ablation = ablation_summary(model, measured, address)
     except HeadwiseError as error:
         errors.append(str(error))
-    reads_from, read_by = composition_partners(model).get(address, (None, None))
-    similar = nearest_heads(model).get(address, [])
-    return HeadFacts(
-        ov_summary, ablation, kv_siblings(model.spec, head_profile.address), reads_from, read_by,
-        tuple((str(other), float(distance)) for other, distance in similar), tuple(dict.fromkeys(errors)),
-    )  # fmt: skip
+    related = related or measure_related_heads(model, head_profile.address)
+    return replace(related, ov_summary=ov_summary, ablation=ablation, errors=tuple(dict.fromkeys(errors)))
 
 
 def collect_facts(
@@ -199,29 +219,36 @@ def kv_siblings(spec: ModelSpec, head: Address) -> tuple[str, ...]:
     return tuple(str(head.layer_address.head_address(n)) for n in readers if n != head.head)
 
 
-def nearest_heads(model: ModelProtocol) -> dict[str, list[list[Any]]]:
-    """Return the heads with the most similar attention as [head, nats].
+def nearest_heads(model: ModelProtocol, head: Address | None = None) -> dict[str, list[list[Any]]]:
+    """Return the heads with the most similar attention as [head, nats], for all heads or for one.
 
     The distance is the Jensen–Shannon divergence on a few attention rows of the default corpus.
     """
     addresses = tuple(address for hook_point in reachable_hook_points(model) for address in hook_point.head_addresses)
     if len(addresses) < 2 or model.image_input is not None:  # heads are compared on texts
         return {}
-    sums, rows = np.zeros((len(addresses),) * 2), 0
+    if head is not None and head not in addresses:
+        return {}
+    compared = addresses if head is None else (head,)
+    sums, rows = np.zeros((len(compared), len(addresses))), 0
     with eval_mode(model), torch.no_grad():
         for samples, positions in sample_row_positions(
             model, None, COMPARISON_SIZE["rows"], COMPARISON_SIZE["max_length"], len(addresses), 0
         ):
             maps = record_rows(model, samples, positions, set(addresses)).maps  # (H, rows, S + 1)
-            sums += js_sums(maps.flatten(1))
+            flat = maps.flatten(1)
+            sums += js_sums(flat) if head is None else js_sums_of_head(flat, addresses.index(head))
             rows += maps.shape[1]
-    distances = sums / rows + np.where(np.eye(len(addresses)), np.inf, 0.0)
+    is_same = np.array([[a == b for b in addresses] for a in compared])
+    distances = sums / rows + np.where(is_same, np.inf, 0.0)
     order = np.argsort(distances, axis=1, kind="stable")[:, : min(NUM_NEAREST, len(addresses) - 1)]
-    return {str(a): [[str(addresses[j]), round6(distances[i, j])] for j in order[i]] for i, a in enumerate(addresses)}
+    return {str(a): [[str(addresses[j]), round6(distances[i, j])] for j in order[i]] for i, a in enumerate(compared)}
 
 
-def composition_partners(model: ModelProtocol) -> dict[str, tuple[ComposedHead | None, ComposedHead | None]]:
-    """Return for each head the earlier head that it reads most and the later head that reads it most, by weights.
+def composition_partners(
+    model: ModelProtocol, head: Address | None = None
+) -> dict[str, tuple[ComposedHead | None, ComposedHead | None]]:
+    """Return the earlier head that a head reads most and the later head that reads it most, by weights, for all heads or one.
 
     The score is ‖OV[a] OV[b]‖ / ‖OV[a]‖‖OV[b]‖ with norm gains folded into the weights. The result is empty if the norms are
     not known, if heads differ in size, or if the computation is too large.
@@ -245,10 +272,11 @@ def composition_partners(model: ModelProtocol) -> dict[str, tuple[ComposedHead |
     is_earlier = np.array(
         [[a[0].name == b[1].name and a[0].order < b[1].order for b in stream_positions] for a in stream_positions]
     )
+    squared_norms = _product_squared_norms(
+        output_factors, input_factors, None if head is None else addresses.index(head)
+    )
     with np.errstate(invalid="ignore", divide="ignore"):
-        score = np.sqrt(pairwise_product_squared_norms(output_factors, input_factors)) / (
-            output_norms[:, None] * input_norms
-        )
+        score = np.sqrt(squared_norms) / (output_norms[:, None] * input_norms)
     score = np.where(is_earlier & np.isfinite(score), score, -1.0)  # (H, H): a is read by b
     random_score = spec.width**-0.5
 
@@ -260,7 +288,21 @@ def composition_partners(model: ModelProtocol) -> dict[str, tuple[ComposedHead |
             else None
         )
 
-    return {str(a): (best_partner(score[:, i]), best_partner(score[i])) for i, a in enumerate(addresses)}
+    return {
+        str(a): (best_partner(score[:, i]), best_partner(score[i]))
+        for i, a in enumerate(addresses)
+        if head in (None, a)
+    }
+
+
+def _product_squared_norms(left: torch.Tensor, right: torch.Tensor, head: int | None) -> np.ndarray:
+    """Compute ‖left[a] right[b]‖² for all pairs, or only for the pairs with one head and 0 elsewhere, (H, H)."""
+    if head is None:
+        return pairwise_product_squared_norms(left, right)
+    norms = np.zeros((len(left), len(right)))
+    norms[head] = pairwise_product_squared_norms(left[head : head + 1], right)[0]
+    norms[:, head] = pairwise_product_squared_norms(left, right[head : head + 1])[:, 0]
+    return norms
 
 
 def round6(value: float) -> float | None:

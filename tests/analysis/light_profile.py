@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from headwise.analysis.roles.collect import CollectOptions, collect, select_metrics
 from headwise.analysis.roles.profile_result import Profile, build_profile
+from headwise.analysis.roles.profile_sums import CollectOptions, collect, select_metrics
 from headwise.analysis.roles.roles import assess, score
 from headwise.distributed.process_group import ProcessGroup
 from headwise.model import ModelProtocol, eval_mode

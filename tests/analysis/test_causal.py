@@ -34,6 +34,7 @@ from headwise.analysis.roles.causal_trials import (
     repeated_list_trial,
     repeated_text_trial,
 )
+from headwise.analysis.roles.head_causal_test import run_head_causal_test, with_head_evidence
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.roles import RoleEvidence
@@ -41,7 +42,7 @@ from headwise.model import Transformer
 from headwise.spec import Address
 from headwise.text.annotated_document import Document, Relation
 from headwise.text.build_tokenizers import word_tokenizer
-from headwise.ui.head_tables import show_profile
+from headwise.ui.print_profile import show_profile
 from tests.analysis.constructed_heads import (
     FOLLOWER_OF,
     OUT,
@@ -354,6 +355,30 @@ def test_profile_copying_heads_are_causal(causal_profile: Profile) -> None:
     assert idle.cost < 0.2, "what it writes makes the stream longer, and that is all"
     assert idle.mean_ablation_cost is None, "not asked any more"
     assert causal_profile.num_causal_tests == 6, "three heads on two token sets"
+
+
+@pytest.mark.parametrize("address", ["0.0", "0.2"])
+def test_causal_test_of_one_head_equals_that_of_all_heads(causal_profile: Profile, address: str) -> None:
+    """Costs and effects are equal. The correction is that of Bonferroni for all six tests, so p is at least that of Holm."""
+    model, corpus = decoder(), documents(40)
+    untested = profile(model, corpus, causal=False)
+    head = causal_profile[address].address
+    evidence = run_head_causal_test(model, untested, head, corpus)
+    assert [(entry.role, entry.evidence_level) for entry in evidence] == [
+        (entry.role, entry.evidence_level) for entry in causal_profile[address].evidence
+    ]
+    tested = [entry for entry in evidence if entry.effects]
+    assert tested
+    for entry in tested:
+        expected = next(other for other in causal_profile[address].evidence if other.role == entry.role)
+        for effect, other in zip(entry.effects, expected.effects, strict=True):
+            assert effect.cost == pytest.approx(other.cost, abs=1e-6)
+            assert effect.control_cost == pytest.approx(other.control_cost, abs=1e-6)
+            assert effect.p >= other.p
+    joined = with_head_evidence(untested, head, evidence)
+    assert joined[address].evidence == evidence
+    others = [entry.address for entry in untested if entry.address != head]
+    assert all(joined[other].evidence == untested[other].evidence for other in others)
 
 
 def test_profile_two_heads_sharing_work_are_both_causal() -> None:

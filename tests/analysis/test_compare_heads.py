@@ -13,7 +13,7 @@ from scipy.spatial.distance import jensenshannon
 from torch import Tensor
 
 from headwise.analysis.similarity.attention_similarity import attention_rows, record_rows, sample_row_positions
-from headwise.analysis.similarity.compare_heads import HeadComparison, compare_heads
+from headwise.analysis.similarity.compare_heads import HeadSimilarityResult, compare_heads
 from headwise.analysis.similarity.weight_similarity import (
     fold_norm,
     fold_norms_into_heads,
@@ -296,9 +296,9 @@ def test_compare_heads_finds_duplicated_head(make: Callable[..., Transformer]) -
     assert comparison.scores["ov_rank"][1] == pytest.approx(comparison.scores["ov_rank"][3])
 
 
-def make_comparison(js: np.ndarray, baseline: float) -> HeadComparison:
+def make_comparison(js: np.ndarray, baseline: float) -> HeadSimilarityResult:
     heads = tuple(Address("", i // 2, i % 2) for i in range(len(js)))
-    return HeadComparison(heads, {"js": js}, {}, {"js": np.full((len(js), 1), baseline)}, 512, 8)
+    return HeadSimilarityResult(heads, {"js": js}, {}, {"js": np.full((len(js), 1), baseline)}, 512, 8)
 
 
 def test_comparison_clusters_and_embedding_match_distances() -> None:

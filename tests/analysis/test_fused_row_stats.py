@@ -8,7 +8,7 @@ import headwise as hw
 from headwise.analysis.metrics import batch_context, fused_row_stats, row_blocks
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.recording.batching import make_batches
-from headwise.analysis.roles.collect import CollectOptions
+from headwise.analysis.roles.profile_sums import CollectOptions
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec

@@ -5,7 +5,7 @@ import torch
 
 import headwise as hw
 from headwise.analysis.recording.recording import record
-from headwise.analysis.similarity.match_heads import _word_matrices, match_heads
+from headwise.analysis.similarity.match_heads import _word_pooling_matrices, match_heads
 from headwise.model import Transformer
 from headwise.spec import Address
 from headwise.text.build_tokenizers import byte_tokenizer, character_tokenizer, word_tokenizer
@@ -76,7 +76,7 @@ def test_match_heads_different_tokenizers_align_by_words() -> None:
     matching = match_heads(model, other, TEXTS[:8])
     assert len(matching) == 8
     aligned = byte_tokenizer().align("ab c")
-    mean, total = _word_matrices(aligned, torch.zeros(1))
+    mean, total = _word_pooling_matrices(aligned, torch.zeros(1))
     assert mean.tolist() == [[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]] or mean.sum(1).tolist() == [1, 1]
     assert torch.equal(total.sum(1), torch.tensor([1.0 if w else 0.0 for w in aligned.words_of_token]).double())
 

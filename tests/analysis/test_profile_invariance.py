@@ -20,9 +20,9 @@ from headwise.analysis.metrics.token_classes import token_class_flags
 from headwise.analysis.metrics.top_contexts import TopContexts
 from headwise.analysis.recording.batching import TextSample, make_batches
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.collect import _shuffle_tokens
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.profile_sums import _shuffle_tokens
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary

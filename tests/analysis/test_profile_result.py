@@ -10,7 +10,7 @@ from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.roles import DEFAULT_ROLES, RoleEvidence, role_names
 from headwise.text.annotated_document import Document, Relation
-from headwise.ui.head_tables import show_profile
+from headwise.ui.print_profile import show_profile
 from headwise.ui.terminal_head_grid import make_head_grid
 from tests.analysis.test_profile_invariance import SYNTHETIC, synthetic_model
 

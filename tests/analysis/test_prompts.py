@@ -25,7 +25,7 @@ from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import Address, AttentionSpec, ModelSpec, Rotary
 from headwise.text.build_tokenizers import bpe_tokenizer, byte_tokenizer, word_tokenizer
-from headwise.ui.head_tables import show_profile
+from headwise.ui.print_profile import show_profile
 from tests.analysis.constructed_heads import OUT, PREVIOUS, HeadBuilder, blank_model, documents
 from tests.analysis.constructed_heads import V as BUILT
 from tests.analysis.constructed_word_models import BETA, P, WordModel, scores_to_offset, scores_to_position

@@ -179,7 +179,7 @@ def test_word_map_uniform_encoder_weights_words_by_tokens() -> None:
     block_accumulator = relations.make_accumulator(context)
     for block in iter_row_blocks(context.attention_call, context.key_features):
         block_accumulator.add_block(block)
-    plain = block_accumulator.plain
+    plain = block_accumulator.maps[0]
     sizes = np.array([len(word_tokens) for word_tokens in sample.alignment.tokens_of_word])
     np.testing.assert_allclose(plain[0][0], np.tile(sizes / n, (len(sizes), 1)), atol=1e-6)
     assert max(sizes) > 1

@@ -18,9 +18,9 @@ from headwise.analysis.metrics.role_examples import (
     render_marks,
 )
 from headwise.analysis.recording.text_hash_split import BUCKETS, bucket_of_text, buckets_in_half
-from headwise.analysis.roles.collect import describe_corpus
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.profile_sums import describe_corpus
 from headwise.model import Transformer
 from headwise.text.annotated_document import Document
 from headwise.text.corpus import Corpus

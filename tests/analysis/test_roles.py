@@ -12,9 +12,9 @@ from headwise.analysis.metrics.gold_word_arcs import BASELINE_OFFSETS
 from headwise.analysis.metrics.metric import MetricSpec
 from headwise.analysis.metrics.relation_metric import RelationMetric
 from headwise.analysis.recording.text_hash_split import BUCKETS, bucket_of_text
-from headwise.analysis.roles.collect import NUM_REPEATED_SEQUENCES
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.profile_sums import NUM_REPEATED_SEQUENCES
 from headwise.analysis.roles.roles import (
     DEFAULT_ROLES,
     EVIDENCE_LEVELS,

@@ -9,7 +9,7 @@ A head with constant output can matter under zero ablation and has no effect und
 replacement happens before W_O: slicing the output of the layer would remove channels of the residual stream, not a head.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from headwise.analysis.ablation.head_outputs import (
     selected_hook_points,
     token_positions,
 )
+from headwise.analysis.recording.model_calls import reads_calls
 from headwise.analysis.recording.recording import HasHookPoints
 from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.head import HeadPattern
@@ -50,7 +51,7 @@ def ablated(
     *,
     corpus: Any = None,
     means: MeanActivations | None = None,
-    other: Tensor | HeadOutputs | str | tuple[str, str] | None = None,
+    other: Tensor | HeadOutputs | str | tuple[Any, ...] | Mapping[str, Any] | None = None,
     attention_mask: Tensor | None = None,
     source_attention_mask: Tensor | None = None,
 ) -> Iterator[None]:
@@ -66,7 +67,8 @@ def ablated(
         means: Precomputed means, from `mean_activations(model, corpus)`. Only for "mean".
         other: Source of z for "resample": a text, a pair (source, text), a recorded run (`record_z`), or an integer
             tensor (B,) with the index of the donor example of each example in the batch. None uses the previous
-            example of the batch. If the donor text is shorter, its rows are repeated from the start.
+            example of the batch. If the donor text is shorter, its rows are repeated from the start. For an attached torch
+            module, a call such as a dict of keyword arguments replaces the text.
         attention_mask: (B, T), True at real tokens, as passed to the model. Required if texts are padded and the
             replacement depends on the position (means by position, resample).
         source_attention_mask: (B, S), attention mask of the source texts of an encoder-decoder.
@@ -119,7 +121,7 @@ def ablated(
 def patched(
     model: HasHookPoints,
     heads: HeadPattern,
-    other: HeadOutputs | str | tuple[str, str] | Sequence[int] | Tensor,
+    other: HeadOutputs | str | tuple[Any, ...] | Sequence[int] | Tensor | Mapping[str, Any],
     positions: Sequence[int] | None = None,
 ) -> Iterator[None]:
     """Replace the output of heads with their output on another text of the same length.
@@ -129,7 +131,8 @@ def patched(
     Args:
         model: A headwise model or an attached model.
         heads: Head pattern, for example `"5.1"`.
-        other: The other input: a text, token ids (T,) or (B, T), a pair (source, text), or a recorded run (`record_z`).
+        other: The other input: a text, token ids (T,) or (B, T), a pair (source, text), or a recorded run (`record_z`). For
+            an attached torch module: a call, such as a dict of keyword arguments.
         positions: Token positions to patch. Negative values count from the end. None patches all positions.
 
     Yields:
@@ -158,7 +161,7 @@ def patched(
 
 def _corpus_means(model: object, corpus: Any, heads: HeadPattern) -> MeanActivations:
     """Compute the mean outputs of heads over a corpus."""
-    if not is_model(model) or model.tokenizer is None:
+    if not is_model(model) or (model.tokenizer is None and not reads_calls(model)):
         raise ArgumentError(
             "ablation='mean': the model has no tokenizer, so the means over texts cannot be computed. Set model.tokenizer, "
             "or pass means=mean_of_outputs(record_z(model, ids) for ids in batches). "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headwise.analysis.ablation.ablate import ReplacementFunction
 from headwise.analysis.ablation.eval_targets import TargetBatch
+from headwise.analysis.ablation.gradient_memory import GradientMemoryPlan, frozen_weights, summed_cross_entropy
 from headwise.analysis.ablation.head_outputs import selected_hook_points
 from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import Edit, HookPoint
@@ -54,9 +55,8 @@ def ablation_sweep(
         source=batch.source,
         source_attention_mask=batch.source_real_tokens,
     )
-    tokens_per_copy = batch.ids.numel() + (0 if batch.source is None else batch.source.numel())
     # A model that is not resumable reruns the full forward pass for each head.
-    max_copies = 1 if model.why_not_resumable() else batch_tokens // max(1, tokens_per_copy)
+    max_copies = 1 if model.why_not_resumable() else batch_tokens // max(1, batch.num_tokens)
     scores: dict[Address, Tensor] = {}
     for checkpoint in forward:
         selected, z = selected_by_layer[checkpoint.hook_point.address], checkpoint.z  # (B, H, T, e)
@@ -75,12 +75,23 @@ def ablation_sweep(
 
 
 def ablation_gradients(
-    model: ModelProtocol, batch: TargetBatch, heads: Sequence[Address], make_replacement: ReplacementFactory
+    model: ModelProtocol,
+    batch: TargetBatch,
+    heads: Sequence[Address],
+    make_replacement: ReplacementFactory,
+    memory: GradientMemoryPlan | None = None,
 ) -> Tensor:
     """Return the derivative of each text's summed loss with respect to the ablation of each head, (heads, B).
 
     z becomes z + ε (replacement − z), with a separate ε for every head and text. Texts do not interact, so the derivative
     in ε belongs to one text. One backward pass; `autograd.grad` leaves the `.grad` of the parameters unchanged.
+
+    Args:
+        model: The model.
+        batch: Texts and targets.
+        heads: Addresses of the heads.
+        make_replacement: Returns the replacement function of selected heads at a hook point.
+        memory: Limit of the memory of activations. None measures it.
     """
     if batch.targets is None:
         raise UnsupportedModelError(
@@ -88,7 +99,9 @@ def ablation_gradients(
             "has gradient 0 at the unmodified model. Use ranking='ablation'."
         )
     leaves: dict[Address, Tensor] = {}
-    with gradients_enabled(model), ExitStack() as stack:
+    with gradients_enabled(model), frozen_weights(model), ExitStack() as stack:
+        memory = memory or GradientMemoryPlan.measure(model, batch.ids, batch.source)
+        stack.enter_context(memory.recompute_blocks_if_large(model, batch.num_tokens))
         for hook_point, selected in selected_hook_points(model, heads):
             # (B,) each
             amounts = [torch.zeros(len(batch.ids), device=batch.ids.device, requires_grad=True) for _ in selected]
@@ -100,8 +113,7 @@ def ablation_gradients(
             )
         hidden = batch.select_target_rows(batch.final_hidden_states(model)).flatten(0, 1)  # (B·R, D)
         targets = batch.targets if batch.target_positions is None else batch.targets.gather(1, batch.target_positions)
-        assert model.output is not None
-        total = model.output.cross_entropy(hidden, targets.flatten(), total=1)
+        total = summed_cross_entropy(model, hidden, targets.flatten())
         gradients = torch.autograd.grad(total, [leaves[head] for head in heads]) if heads else ()
     return (
         torch.stack([to_float64(gradient) for gradient in gradients]) if gradients else torch.zeros(0, len(batch.ids))

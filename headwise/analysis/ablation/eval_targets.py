@@ -97,6 +97,11 @@ class TargetBatch:
             return self
         return replace(self, targets=self.targets.masked_fill(self.real_tokens.cumsum(1) <= num_tokens, IGNORE_INDEX))
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, padding and source tokens included."""
+        return self.ids.numel() + (0 if self.source is None else self.source.numel())
+
     @cached_property
     def targets_per_text(self) -> Tensor:
         """Number of targets of each text, (B,)."""

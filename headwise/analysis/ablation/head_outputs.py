@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.recording.batching import make_batch, make_batches, reachable_hook_points, tokenizer_of
+from headwise.analysis.recording.model_calls import call_list, reads_calls, run_call
 from headwise.analysis.recording.recording import HasHookPoints, select_heads
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import ArgumentError
@@ -146,6 +147,20 @@ def record_z(
     return outputs
 
 
+@torch.no_grad()
+def record_call(model: ModelProtocol, call: Any, heads: HeadPattern = "*") -> HeadOutputs:
+    """Run one call of a torch module and record z of selected heads. Each layer may run once in a call."""
+    outputs = HeadOutputs({}, {}, {})
+    with eval_mode(model), ExitStack() as stack:
+        for hook_point, selected in selected_hook_points(model, heads):
+            outputs.head_ids[hook_point.address] = tuple(address.head for address in selected)
+            outputs.attention_masks[hook_point.address] = None
+            store = _store_z(outputs, [hook_point.head_index(address) for address in selected])
+            stack.enter_context(hook_point.listen(store))
+        run_call(model, call)
+    return outputs
+
+
 def mean_activations(
     model: ModelProtocol,
     corpus: Any = None,
@@ -169,6 +184,9 @@ def mean_activations(
     Returns:
         Means by layer and head.
     """
+    if reads_calls(model):
+        outputs = (record_call(model, call, heads) for call in call_list(model, corpus))
+        return mean_of_outputs(outputs, granularity)
     batches = make_batches(eval_corpus(model, corpus, max_length), batch_tokens, device=model.device)
     heads = select_heads(
         heads, [address for hook_point in reachable_hook_points(model, heads) for address in hook_point.head_addresses]
@@ -208,6 +226,8 @@ def as_head_outputs(model: ModelProtocol, inputs: Any, heads: HeadPattern = "*")
     """
     if isinstance(inputs, HeadOutputs):
         return inputs
+    if reads_calls(model):
+        return record_call(model, inputs, heads)
     if isinstance(inputs, tuple) and len(inputs) == 2 and all(isinstance(part, str) for part in inputs):
         batch = make_batch(list(TokenizedCorpus.of(model, [inputs], needs_targets=True)), device=model.device)
         return record_z(model, batch.ids, heads, source=batch.source, source_attention_mask=batch.source_attention_mask)

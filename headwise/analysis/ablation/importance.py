@@ -23,7 +23,6 @@ from headwise.analysis.ablation.ablation_sweep import (
     ablation_gradients,
     ablation_sweep,
 )
-from headwise.analysis.ablation.custom_call_importance import LossFunction, importance_on_calls, is_call_list
 from headwise.analysis.ablation.eval_targets import (
     EvalMetric,
     TargetBatch,
@@ -31,6 +30,7 @@ from headwise.analysis.ablation.eval_targets import (
     evaluable_samples,
     make_target_batch,
 )
+from headwise.analysis.ablation.gradient_memory import GradientMemoryPlan, frozen_weights
 from headwise.analysis.ablation.head_outputs import (
     HeadOutputs,
     MeanActivations,
@@ -38,15 +38,17 @@ from headwise.analysis.ablation.head_outputs import (
     mean_of_outputs,
     selected_hook_points,
 )
+from headwise.analysis.ablation.importance_on_model_kwargs import LossFunction, importance_on_model_kwargs
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval, bootstrap_interval
 from headwise.analysis.recording.batching import TextSample, make_batch, make_batches, reachable_hook_points
+from headwise.analysis.recording.model_calls import call_list, is_call_list, reads_calls
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.head import HeadPattern
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
-from headwise.progress import Progress
+from headwise.progress import ProgressOption, callback_of, shows_progress
 from headwise.spec import Address
 
 ImportanceRanking = Literal["ablation", "gradient", "attribution"]
@@ -234,6 +236,7 @@ class Importance:
         return Importance(self.addresses, self.ranking, self.ablation, self.metric, texts, accumulator)
 
 
+@shows_progress
 @torch.inference_mode(False)
 def importance(
     model: ModelProtocol,
@@ -248,7 +251,7 @@ def importance(
     batch_tokens: int = BATCH_TOKENS,
     check_heads: int = 8,
     loss: LossFunction | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> Importance:
     """Measure the importance of every head: the loss increase without it.
 
@@ -259,7 +262,7 @@ def importance(
         corpus: A text, a list of texts, a path or a `Corpus`; pairs (source, text) for an encoder-decoder. None uses the
             default corpus of the model. Also custom calls, as a dict of keyword arguments or a list of dicts
             (`{"input_ids": …, "pixel_values": …, "labels": …}`): the loss is then that of the full model, heads are
-            replaced with zeros, and each call is one unit of the bootstrap.
+            replaced with zeros, and each call is one unit of the bootstrap. A torch module takes any calls (`hw.attach`).
         ranking: "ablation" ablates each head; "gradient" is the mean absolute gradient of a head gate; "attribution" is
             the first-order estimate of ablation.
         ablation: Replacement for a head: "mean", "zero" or "resample" (its output on the next text).
@@ -272,6 +275,7 @@ def importance(
         check_heads: Number of heads on which "attribution" is compared with exact ablation. 0 skips the comparison.
         loss: Function from the model output to a scalar loss. Only for custom calls; None uses the loss of the output.
         progress: Called with a label, the number of texts done and the total, which may be None.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         Importance of each head, with 95% confidence intervals.
@@ -289,16 +293,21 @@ def importance(
     >>> [entry.head for entry in result], result.texts
     (['0.0', '0.1', '1.0', '1.1'], 2)
     """
+    progress = callback_of(progress)
     _check_arguments(ranking, ablation, batch_tokens)
-    if is_call_list(corpus):
-        if ranking == "attribution" or means is not None:
+    if is_call_list(corpus) or reads_calls(model):
+        if ranking == "attribution" or (means is not None and not reads_calls(model)):
             unsupported = "ranking='attribution'" if ranking == "attribution" else "means="
             raise ArgumentError(
                 f"corpus: a corpus of model calls, [{{...}}, ...], supports only ranking='ablation' or 'gradient' with zero "
                 f"ablation. Got {unsupported}. Remove this argument, or pass texts as the corpus."
             )
-        selected, accumulator, num_samples = importance_on_calls(model, corpus, ranking, heads, loss, progress)
-        return Importance(selected, ranking, "zero", "loss", num_samples, accumulator)
+        calls = call_list(model, corpus)
+        selected, accumulator, num_samples = importance_on_model_kwargs(
+            model, calls, ranking, heads, loss, progress, means
+        )
+        ablation = "zero" if means is None or ranking == "gradient" else "mean"
+        return Importance(selected, ranking, ablation, "loss", num_samples, accumulator)
     if loss is not None:
         raise ArgumentError(
             "loss: can be used only if the corpus is a list of model calls, corpus=[{...}, ...]. Got texts. "
@@ -316,20 +325,16 @@ def importance(
         )
         ablation = "zero" if ranking == "gradient" else ablation  # a closed gate equals zero ablation
         num_samples = tokenized.count_if_small()
-        target_batches = _TargetBatches(
-            model,
-            tokenized,
-            metric,
-            ablation,
-            means,
-            max(1, batch_tokens // BATCH_DIVISOR) if ranking == "ablation" else batch_tokens,
-        )
+        memory = None if ranking == "ablation" else _gradient_memory(model, tokenized)
+        max_tokens = max(1, batch_tokens // BATCH_DIVISOR) if memory is None else min(batch_tokens, memory.max_tokens)
+        target_batches = _TargetBatches(model, tokenized, metric, ablation, means, max_tokens)
         accumulator = Accumulator(heads=len(selected))
         for batch, make_replacement in target_batches.with_replacements(selected):
             if ranking == "ablation":
                 _add_ablation(accumulator, model, batch, selected, make_replacement, batch_tokens)
             else:
-                _add_gradients(accumulator, model, batch, selected, make_replacement, signed=ranking == "attribution")
+                is_signed = ranking == "attribution"
+                _add_gradients(accumulator, model, batch, selected, make_replacement, memory, signed=is_signed)
             if progress is not None:
                 progress(PROGRESS_LABEL, target_batches.num_done, num_samples)
         result = Importance(selected, ranking, ablation, metric, target_batches.num_done, accumulator)
@@ -404,6 +409,14 @@ class _TargetBatches:
         )
 
 
+def _gradient_memory(model: ModelProtocol, corpus: TokenizedCorpus) -> GradientMemoryPlan:
+    """Measure on the first text how many tokens fit into the memory of one backward pass."""
+    sample = next(iter(evaluable_samples(model, corpus)))
+    batch = make_batch([sample], device=model.device)
+    with frozen_weights(model):
+        return GradientMemoryPlan.measure(model, batch.ids, batch.source)
+
+
 def _add_ablation(
     accumulator: Accumulator,
     model: ModelProtocol,
@@ -428,10 +441,12 @@ def _add_gradients(
     batch: TargetBatch,
     heads: Sequence[Address],
     make_replacement: ReplacementFactory,
+    memory: GradientMemoryPlan | None,
+    *,
     signed: bool,
 ) -> None:
     """Add gradients: signed sums per token, or the absolute gradient of each text's mean loss."""
-    gradients = ablation_gradients(model, batch, heads, make_replacement).mT.cpu()  # (B, heads)
+    gradients = ablation_gradients(model, batch, heads, make_replacement, memory).mT.cpu()  # (B, heads)
     counts = batch.targets_per_text[:, None]
     if not signed:
         gradients, counts = (gradients / counts).abs(), to_float64(counts > 0)

@@ -44,7 +44,7 @@ from headwise.io.atomic_write import write_atomic
 from headwise.io.resolve_path import read_text
 from headwise.model import ModelProtocol, Transformer, eval_mode
 from headwise.model.weights_digest import weights_digest
-from headwise.progress import Progress
+from headwise.progress import ProgressOption, callback_of, shows_progress
 from headwise.spec.weight_bits import GROUP_SIZE, Basis, check_basis, check_group_size
 
 BATCH_TOKENS = 2048  # tokens per forward pass
@@ -174,6 +174,7 @@ class Sensitivity:
         return _make_result(metadata, tuple(measured), measured)
 
 
+@shows_progress
 @torch.no_grad()
 def sensitivity(
     model: ModelProtocol,
@@ -187,7 +188,7 @@ def sensitivity(
     max_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     out: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> Sensitivity:
     """Measure the loss increase when one head alone is quantized.
 
@@ -206,6 +207,7 @@ def sensitivity(
         batch_tokens: Maximum number of tokens per batch.
         out: File to which each result is appended. Repeat the call with the same file to resume an interrupted run.
         progress: Called with a label, the number of targets done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         Cost of each part of each KV head at each number of bits.
@@ -223,6 +225,7 @@ def sensitivity(
     >>> len(costs), costs.targets[0]
     (16, QuantizationTarget(kv_head='0.0', heads=('0.0',), part='qk', bits=8))
     """
+    progress = callback_of(progress)
     check_metric(model, "loss")
     parts, bits = tuple(parts), tuple(bits)
     check_parts(parts, bits)

@@ -183,13 +183,12 @@ class _Samples:
 
     def add(self, batch: TokenBatch, effects: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """Add one batch: (B, T) each."""
-        numbers = torch.tensor([sample.index for sample in batch.samples], device=tokens.device)[:, None].expand_as(
-            tokens
-        )
-        self.query_count += int(batch.real_tokens.sum())
+        effects, tokens, counts = effects.cpu(), tokens.cpu(), counts.cpu()
+        numbers = torch.tensor([sample.index for sample in batch.samples])[:, None].expand_as(tokens)
+        self.query_count += sum(len(sample.ids) for sample in batch.samples)
         columns = (self.effects, effects), (self.texts, numbers), (self.types, tokens % TYPES)
         for column, values in columns:
-            column.append(values[counts].cpu().numpy())
+            column.append(values[counts].numpy())
 
     def estimate(self) -> AttendedLogitEffect | None:
         """Return mean and interval. None if too few texts have an included query position."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall
-from headwise.kernels.rounding_tolerance import rounding_bound, to_float64
+from headwise.kernels.rounding_tolerance import at_least_float32, rounding_bound, to_float64
 from headwise.model import ModelProtocol, ResidualStream, eval_mode
 
 TOLERANCE = 1e-5  # relative, for logits computed in float32 or float64
@@ -71,7 +71,7 @@ class LogitAttribution:
 
 def logit_attribution(
     model: ModelProtocol, text: str | Sequence[int] | Tensor, answer: str | int, wrong: str | int | None = None,
-    *, position: int = -1,
+    *, position: int = -1, relative_to_mean: bool = False,
 ) -> LogitAttribution:  # fmt: skip
     """Attribute a logit to heads, MLPs, embedding and biases.
 
@@ -81,6 +81,8 @@ def logit_attribution(
         answer: Token whose logit is attributed, as text of exactly one token or as id.
         wrong: Token whose logit is subtracted. None attributes the logit of `answer` alone.
         position: Token position at which the logit is computed. Negative values count from the end.
+        relative_to_mean: Whether to attribute the logit minus the mean logit of the vocabulary. Softmax depends only on this
+            difference. Cannot be combined with `wrong`.
 
     Returns:
         Contribution of each part.
@@ -95,18 +97,63 @@ def logit_attribution(
     >>> attribution.is_complete, len(attribution.heads), len(attribution.mlps)
     (True, 36, 6)
     """
-    _check_supported(model)
+    check_attributable(model)
     ids = as_ids(model, text)
     T = ids.shape[1]
     if not -T <= position < T:
         raise ArgumentError(f"position: out of range for a text of {T} tokens. Got {position}. Use {-T} to {T - 1}.")
     answer_id = token_id(model, answer, "answer")
     wrong_id = None if wrong is None else token_id(model, wrong, "wrong")
+    if relative_to_mean and wrong_id is not None:
+        raise ArgumentError("relative_to_mean: cannot be combined with wrong. Got both. Remove one of them.")
     with eval_mode(model), torch.no_grad():
         residual = model.residual_stream()
         with capture_residual(model, residual, position) as capture:
             logits = to_float64(model(ids)[0, position])  # (V,)
-        direction, biases = _logit_direction(residual, capture.final_state, answer_id, wrong_id)  # (D,)
+        target = AttributionTarget(answer_id, wrong_id, relative_to_mean=relative_to_mean)
+        return attribute_captured_logit(model, residual, capture, logits, target)
+
+
+@dataclass(frozen=True)
+class AttributionTarget:
+    """The logit, or difference of logits, that is attributed.
+
+    Attributes:
+        answer_id: Token whose logit is attributed.
+        wrong_id: Token whose logit is subtracted, or None.
+        relative_to_mean: Whether the mean logit of the vocabulary is subtracted.
+    """
+
+    answer_id: int
+    wrong_id: int | None = None
+    relative_to_mean: bool = False
+
+    def select(self, by_token: Tensor) -> Tensor:
+        """Select from values by token, (V, …): the value of the answer minus that of the wrong token, or minus the mean."""
+        value = to_float64(by_token[self.answer_id])
+        if self.relative_to_mean:
+            return value - to_float64(at_least_float32(by_token).mean(0))
+        return value if self.wrong_id is None else value - to_float64(by_token[self.wrong_id])
+
+
+def attribute_captured_logit(
+    model: ModelProtocol,
+    residual: ResidualStream,
+    capture: "CapturedComponents",
+    logits: Tensor,
+    target: AttributionTarget,
+) -> LogitAttribution:
+    """Attribute a logit of a captured forward pass.
+
+    Args:
+        model: The model, in eval mode.
+        residual: Its residual stream.
+        capture: Parts of the residual stream at one position.
+        logits: Logits at this position, (V,).
+        target: Logit to attribute.
+    """
+    with torch.no_grad():
+        direction, biases = _logit_direction(residual, capture.final_state, target)  # (D,)
         heads: dict[str, float] = {}
         for layer in model.attention_layers():
             # (D,)
@@ -119,10 +166,10 @@ def logit_attribution(
                 heads[str(address)] = float(to_float64(z) @ (to_float64(W_O) @ layer_direction))
         mlps = {str(layer): float(to_float64(output) @ direction) for layer, output in capture.mlps.items()}
         embedding = float(to_float64(capture.embedding) @ direction)
-    logit = float(logits[answer_id]) - (0.0 if wrong_id is None else float(logits[wrong_id]))
     return LogitAttribution(
-        logit, heads, mlps, embedding, biases, _tolerance(capture.final_state.dtype, len(residual.layers))
-    )
+        float(target.select(logits)), heads, mlps, embedding, biases,
+        _tolerance(capture.final_state.dtype, len(residual.layers)),
+    )  # fmt: skip
 
 
 def _tolerance(dtype: torch.dtype, layers: int) -> float:
@@ -194,20 +241,12 @@ def capture_layer_inputs(layer: Any) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def _logit_direction(
-    residual: ResidualStream, final_state: Tensor, answer_id: int, wrong_id: int | None
-) -> tuple[Tensor, float]:
+def _logit_direction(residual: ResidualStream, final_state: Tensor, target: AttributionTarget) -> tuple[Tensor, float]:
     """Return the direction in the residual stream that the logit reads, with frozen norm, (D,), and the bias part."""
     unembedding, bias = residual.vocabulary.weight, getattr(residual.vocabulary, "bias", None)
-
-    def answer_minus_wrong(tensor: Tensor) -> Tensor:
-        return (
-            to_float64(tensor[answer_id]) - (0.0 if wrong_id is None else to_float64(tensor[wrong_id]))
-        ) * residual.logit_scale
-
-    direction = answer_minus_wrong(unembedding)  # (D,)
+    direction = target.select(unembedding) * residual.logit_scale  # (D,)
     bias_part = 0.0 if residual.norm.bias is None else float(to_float64(residual.norm.bias) @ direction)
-    bias_part += 0.0 if bias is None else float(answer_minus_wrong(bias))
+    bias_part += 0.0 if bias is None else float(target.select(bias) * residual.logit_scale)
     return residual.norm.pull_back(direction, final_state), bias_part
 
 
@@ -222,7 +261,8 @@ def _direction_before_post_norm(
     return post_norm.pull_back(direction, capture.attention_outputs[layer]), bias_part
 
 
-def _check_supported(model: ModelProtocol) -> None:
+def check_attributable(model: ModelProtocol) -> None:
+    """Raise if the logits of a model are not a sum over its parts."""
     if model.spec.norm_placement == "post":
         raise UnsupportedModelError(
             "model: logit attribution is not supported for post-norm models, because each layer ends in a norm and the "

@@ -68,7 +68,7 @@ class ResidualParts:
         """Yield name and value of each part of the residual stream before a layer, (n, D) each, in float64."""
         capture = self.capture
         yield EMBEDDING, to_float64(capture.embedding[positions])
-        biases = torch.zeros_like(capture.embedding[positions], dtype=torch.double)
+        biases = to_float64(torch.zeros_like(capture.embedding[positions]))
         for attention_layer in self.layers:
             layer_index = attention_layer.hook_point.address.layer
             if layer_index >= layer:
@@ -118,7 +118,8 @@ class ResidualParts:
         """Raise if the parts do not add up to the layer's input within the rounding error of its dtype."""
         parts = self.layer_input_parts(layer, list(range(len(self.read))))[1].sum(0)  # (T, D)
         tolerance = max(CLOSE, rounding_bound(self.read.dtype, num_roundings_before_layer(layer)))
-        if (parts - self.read).norm() > tolerance * self.read.norm():
+        read = to_float64(self.read)
+        if (parts - read).norm() > tolerance * read.norm():
             raise UnsupportedModelError(
                 f"layer {layer}: scores cannot be attributed, because the outputs of embedding, heads, MLPs and biases do "
                 f"not add up to the input of the layer. The model has another path into the residual stream."

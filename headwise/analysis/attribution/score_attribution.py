@@ -22,7 +22,7 @@ from headwise.analysis.recording.attention_maps import TokenGroups, Word
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import Head
-from headwise.kernels.rounding_tolerance import rounding_bound, to_float64
+from headwise.kernels.rounding_tolerance import has_float64, rounding_bound, to_float64
 from headwise.kernels.score_params import masked_scores
 from headwise.model import ModelProtocol
 from headwise.spec import Address
@@ -264,9 +264,10 @@ def _score_params(call: Any, row: int) -> tuple[float, Tensor, list[int]]:
     head_params = params.for_heads(
         range(index, index + 1), range(params.kv_of_head[index], params.kv_of_head[index] + 1)
     )
-    blank = torch.zeros(1, 1, 1, S, dtype=torch.double, device=call.q.device)
+    device = call.q.device
+    blank = torch.zeros(1, 1, 1, S, dtype=torch.double if has_float64(device) else torch.float32, device=device)
     # (S,): −inf at hidden keys
-    bias = masked_scores(blank, head_params, range(row, row + 1), range(S), T, S)[0, 0, 0]
+    bias = to_float64(masked_scores(blank, head_params, range(row, row + 1), range(S), T, S)[0, 0, 0])
     visible = torch.isfinite(bias).nonzero()[:, 0].tolist()
     return params.scale, bias, visible
 

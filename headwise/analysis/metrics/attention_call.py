@@ -39,17 +39,12 @@ class AttentionCallContext:
     @property
     def is_cross_attention(self) -> bool:
         """Whether the keys come from another text than the queries."""
-        return self.attention_call.hook_point.address.stack == "cross"
+        return self.attention_call.hook_point.is_cross_attention
 
     @cached_property
     def output_gram(self) -> Tensor:
         """W_O W_Oᵀ, (H, e, e). NaN if W_O cannot be read."""
         return self.make_gram(self.attention_call)
-
-    @cached_property
-    def is_output_weight_unknown(self) -> bool:
-        """Whether W_O cannot be read."""
-        return bool(self.output_gram.isnan().any())
 
     @cached_property
     def value_output_norms(self) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.analysis.metrics.host_copy_queue import HostCopyQueue
 from headwise.analysis.metrics.metric import KeyTarget, Metric, TokenFeature
 from headwise.analysis.metrics.row_blocks import VisibilityCache, VisibleBlock, column_chunks, visible_blocks
 from headwise.analysis.recording.batching import TokenBatch
@@ -21,6 +22,8 @@ ALL, POSITION, FIRST, NORM = "all", "place", "first", "norm"
 MAX_CACHED_PAIRS = 1 << 20  # pairs of repeated tokens that are cached for the next layer; others are computed again
 SPECIAL = "special"  # feature of special tokens, which are excluded from the confidence score
 
+# whether rows see later keys, number of rows, queries and keys of the call
+OffsetKey = tuple[bool, int, int, int]
 RowKey = tuple[Mask | None, range, int]  # mask, rows and past length: layers with equal keys have equal visibility
 
 
@@ -43,6 +46,15 @@ class FarRepeatPairs:
     row: Tensor  # (pairs,): row of the block
     column: Tensor  # (pairs,)
     repeat_counts: Tensor  # (B, 1, R): number of pairs per row
+
+
+@dataclass(frozen=True, eq=False)
+class OffsetTargets:
+    """Offsets at which a row has a token. They do not depend on the attention weights."""
+
+    present: Tensor  # (B, n, o): 1 if the row has a token at the offset
+    eligible: Tensor  # (B, n, o): 1 if that token is not the first
+    rows_near_first: Tensor  # rows whose window contains the first token
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +98,7 @@ class FeatureLayout:
         return {name: index for index, name in enumerate((ALL, POSITION, FIRST, *self.feature_names, NORM))}
 
     @cached_property
-    def value_weighted_index(self) -> dict[str, int]:
+    def value_weighted_column_by_feature(self) -> dict[str, int]:
         """Index of each token feature times the norm of the value output."""
         return {name: len(self.feature_index) + index for index, name in enumerate(self.feature_names)}
 
@@ -98,10 +110,11 @@ class BatchContext:
     batch: TokenBatch
     layout: FeatureLayout
     visibility: VisibilityCache = field(default_factory=VisibilityCache)
+    host_copies: HostCopyQueue = field(default_factory=HostCopyQueue)
     _row_visibility: dict[RowKey, RowVisibility] = field(default_factory=dict)
     _far_repeats: dict[RowKey, FarRepeatPairs] = field(default_factory=dict)
     _cached_pairs: int = 0  # number of pairs in _far_repeats
-    _targets: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _offset_targets: dict[OffsetKey, OffsetTargets] = field(default_factory=dict)
 
     @cached_property
     def feature_values(self) -> Tensor:
@@ -130,7 +143,7 @@ class BatchContext:
     def non_special_column_range(self) -> range | None:
         """Columns without special tokens, if special tokens occur only at the start and end of the texts, otherwise None.
         The columns may include padding, which no row sees."""
-        special = ~self.non_special_mask & self.batch.real_tokens  # (B, S)
+        special = (~self.non_special_mask & self.batch.real_tokens).cpu()  # (B, S)
         columns = (~special.any(0)).nonzero()[:, 0].tolist() or [0, -1]
         between = range(columns[0], columns[-1] + 1)
         return None if bool(special[:, between.start : between.stop].any()) else between
@@ -189,18 +202,31 @@ class BatchContext:
             self._cached_pairs += len(pairs.row)
         return pairs
 
-    def valid_offsets(
-        self, positions: Tensor, counted: Tensor, offsets: Sequence[int], ahead: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return masks of the offsets at which a row has a token, and a token other than the first: (B, n, o) each."""
-        key = (ahead, len(positions), int(positions[-1]) if len(positions) else 0)
-        if key not in self._targets:
+    @cached_property
+    def feature_values_on_host(self) -> Tensor:
+        """Token features of the keys on the host, (B, S, c)."""
+        return self.feature_values.cpu()
+
+    @cached_property
+    def key_targets_on_host(self) -> Tensor:
+        """Target column of each row on the host, (key targets, B, S)."""
+        targets = [*self.key_targets.values()]
+        return torch.stack(targets).cpu() if targets else torch.zeros(0, *self.batch.ids.shape, dtype=torch.long)
+
+    def offset_targets(
+        self, positions: Tensor, counted: Tensor, offsets: Sequence[int], key: OffsetKey
+    ) -> OffsetTargets:
+        """Return the offsets at which rows have tokens. `key` identifies the rows, so that layers share the result."""
+        if key not in self._offset_targets:
             S, real_tokens = self.batch.real_tokens.shape[1], self.batch.real_tokens
             target = positions[:, None] - torch.tensor(offsets, device=positions.device)  # (n, o)
             first = self.batch.first_token_positions[:, None, None]
             inside = (target >= first) & (target < S) & real_tokens[:, target.clamp(0, S - 1)] & counted[..., None]
-            self._targets[key] = inside.float(), (inside & (target > first)).float()
-        return self._targets[key]
+            is_first = (inside & (target == first)).any(0).any(1)  # (n,)
+            self._offset_targets[key] = OffsetTargets(
+                inside.float(), (inside & (target > first)).float(), is_first.nonzero()[:, 0]
+            )
+        return self._offset_targets[key]
 
     def _compute_row_visibility(self, visible: VisibleBlock) -> RowVisibility:
         device = self.batch.ids.device

@@ -3,9 +3,27 @@
 from torch import Tensor
 
 from headwise.analysis.metrics.metric import Metric
-from headwise.analysis.metrics.offsets import ArgmaxOffsetMetric, DistanceBinMetric, LongRangeMetric, NearOffsetMetric
+from headwise.analysis.metrics.offsets import (
+    ArgmaxOffsetMetric,
+    DistanceBinMetric,
+    LongRangeMetric,
+    WeightPerOffsetMetric,
+)
 from headwise.analysis.metrics.row_shape import ConfidenceMetric, OutputNormMetric, RowShapeMetric
 from headwise.analysis.metrics.token_classes import token_class_metrics
+
+
+def position_metrics() -> list[Metric]:
+    """Return the metrics that need no tokens, only positions and weights."""
+    return [
+        OutputNormMetric(),
+        ConfidenceMetric(),
+        ArgmaxOffsetMetric(),
+        DistanceBinMetric(),
+        LongRangeMetric(),
+        RowShapeMetric(),
+        WeightPerOffsetMetric(),
+    ]
 
 
 def default_metrics(flags: Tensor) -> list[Metric]:
@@ -18,5 +36,5 @@ def default_metrics(flags: Tensor) -> list[Metric]:
         LongRangeMetric(),
         RowShapeMetric(),
         *token_class_metrics(flags),
-        NearOffsetMetric(),
+        WeightPerOffsetMetric(),
     ]

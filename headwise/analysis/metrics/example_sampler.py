@@ -9,6 +9,7 @@ depend on the size of the corpus.
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -184,17 +185,13 @@ class ExampleSampler(AttentionObserver):
         batch_context, batch = call.batch_context, call.batch_context.batch
         for example, sample in enumerate(batch.samples):
             for sampled in self._token_examples_by_sample.get(sample.index, ()):
-                position, start = sampled.position, int(batch.first_token_positions[example])
+                position, start = sampled.position, batch.first_columns[example]
                 weights = attention_from_position(position, call.attention_call, example, start)  # (H, S)
-                sampled.arrays["maps"][call.head_slice, : weights.shape[1]] = weights
-                sampled.arrays["features"][:] = (
-                    batch_context.feature_values[example, start : start + len(position.names)].cpu().numpy()
-                )
-                target_positions = [
-                    int(batch_context.key_targets[name][example, start + position.source]) - start + 1
-                    for name in self.key_target_names
-                ]
-                sampled.arrays["key_targets"][:] = np.maximum(target_positions, 0)
+                batch_context.host_copies.add([weights], partial(_store_map, sampled.arrays["maps"], call.head_slice))
+                features = batch_context.feature_values_on_host[example, start : start + len(position.names)]
+                sampled.arrays["features"][:] = features.numpy()
+                columns = batch_context.key_targets_on_host[:, example, start + position.source].numpy()
+                sampled.arrays["key_targets"][:] = np.maximum(columns - start + 1, 0)
                 sampled.recorded = True
 
     # Called after the last text.
@@ -244,11 +241,16 @@ class ExampleRecorder(AttentionObserver):
         for row, position in self.positions:
             if position.sample in sample_ids:
                 example = sample_ids.index(position.sample)
-                weights = attention_from_position(
-                    position, call.attention_call, example, int(batch.first_token_positions[example])
-                )  # (H, S)
-                examples.arrays["maps"][row, call.head_slice, : weights.shape[1]] = weights
+                start = batch.first_columns[example]
+                weights = attention_from_position(position, call.attention_call, example, start)  # (H, S)
+                store = partial(_store_map, examples.arrays["maps"][row], call.head_slice)
+                call.batch_context.host_copies.add([weights], store)
                 examples.arrays["recorded"][len(examples.arcs) + row] = 1
+
+
+def _store_map(maps: np.ndarray, heads: slice, weights: Tensor) -> None:
+    """Write the attention of some heads from one token, (H, S), into the array of its position."""
+    maps[heads, : weights.shape[1]] = weights.numpy()
 
 
 def _hash(text: str) -> int:

@@ -49,7 +49,7 @@ def fused_row_stats(call: AttentionCallContext) -> RowStats:
         total = total + (params.sink.to(lse)[:, None] - lse).clamp(max=80).exp()
     if empty is not None:
         total = total.masked_fill(empty, 0.0)
-    ahead = any_future_keys_visible(params, T, S, q.device)
+    ahead = any_future_keys_visible(params, T, S, q.device, batch_context.visibility)
     visibility = batch_context.row_visibility(params, T, S)
     target_weights = {
         name: _at_target(q, k, lse, scale, visibility["sees"][name], target)

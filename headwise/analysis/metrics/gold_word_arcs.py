@@ -140,6 +140,12 @@ class BatchWordArcs:
         return matrix
 
     @cached_property
+    def matrices_on_device(self) -> tuple[Tensor, Tensor]:
+        """`query_to_word_matrix` and `key_to_word_matrix` on the device of the batch."""
+        device = self.batch.ids.device
+        return self.query_to_word_matrix.to(device), self.key_to_word_matrix.to(device)
+
+    @cached_property
     def row_counts_by_text(self) -> Tensor:
         """Number of rows of each text of the batch by relation and kind, (B, 1, relations · kinds)."""
         size = len(self.batch.samples) * self.num_relations
@@ -220,7 +226,7 @@ class BatchWordArcs:
     def _tokens(self) -> Iterator[tuple[WordArcs, slice]]:
         """Iterate over the texts and the columns of their tokens in the batch."""
         for example, text_arcs in zip(self.batch_rows, self.per_text, strict=True):
-            first = int(self.batch.first_token_positions[example])
+            first = self.batch.first_columns[example]
             yield text_arcs, slice(first, first + len(text_arcs.key_to_word_matrix))
 
     @staticmethod

@@ -133,7 +133,7 @@ class TokenFeature:
         if isinstance(self.values, Tensor):
             values = self.values.to(batch.ids.device)[batch.ids]
         else:
-            values = _fill_per_token(self.name, self.values, batch, 0.0)
+            values = _fill_per_token(self.name, self.values, batch, 0.0).to(batch.ids.device)
         values = values.float() * batch.real_tokens
         if not self.include_first:
             values = values.scatter(1, batch.first_token_positions[:, None], 0.0)
@@ -156,13 +156,14 @@ class KeyTarget:
 
     def batch_positions(self, batch: TokenBatch) -> Tensor:
         """Return the target column of each row of a batch, (B, T). -1 means that the row has no target."""
-        positions = _fill_per_token(self.name, self.positions, batch, -1.0).long()
-        lengths = batch.real_tokens.sum(1)[:, None]
-        if bool((positions >= lengths).any()):
+        filled = _fill_per_token(self.name, self.positions, batch, -1.0)  # on the host
+        positions, lengths = filled.long(), torch.tensor([len(sample.ids) for sample in batch.samples])
+        if bool((positions >= lengths[:, None]).any()):
             raise ArgumentError(
                 f"metric {self.name!r}: `positions` returned a position after the end of the text. Return positions from 0 "
                 f"to len(text.ids) - 1, or -1 for a token without a target."
             )
+        positions = positions.to(batch.ids.device)
         return torch.where((positions > 0) & batch.real_tokens, positions + batch.first_token_positions[:, None], -1)
 
 
@@ -361,9 +362,9 @@ class AttentionToPosition(Metric):
 def _fill_per_token(
     name: str, per_token: Callable[[TextSample], Sequence[float]], batch: TokenBatch, empty: float
 ) -> Tensor:
-    """Evaluate a function of a text for each sample, (B, S). Padding is filled with `empty`."""
+    """Evaluate a function of a text for each sample, (B, S), on the host. Padding is filled with `empty`."""
     filled = torch.full(batch.ids.shape, empty)
-    for row, (sample, first) in enumerate(zip(batch.samples, batch.first_token_positions.tolist(), strict=True)):
+    for row, (sample, first) in enumerate(zip(batch.samples, batch.first_columns, strict=True)):
         values = torch.as_tensor(per_token(sample), dtype=torch.float32)
         if values.shape != (len(sample.ids),):
             raise ArgumentError(
@@ -371,4 +372,4 @@ def _fill_per_token(
                 f"{len(sample.ids)} tokens. Return one number per token."
             )
         filled[row, first : first + len(values)] = values
-    return filled.to(batch.ids.device)
+    return filled

@@ -5,6 +5,7 @@ padding or the number of processes. No full attention map is held in memory.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class MetricRunner:
         self.metrics = [metric for metric in metrics if self.full_detail or not metric.needs_full_detail]
         self.layout = FeatureLayout.of(self.metrics)
         self._grams: dict[HookPoint, tuple[tuple[int, int], Tensor]] = {}
+        self._unknown_grams: dict[HookPoint, tuple[Tensor, bool]] = {}  # gram, and whether it contains NaN
         self._batch_context: BatchContext | None = None
         for metric in self.metrics:
             if metric.metric_specs:
@@ -66,11 +68,17 @@ class MetricRunner:
         hook_points = reachable_hook_points(model)
         for batch in batches:
             self.batch_context(batch)  # metrics count the batch even if every head is pruned
-            with listen_at_hook_points(hook_points, self.on_call, batch):
+            with listen_at_hook_points(hook_points, self._process_call, batch):
                 forward_batch(model, batch)
+            self.batch_context(batch).host_copies.flush()
 
     def on_call(self, attention_call: AttentionCall, batch: TokenBatch, first_head: int) -> None:
         """Compute the metrics of one attention call. `first_head` is the index of its first head in the model."""
+        self._process_call(attention_call, batch, first_head)
+        self.batch_context(batch).host_copies.flush()
+
+    def _process_call(self, attention_call: AttentionCall, batch: TokenBatch, first_head: int) -> None:
+        """Compute the metrics of one attention call. Results on a device are added to the accumulator after the batch."""
         batch_context = self.batch_context(batch)
         if not attention_call.q.shape[1]:
             return
@@ -134,12 +142,12 @@ class MetricRunner:
                 [not metric_spec.positional for metric_spec in metric.metric_specs], device=sums.device
             )
             sums, counts = sums * counted_mask, counts * counted_mask
-        if call.is_output_weight_unknown:  # scores that need W_O are NaN and do not count
+        if self._is_output_weight_unknown(call):  # scores that need W_O are NaN and do not count
             counted_mask = ~sums.isnan()
             sums, counts = sums.nan_to_num(0.0), counts * counted_mask
-        self.accumulator.add(
-            metric.names, call.head_slice, [sample.bucket for sample in call.batch_context.batch.samples], sums, counts
-        )
+        bucket_ids = [sample.bucket for sample in call.batch_context.batch.samples]
+        add = partial(self.accumulator.add, metric.names, call.head_slice, bucket_ids)
+        call.batch_context.host_copies.add((sums, counts), add)
 
     def _gram(self, call: AttentionCall) -> Tensor:
         """Return W_O W_Oᵀ, (H, e, e), cached until the weights change. NaN if W_O cannot be read."""
@@ -152,6 +160,15 @@ class MetricRunner:
         if self._grams.get(hook_point, (None,))[0] != state:
             self._grams[hook_point] = state, gram(W_O)
         return self._grams[hook_point][1]
+
+    def _is_output_weight_unknown(self, call: AttentionCallContext) -> bool:
+        """Return whether W_O of a call cannot be read. The answer is cached with W_O W_Oᵀ."""
+        hook_point, gram_matrix = call.attention_call.hook_point, call.output_gram
+        cached, is_unknown = self._unknown_grams.get(hook_point, (None, True))
+        if cached is not gram_matrix:
+            is_unknown = bool(gram_matrix.isnan().any())
+            self._unknown_grams[hook_point] = gram_matrix, is_unknown
+        return is_unknown
 
 
 def _visit_blocks(call: AttentionCallContext, listeners: Sequence[BlockListener], row_stride: int = 1) -> None:

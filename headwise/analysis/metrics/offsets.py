@@ -51,7 +51,7 @@ LONG_RANGE_SPECS = MetricSpec(
 ).with_variants()
 
 
-class NearOffsetMetric(Metric):
+class WeightPerOffsetMetric(Metric):
     """Weight at each offset of the window, and within three tokens of the query."""
 
     metric_specs = (
@@ -62,11 +62,10 @@ class NearOffsetMetric(Metric):
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
         """Compute sums and counts at each offset and within three tokens. e is 0 at offsets without a visible token."""
-        present, eligible = _offset_targets(rows)  # (B, n, o)
+        present, eligible, early = _offset_targets(rows)  # (B, n, o) twice, and some rows
         p = rows.normalize(rows.near)  # (B, H, n, o)
         value_weighted = rows.near * _window_value_norms(rows) * rows.inverse_value_weighted_total[..., None]
         on_first = (present - eligible)[:, None]  # (B, 1, n, o): 1 if the target is the first token
-        early = on_first.any((0, 1, 3)).nonzero()[:, 0]  # rows whose window contains the first token
         first_mask = on_first[:, :, early]
         uniform = (1 / rows.visible_keys.clamp(min=1)).to(p)  # (1 or B, 1 or H, n)
         baseline = (uniform.expand(len(p), -1, -1)[:, :, None] @ eligible[:, None])[:, :, 0]  # (B, 1 or H, o)
@@ -96,8 +95,7 @@ class ArgmaxOffsetMetric(Metric):
         """Compute the hits at each offset."""
         hits = rows.near.floor() * rows.counted[:, None, :, None]  # only the largest e of a row is 1
         tied = hits.sum(-1, keepdim=True)  # (B, H, n, 1)
-        if bool((tied > 1).any()):
-            hits = hits / tied.clamp(min=1)
+        hits.div_(tied.clamp_(min=1))
         return _pad_offsets(hits.sum(2)), _pad_offsets(_offset_targets(rows)[0].sum(1)[:, None])
 
 
@@ -157,12 +155,13 @@ def _pad_offsets(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, len(OFFSETS) - values.shape[-1]))
 
 
-def _offset_targets(rows: RowStats) -> tuple[Tensor, Tensor]:
-    """Return masks of the offsets at which a row has a token, and a token other than the first: (B, n, o) each."""
-    present, eligible = rows.batch_context.valid_offsets(
-        rows.positions, rows.counted, OFFSETS[: rows.near.shape[-1]], rows.sees_future_keys
-    )
-    return present.to(rows.near), eligible.to(rows.near)
+def _offset_targets(rows: RowStats) -> tuple[Tensor, Tensor, Tensor]:
+    """Return masks of the offsets at which a row has a token, and a token other than the first, (B, n, o) each, and the rows
+    whose window contains the first token."""
+    call = rows.attention_call
+    key = (rows.sees_future_keys, len(rows.positions), call.q.shape[2], call.k.shape[2])
+    targets = rows.batch_context.offset_targets(rows.positions, rows.counted, OFFSETS[: rows.near.shape[-1]], key)
+    return targets.present.to(rows.near), targets.eligible.to(rows.near), targets.rows_near_first
 
 
 def _window_value_norms(rows: RowStats) -> Tensor:

@@ -8,6 +8,7 @@ compared with each other but not summed.
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,17 +16,18 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.host_copy_queue import HostCopyQueue
 from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec, RoleTarget
 from headwise.analysis.metrics.role_examples import ExamplePosition, ExampleStore
 from headwise.analysis.metrics.row_blocks import value_output_norms
 from headwise.analysis.metrics.statistics import MIN_UNITS
-from headwise.analysis.metrics.task_metric import TaskMetric, TaskRunDetails, token_names
+from headwise.analysis.metrics.task_metric import TaskMetric, TaskMetricResult, token_names
 from headwise.analysis.recording.batching import forward_ids, tokenizer_of
 from headwise.analysis.recording.text_hash_split import BUCKETS
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall, HookPoint
-from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
+from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.model import ModelProtocol, ResidualStream
 from headwise.progress import Progress
 from headwise.text import Tokenizer
@@ -114,7 +116,7 @@ class PromptMetric(TaskMetric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskRunDetails:
+    ) -> TaskMetricResult:
         """Run the prompts and add up the scores. The result has the reason if the model cannot be tested."""
         accumulator.register_metrics(self.names)
         if progress is not None:
@@ -122,7 +124,7 @@ class PromptMetric(TaskMetric):
         try:
             totals, examples = self.measure(model, seed)
         except HeadwiseError as error:
-            return TaskRunDetails(skip_reason=str(error))
+            return TaskMetricResult(skip_reason=str(error))
         finally:
             if progress is not None:
                 progress(self.score_spec.corpus_label, 1, 1)
@@ -131,7 +133,7 @@ class PromptMetric(TaskMetric):
             if count:
                 accumulator.sums[self.names[0]][sample % BUCKETS] += sums[sample]
                 accumulator.counts[self.names[0]][sample % BUCKETS] += count
-        return TaskRunDetails(examples=examples)
+        return TaskMetricResult(examples=examples)
 
     @abstractmethod
     def measure(self, model: ModelProtocol, seed: int) -> tuple["SampleTotals", ExampleStore]:
@@ -251,20 +253,28 @@ def run_prompts(
             predictions = model.output(states[:, list(rows)]).argmax(-1)  # (B, R)
             slots = [int(starts[i]) + r for i in batch_ids for r in range(len(rows))]
             correct[slots] = (predictions == capture.answer).flatten().cpu().numpy()
+            copies = HostCopyQueue()
             for kind, array in arrays.items():
                 for first_head, values in capture.results[kind].items():
-                    array[slots, first_head : first_head + values.shape[1]] = (
-                        to_float64(values.permute(0, 2, 1).flatten(0, 1)).cpu().numpy()
-                    )
+                    copies.add([values], partial(_store_responses, array, slots, first_head))
             for row, index in enumerate(example_ids):
                 if index in batch_ids:
                     examples.arrays["recorded"][row] = 1
                     for first_head, maps in capture.maps.items():
-                        head_maps = maps[batch_ids.index(index)].float().cpu().numpy()  # (H, S)
-                        examples.arrays["maps"][row, first_head : first_head + len(head_maps), : head_maps.shape[1]] = (
-                            head_maps
-                        )
+                        head_maps = maps[batch_ids.index(index)].float()  # (H, S)
+                        copies.add([head_maps], partial(_store_map, examples.arrays["maps"][row], first_head))
+            copies.flush()
     return HeadResponses(**arrays, correct=correct, examples=examples)
+
+
+def _store_responses(array: np.ndarray, slots: list[int], first_head: int, values: Tensor) -> None:
+    """Write the responses of a hook point's heads, (B, H, R), into the rows of their targets."""
+    array[slots, first_head : first_head + values.shape[1]] = values.double().permute(0, 2, 1).flatten(0, 1).numpy()
+
+
+def _store_map(maps: np.ndarray, first_head: int, head_maps: Tensor) -> None:
+    """Write the attention of a hook point's heads at one target, (H, S)."""
+    maps[first_head : first_head + len(head_maps), : head_maps.shape[1]] = head_maps.numpy()
 
 
 def _blank_examples(model: ModelProtocol, name: str, prompts: Sequence[PromptWithTargets], heads: int) -> ExampleStore:

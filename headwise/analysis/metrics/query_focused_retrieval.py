@@ -23,7 +23,7 @@ from headwise.analysis.metrics.role_examples import ExamplePosition, ExampleStor
 from headwise.analysis.metrics.row_stats import RowStats
 from headwise.analysis.metrics.task_metric import (
     ControlledTextMetric,
-    TaskRunDetails,
+    TaskMetricResult,
     run_task,
     sample_from_ids,
     token_names,
@@ -99,16 +99,16 @@ class QueryFocusMetric(ControlledTextMetric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskRunDetails:
+    ) -> TaskMetricResult:
         """Read the questions and add up the weights. The examples start at the last token of some questions."""
         accumulator.register_metrics(self.names)
         if model.spec.kind == "encoder-decoder":
-            return TaskRunDetails(
+            return TaskMetricResult(
                 "encoder-decoder models are not supported: questions and documents must be in one text."
             )
         texts, _ = self.texts_and_controls(model, seed)
         if len(texts) < MIN_SAMPLES:
-            return TaskRunDetails(
+            return TaskMetricResult(
                 f"{len(texts)} of {PROMPTS} prompts fit this tokenizer and context. {MIN_SAMPLES} are needed."
             )
         examples = ExampleStore(
@@ -116,7 +116,7 @@ class QueryFocusMetric(ControlledTextMetric):
         )
         recorders = [ExampleRecorder(examples, self.score_spec.name)]
         run_task(model, self, accumulator, seed, observers=recorders, progress=progress)
-        return TaskRunDetails(examples=examples)
+        return TaskMetricResult(examples=examples)
 
     def _example_position(self, model: ModelProtocol, sample: TextSample) -> ExamplePosition:
         """Return the position of the last question token, with all tokens of its document as targets."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from headwise.analysis.metrics.metric import RoleTarget
 from headwise.distributed.process_group import ProcessGroup
@@ -241,10 +242,10 @@ def repeated_token_examples(tokens: Sequence[Sequence[str]], start: int, length:
     return positions
 
 
-def attention_from_position(position: ExamplePosition, call: AttentionCall, example: int, start: int) -> np.ndarray:
+def attention_from_position(position: ExamplePosition, call: AttentionCall, example: int, start: int) -> Tensor:
     """Return the attention of the heads of a call from one token, (H, S). The text begins at column `start`."""
     row = call.map_rows([position.source + start], slice(example, example + 1))  # (1, H, 1, T)
-    return row[0, :, 0, start : start + len(position.names)].float().cpu().numpy()
+    return row[0, :, 0, start : start + len(position.names)].float()
 
 
 def make_marked_segments(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:

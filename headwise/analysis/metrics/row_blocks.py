@@ -183,9 +183,8 @@ def _visible_block(params: ScoreParams, rows: range, T: int, S: int, device: tor
     if params.mask is None or params.mask.is_full(T, S):
         visible, empty = torch.full((1, 1, len(rows)), len(cols), device=device), torch.ones(1, 1, len(rows), 0)
         return VisibleBlock(rows, cols, S - T, params.mask, visible, slice(0, 0), empty.bool().to(device))
-    # first and last column with a hidden entry
-    mask, hidden_bounds = (params.mask, [cols.stop, cols.start - 1])
-    visible = torch.zeros(1, 1, len(rows), dtype=torch.long, device=device)
+    mask = params.mask
+    visible, hidden_columns = torch.zeros(1, 1, len(rows), dtype=torch.long, device=device), []
 
     def mask_block(chunk: range) -> Tensor:
         return mask.block(rows, chunk, T, S, device).expand(-1, -1, len(rows), len(chunk))  # (1 or B, 1 or H, R, c)
@@ -193,11 +192,10 @@ def _visible_block(params: ScoreParams, rows: range, T: int, S: int, device: tor
     for chunk in column_chunks(cols):
         allowed = mask_block(chunk)
         visible = visible + allowed.sum(-1)
-        columns = (~allowed).flatten(0, -2).any(0).nonzero()[:, 0]
-        if len(columns):
-            hidden_bounds = [min(hidden_bounds[0], chunk[int(columns[0])]), chunk[int(columns[-1])]]
-    partial = range(hidden_bounds[0], hidden_bounds[1] + 1) or range(cols.start, cols.start)
-    columns = slice(partial.start - cols.start, partial.stop - cols.start)
+        hidden_columns.append((~allowed).flatten(0, -2).any(0))  # (c,)
+    hidden = torch.cat(hidden_columns).cpu().nonzero()[:, 0].tolist() or [0, -1]
+    columns = slice(hidden[0], hidden[-1] + 1)  # from the first to the last column with a hidden entry
+    partial = range(cols.start + columns.start, cols.start + columns.stop)
     return VisibleBlock(rows, cols, S - T, mask, visible, columns, mask_block(partial).clone())
 
 

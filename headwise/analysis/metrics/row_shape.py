@@ -88,7 +88,7 @@ class OutputNormMetric(Metric):
         # (B, H, T)
         norms, real_tokens = (
             output_norms(rows.attention_call.z, rows.output_gram),
-            rows.batch_context.batch.real_tokens,
+            rows.batch_context.batch.real_tokens[:, -rows.attention_call.z.shape[2] :],  # queries are the last tokens
         )
         fractions = norms / norms.sum(1, keepdim=True).clamp(min=1e-30)
         return (torch.stack((norms, fractions), -1) * real_tokens[:, None, :, None]).sum(2), real_tokens.sum(1)[

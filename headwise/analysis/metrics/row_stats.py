@@ -10,7 +10,13 @@ from torch import Tensor
 
 from headwise.analysis.metrics.attention_call import AttentionCallContext, BlockListener
 from headwise.analysis.metrics.batch_context import NORM, WINDOW, BatchContext, FarRepeatPairs
-from headwise.analysis.metrics.row_blocks import RowBlock, count_sampled_rows, iter_row_blocks, visible_blocks
+from headwise.analysis.metrics.row_blocks import (
+    RowBlock,
+    VisibilityCache,
+    count_sampled_rows,
+    iter_row_blocks,
+    visible_blocks,
+)
 from headwise.errors import HeadwiseError
 from headwise.heads.hook_point import AttentionCall
 from headwise.kernels.score_params import ScoreParams
@@ -81,7 +87,7 @@ class RowStats:
 
     def value_weighted_sum(self, feature: str) -> Tensor:
         """Return Σ p · feature · norm of the value output, (B, H, n), for a token feature."""
-        return self._fractions[..., self.batch_context.layout.value_weighted_index[feature]]
+        return self._fractions[..., self.batch_context.layout.value_weighted_column_by_feature[feature]]
 
     def visible_feature_sum(self, feature: str) -> Tensor:
         """Return the sum of a token feature over the visible keys, (B, 1 or H, n)."""
@@ -180,7 +186,7 @@ def blockwise_row_stats(
     (B, H, T, _), S, device = attention_call.q.shape, attention_call.k.shape[2], key_features.device
     n, ahead = (
         count_sampled_rows(T, row_stride),
-        any_future_keys_visible(attention_call.params, T, S, key_features.device),
+        any_future_keys_visible(attention_call.params, T, S, key_features.device, batch_context.visibility),
     )
     new, hits = key_features.new_zeros, any(key_target.hits for key_target in batch_context.layout.key_targets)
     total, energy, square, top = (new(B, H, n) for _ in range(4))
@@ -228,12 +234,12 @@ def blockwise_row_stats(
     )  # fmt: skip
 
 
-def any_future_keys_visible(params: ScoreParams, T: int, S: int, device: torch.device) -> bool:
+def any_future_keys_visible(params: ScoreParams, T: int, S: int, device: torch.device, cache: VisibilityCache) -> bool:
     """Return whether any row sees a later key. For causal masks the answer follows from the key ranges alone."""
     past = S - T
     if all(params.key_range(range(i, i + 1), T, S).stop <= i + past + 1 for i in {0, T // 2}):
         return False
-    return any(visible.sees_future_keys for visible in visible_blocks(params, T, S, device))
+    return any(visible.sees_future_keys for visible in visible_blocks(params, T, S, device, cache=cache))
 
 
 def _max_non_special(block: RowBlock, ordinary: Tensor) -> Tensor:

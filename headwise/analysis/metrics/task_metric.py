@@ -23,7 +23,7 @@ SCORE, BASELINE, VALUE_WEIGHTED = range(3)  # columns of each group of three sco
 
 
 @dataclass(frozen=True, eq=False)
-class TaskRunDetails:
+class TaskMetricResult:
     """Result of a task besides its sums.
 
     Attributes:
@@ -46,7 +46,7 @@ class TaskMetric(MetricSpecMixin, ABC):
     @abstractmethod
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskRunDetails:
+    ) -> TaskMetricResult:
         """Run the task on a model and add its scores to an accumulator."""
 
 
@@ -65,10 +65,10 @@ class ControlledTextMetric(TaskMetric, Metric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskRunDetails:
+    ) -> TaskMetricResult:
         """Run the texts and the controls."""
         run_task(model, self, accumulator, seed, progress=progress)
-        return TaskRunDetails()
+        return TaskMetricResult()
 
 
 def run_task(

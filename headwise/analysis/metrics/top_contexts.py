@@ -15,7 +15,6 @@ from headwise.analysis.metrics.role_examples import make_marked_segments, render
 from headwise.analysis.metrics.row_blocks import RowBlock
 from headwise.analysis.recording.batching import TextSample
 from headwise.distributed.process_group import ProcessGroup
-from headwise.kernels.rounding_tolerance import to_float64
 
 CONTEXTS_PER_HEAD = 8
 
@@ -67,18 +66,18 @@ class TopContexts(AttentionObserver):
         real_tokens = batch.real_tokens[:, block.rows.start : block.rows.stop]
         idle = attends_to_itself | attends_to_first | ~real_tokens[:, None]
         heads = slice(call.first_head + block.heads.start, call.first_head + block.heads.stop)
-        self.add_top_rows(heads, block, idle, batch.samples, batch.first_token_positions)
+        positions_and_weights = self._top_rows(heads, block, idle, batch.first_token_positions)
+        if positions_and_weights is not None:
+            batch_context.host_copies.add(positions_and_weights, partial(self._merge_rows, heads, batch.samples))
 
-    def add_top_rows(
-        self, heads: slice, block: RowBlock, idle: Tensor, samples: Sequence[TextSample], starts: Tensor
-    ) -> None:
-        """Add the best rows of a block. `idle` (B, h, R) marks rows that do not count, `starts` (B,) the left padding."""
+    def _top_rows(self, heads: slice, block: RowBlock, idle: Tensor, starts: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the best rows of a block: text, query and key, (h, kept, 3), and weight, (h, kept). None if they are
+        below the present contexts. `idle` (B, h, R) marks rows that do not count, `starts` (B,) the left padding."""
         confidence = torch.where(idle, 0.0, 1 / block.total)  # the largest e is 1: (B, h, R)
         B, h, R = confidence.shape
-        own_weights = self.weights[heads]
-        if not (confidence.amax((0, 2)).cpu().numpy() > own_weights[:, -1]).any():
-            return  # the usual case, once a few blocks have passed
-        limit = self.weights.shape[1]
+        on_host, limit = confidence.device.type == "cpu", self.weights.shape[1]
+        if on_host and not (confidence.amax((0, 2)).numpy() > self.weights[heads][:, -1]).any():
+            return None  # the usual case, once a few blocks have passed; on a device the question itself is a copy
         best, flat_index = confidence.transpose(0, 1).reshape(h, B * R).topk(min(limit, B * R), dim=1)  # (h, kept)
         row, example = flat_index % R, flat_index // R
         index = torch.arange(h, device=flat_index.device)[:, None].expand_as(flat_index)
@@ -87,7 +86,14 @@ class TopContexts(AttentionObserver):
         block_positions = torch.stack(
             (example, row + block.rows.start + block.past - first, column + block.cols.start - first), -1
         )
-        positions, weights = block_positions.cpu().numpy(), to_float64(best).cpu().numpy()
+        return block_positions, best
+
+    def _merge_rows(
+        self, heads: slice, samples: Sequence[TextSample], row_positions: Tensor, row_weights: Tensor
+    ) -> None:
+        """Add the best rows of a block on the host."""
+        positions, weights = row_positions.numpy(), row_weights.double().numpy()
+        own_weights, limit = self.weights[heads], self.weights.shape[1]
         sample_ids = np.array([sample.index for sample in samples])
         positions = np.concatenate((sample_ids[positions[..., :1]], positions[..., 1:]), -1)
         weights, positions = (

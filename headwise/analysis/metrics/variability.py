@@ -23,7 +23,7 @@ from headwise.analysis.recording.recording import select_heads
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import ArgumentError
 from headwise.heads.head import HeadPattern
-from headwise.kernels.rounding_tolerance import to_float64
+from headwise.kernels.rounding_tolerance import float64_device, to_float64
 from headwise.model import ModelProtocol, eval_mode
 
 LENGTH, TEXTS = 16, 16  # tokens per text, and number of texts: sentences are short, and the metric must be cheap
@@ -110,13 +110,14 @@ class VariabilityAccumulator(BlockAccumulator):
 
     def __init__(self, call: AttentionCallContext) -> None:
         B, H = call.attention_call.q.shape[:2]
-        self.deviation, self.weight = (torch.zeros(B, H, dtype=torch.float64) for _ in range(2))
+        device = float64_device(call.attention_call.q.device)
+        self.deviation, self.weight = (torch.zeros(B, H, dtype=torch.float64, device=device) for _ in range(2))
 
     def add_block(self, block: RowBlock) -> None:
         """Add one block of rows, which has the same positions of every text."""
         p = block.normalize(block.e)  # (B, h, R, C)
-        self.weight[:, block.heads] += to_float64(p.sum((2, 3))).cpu()
-        self.deviation[:, block.heads] += to_float64(p - p.mean(0)).abs().sum((2, 3)).cpu()
+        self.weight[:, block.heads] += to_float64(p.sum((2, 3)))
+        self.deviation[:, block.heads] += to_float64(p - p.mean(0)).abs().sum((2, 3))
 
     def sums_and_counts(self) -> tuple[Tensor, Tensor]:
         """Return Σ|p − p̄| and 2Σp, (B, H, 1) each."""

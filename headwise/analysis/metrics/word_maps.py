@@ -34,25 +34,25 @@ class WordMapAccumulator(BlockAccumulator):
         self.arcs, self.call, self.relations, self.sampler = arcs, call, relations, sampler
         self.norm_feature = call.batch_context.layout.feature_index[NORM]
         size = len(arcs.per_text), call.attention_call.q.shape[1], arcs.words, arcs.key_to_word_matrix.shape[-1]
-        self.plain, self.value_weighted = torch.zeros(2, *size).unbind()  # (N, H, W, W + shared)
+        # (2, N, H, W, W + shared), on the device of the call: the host gets words, not tokens
+        self.maps = torch.zeros(2, *size, device=arcs.batch.ids.device)
 
     def add_block(self, block: RowBlock) -> None:
         """Add one block of rows."""
         if not self.arcs.per_text:
             return
         rows, cols = (slice(span.start, span.stop) for span in (block.rows, block.cols))
-        from_words, to_words = (
-            self.arcs.query_to_word_matrix[:, None, :, rows],
-            self.arcs.key_to_word_matrix[:, None, cols],
-        )
+        from_word_matrix, to_word_matrix = self.arcs.matrices_on_device
+        from_words, to_words = from_word_matrix[:, None, :, rows], to_word_matrix[:, None, cols]
         norms = self.call.value_output_norms[:, block.heads, None, cols]
         row_norms = block.feature_sums[..., self.norm_feature].clamp(min=1e-30)[..., None]
-        for maps, p in ((self.plain, block.normalize(block.e)), (self.value_weighted, block.e * norms / row_norms)):
+        value_weighted = block.e * norms / row_norms
+        for maps, p in zip(self.maps, (block.normalize(block.e), value_weighted), strict=True):
             if len(self.arcs.per_text) < len(p):
                 p = p[self.arcs.batch_rows]
             if not self.arcs.batch.is_unpadded:  # padded rows may contain NaN, and 0 times NaN is NaN
                 p.masked_fill_(~self.arcs.batch.real_tokens[self.arcs.batch_rows, None, rows, None], 0.0)
-            maps[:, block.heads] += from_words @ (p.float().cpu() @ to_words)
+            maps[:, block.heads] += from_words @ (p.float() @ to_words)
 
     def sums_and_counts(self) -> tuple[Tensor, Tensor] | None:
         """Return sums over rows by relation and kind, (B, H, scores), and the number of rows, (B, 1, scores)."""
@@ -60,7 +60,7 @@ class WordMapAccumulator(BlockAccumulator):
             return None
         arcs = self.arcs
         plain, value_weighted = (
-            arcs.remove_shared_token_attention(maps) for maps in (self.plain, self.value_weighted)
+            arcs.remove_shared_token_attention(maps) for maps in self.maps.cpu().unbind()
         )  # (N, H, W, W)
         results = arcs.measure_rows(plain, value_weighted)
         if self.sampler is not None:

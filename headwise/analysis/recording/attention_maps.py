@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.recording.batching import forward_batch, make_batch, reachable_hook_points, tokenizer_of
-from headwise.analysis.recording.input_image import InputImage, image_sample, read_image
+from headwise.analysis.recording.read_images import InputImage, image_sample, read_image
 from headwise.analysis.recording.recording import HeadCall, ModelRecording, record, select_heads
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.heads.head import HeadPattern

@@ -93,10 +93,15 @@ class TokenBatch:
         """Column of the first token of each sample, (B,)."""
         return self.real_tokens.long().argmax(1)
 
+    @cached_property
+    def first_columns(self) -> list[int]:
+        """Column of the first token of each sample, as numbers on the host."""
+        return [0] * len(self.samples) if self.is_unpadded else self.first_token_positions.tolist()
+
     @property
     def is_unpadded(self) -> bool:
-        """Whether the batch has no padding."""
-        return bool(self.real_tokens.all())
+        """Whether the batch has no padding. Known from the lengths of the samples, without a copy from the device."""
+        return all(len(sample.ids) == self.ids.shape[1] for sample in self.samples)
 
     @property
     def source_attention_mask(self) -> Tensor | None:

@@ -23,7 +23,7 @@ promotes any earlier name changes the lead only if the other name is absent. So 
 cost must exceed a fraction of the cost there (prompt_trials.py), with its 95% interval above 0.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -79,6 +79,8 @@ def causal_test(
     texts: Sequence[TextSample],
     seed: int,
     progress: Progress,
+    *,
+    only: int | None = None,
 ) -> list[list[RoleEvidence]]:
     """Return the evidence with causal tests added.
 
@@ -94,6 +96,7 @@ def causal_test(
         texts: Texts for repeated-token cases and their controls.
         seed: Seed of the cases.
         progress: Progress callback.
+        only: Index of the single head to test. Its p-values are multiplied by the number of tests of all heads (Bonferroni).
     """
     heads_by_probe: dict[tuple[str, str], list[tuple[int, RoleEvidence]]] = {}  # (probe, role) → heads
     sets: dict[tuple[str, str], int] = {}  # (probe, role) → number of token sets
@@ -104,6 +107,10 @@ def causal_test(
                 uses_lists = entry.probe in (REPEATS_PROBE, SUPPRESSION_PROBE)
                 heads_by_probe.setdefault((entry.probe, "" if uses_lists else entry.role), []).append((head, entry))
     effects: dict[tuple[int, str], list[CausalEffect]] = {}  # (head, role) → one effect per tested token set
+    num_tests = _count_tests(heads_by_probe)
+    if only is not None:
+        selected = {key: [item for item in items if item[0] == only] for key, items in heads_by_probe.items()}
+        heads_by_probe = {key: items for key, items in selected.items() if items}
     for index, (key, candidates) in enumerate(heads_by_probe.items()):
         progress("ablations", index, len(heads_by_probe))
         trials = _trials(model, documents, texts, *key, seed)
@@ -122,7 +129,7 @@ def causal_test(
             for head, entry in candidates
             if bool(entry.family_size) == separate
         ]
-        _correct([effects[key] for key in family_keys if key in effects])
+        _correct([effects[key] for key in family_keys if key in effects], None if only is None else num_tests[separate])
     progress("ablations", len(heads_by_probe), len(heads_by_probe))
     count = {(head, entry.role): sets[key] for key, candidates in heads_by_probe.items() for head, entry in candidates}
     updated = [
@@ -137,10 +144,28 @@ def causal_test(
     return [sort_evidence(head_evidence) for head_evidence in updated]
 
 
-def _correct(effects: Sequence[list[CausalEffect]]) -> None:
-    """Correct the p-values of one family by Holm, in place: heads × roles × token sets that have a control."""
+def _count_tests(heads_by_probe: Mapping[tuple[str, str], Sequence[tuple[int, RoleEvidence]]]) -> dict[bool, int]:
+    """Return the largest possible number of tests, heads × roles × token sets, of the main and of the separate family."""
+    counts = {False: 0, True: 0}
+    for (probe, _), candidates in heads_by_probe.items():
+        for _, entry in candidates:
+            counts[bool(entry.family_size)] += 2 if probe in (REPEATS_PROBE, SUPPRESSION_PROBE) else 1
+    return counts
+
+
+def _correct(effects: Sequence[list[CausalEffect]], num_tests: int | None = None) -> None:
+    """Correct the p-values of one family in place: heads × roles × token sets that have a control.
+
+    Args:
+        effects: Effects of the tested heads.
+        num_tests: Number of tests for a correction by Bonferroni. None corrects these tests by Holm.
+    """
     tests = [(of_head, i) for of_head in effects for i, effect in enumerate(of_head) if effect.control_cost is not None]
-    for (of_head, i), p in zip(tests, holm_correction([of_head[i].p for of_head, i in tests]), strict=True):
+    uncorrected = [of_head[i].p for of_head, i in tests]
+    corrected = (
+        holm_correction(uncorrected) if num_tests is None else np.minimum(1.0, np.multiply(uncorrected, num_tests))
+    )
+    for (of_head, i), p in zip(tests, corrected, strict=True):
         of_head[i] = replace(of_head[i], p=float(p))
 
 

@@ -13,9 +13,9 @@ from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.metrics.task_metric import TaskMetric
 from headwise.analysis.metrics.top_contexts import TopContexts
 from headwise.analysis.recording.batching import TextSample, make_batches
-from headwise.analysis.recording.input_image import image_input_of, image_sample, read_images
-from headwise.analysis.roles.collect import CollectOptions, metric_specs_by_name
+from headwise.analysis.recording.read_images import image_input_of, image_sample, read_images
 from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
+from headwise.analysis.roles.profile_sums import CollectOptions, metric_specs_by_name
 from headwise.analysis.roles.roles import DEFAULT_ROLES, Role, assess, check_roles, score
 from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol, eval_mode

@@ -11,21 +11,25 @@ import torch
 
 from headwise.analysis.metrics.metric import Metric
 from headwise.analysis.metrics.task_metric import TaskMetric
+from headwise.analysis.recording.model_calls import reads_calls
+from headwise.analysis.roles.call_profile import profile_calls
 from headwise.analysis.roles.causal_test import causal_test, supports_causal_test
-from headwise.analysis.roles.collect import CollectOptions, collect, ignore_progress, select_metrics
 from headwise.analysis.roles.image_profile import profile_images
+from headwise.analysis.roles.profile_estimate import fit_batch_tokens
 from headwise.analysis.roles.profile_result import Profile, build_profile
+from headwise.analysis.roles.profile_sums import CollectOptions, collect, ignore_progress, select_metrics
 from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES, prompt_metrics
 from headwise.analysis.roles.roles import DEFAULT_ROLES, Role, assess, check_roles, score
 from headwise.distributed.process_group import open_process_group
 from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.randomize_attention_weights import control_model
-from headwise.progress import Progress
+from headwise.progress import ProgressOption, callback_of, shows_progress
 
 CONTROLS = ("random-init", "random-attention", "shuffled")
 
 
+@shows_progress
 def profile(
     model: ModelProtocol,
     corpus: Any = None,
@@ -40,7 +44,8 @@ def profile(
     batch_tokens: int = 2048,
     row_stride: int = 1,
     seed: int = 0,
-    progress: Progress | None = None,
+    memory_limit: str | int | None = None,
+    progress: ProgressOption = None,
 ) -> Profile:
     """Measure every head of a model over a corpus, and test its roles.
 
@@ -52,7 +57,8 @@ def profile(
     Args:
         model: A headwise model or an attached model.
         corpus: A text, a list of texts, a path or a `Corpus`. None uses the embedded probe set, or the synthetic language for
-            models trained on it. For models with pixel input: a folder, or a list of paths, Pillow images or tensors.
+            models trained on it. For models with pixel input: a folder, or a list of paths, Pillow images or tensors. For
+            torch modules: a list of calls (`hw.attach`).
         metrics: Additional metrics, measured with the default ones (docs/analysis.md).
         roles: Additional roles, tested with the default ones.
         relations: Documents with gold arcs, if not those of the corpus. False measures no relations.
@@ -64,7 +70,10 @@ def profile(
         batch_tokens: Maximum number of tokens per batch.
         row_stride: For very long texts: one of every `row_stride` blocks of 64 query rows is measured.
         seed: Seed of repeated tokens, shuffling, tasks and causal tests.
+        memory_limit: Expected peak memory, weights included, such as `"8 GB"`. Batches become smaller to fit, and an error
+            says so before the work starts if they cannot. `headwise.analysis.estimate_profile` estimates time and memory.
         progress: Called with a label, the number of items done and the total, which may be None.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         The profile. `profile["5.1"]` is the profile of one head.
@@ -81,10 +90,16 @@ def profile(
     >>> [str(head.address) for head in result]
     ['0.0', '0.1']
     """
+    progress = callback_of(progress)
+    batch_tokens = fit_batch_tokens(model, batch_tokens, memory_limit)
     options = CollectOptions(
         relations=relations, control=control, max_length=max_length, batch_tokens=batch_tokens, row_stride=row_stride,
         keep_texts=causal and supports_causal_test(model), seed=seed, progress=progress or ignore_progress,
     )  # fmt: skip
+    if reads_calls(model):
+        if prompts:
+            raise ArgumentError("prompts=True: not supported for a corpus of calls. Use prompts=False.")
+        return profile_calls(model, corpus, metrics, roles, options)
     if model.image_input is not None:
         if relations or max_length is not None or prompts:
             raise ArgumentError(

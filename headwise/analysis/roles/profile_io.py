@@ -28,6 +28,11 @@ INTERVALS = ("interval", "effect_interval", "excess_interval")
 
 def save_profile(profile: Profile, path: str | Path) -> Path:
     """Write a profile to one compressed file. Load it with `load_profile`."""
+    return write_atomic(path, profile_to_bytes(profile))
+
+
+def profile_to_bytes(profile: Profile) -> bytes:
+    """Return the content of the file that `save_profile` writes."""
     arrays = {f"sums/{group}": value for group, value in profile.accumulator.sums.items()}
     arrays |= {f"counts/{group}": value for group, value in profile.accumulator.counts.items()}
     header = {
@@ -45,12 +50,20 @@ def save_profile(profile: Profile, path: str | Path) -> Path:
         header["causal"] = profile.relation_metric.causal
         arrays |= {f"relations/{name}": value for name, value in profile.relation_metric.arc_count_arrays().items()}
     arrays |= {f"examples/{name}": value for name, value in profile.examples.arrays.items()}
-    return write_npz(path, header, arrays)
+    return npz_to_bytes(header, arrays)
+
+
+def profile_from_bytes(content: bytes) -> Profile:
+    """Return the profile of a content made by `profile_to_bytes`."""
+    return _checked_profile(*npz_from_bytes(content, "profile"), "profile")
 
 
 def load_profile(path: str | Path) -> Profile:
     """Load a file written by `save_profile`. Raise FileFormatError if it is damaged or of another version."""
-    header, arrays = read_npz(path)
+    return _checked_profile(*read_npz(path), path)
+
+
+def _checked_profile(header: dict[str, Any], arrays: dict[str, np.ndarray], path: str | Path) -> Profile:
     try:
         return _profile_from_stored(header, arrays)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -72,22 +85,38 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 
 def write_npz(path: str | Path, stored: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Path:
     """Write header and arrays to a file atomically."""
+    return write_atomic(path, npz_to_bytes(stored, arrays))
+
+
+def npz_to_bytes(stored: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return header and arrays as the content of a compressed file."""
     buffer = BytesIO()
     header = np.frombuffer(json.dumps({"version": VERSION, **stored}).encode(), dtype=np.uint8)
     np.savez_compressed(buffer, **arrays, header=header)  # pyright: ignore[reportArgumentType]
-    return write_atomic(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def read_npz(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Read header and arrays from a file."""
     try:
-        with np.load(BytesIO(Path(path).read_bytes()), allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        header = json.loads(arrays.pop("header").tobytes())
+        content = Path(path).read_bytes()
     except FileNotFoundError:
         raise FileFormatError(
             f"{path}: file not found. Check the path, or create it with headwise profile MODEL --save FILE."
         ) from None
+    except OSError as error:
+        raise FileFormatError(
+            f"{path}: not a profile, or damaged ({error}). Create it again with headwise profile MODEL --save FILE."
+        ) from None
+    return npz_from_bytes(content, path)
+
+
+def npz_from_bytes(content: bytes, path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return header and arrays of a compressed file. `path` is named in errors."""
+    try:
+        with np.load(BytesIO(content), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        header = json.loads(arrays.pop("header").tobytes())
     except Exception as error:  # zipfile, zlib, numpy and json each have their own
         raise FileFormatError(
             f"{path}: not a profile, or damaged ({error}). Create it again with headwise profile MODEL --save FILE."

@@ -7,14 +7,14 @@ import numpy as np
 
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.copy_suppression import CopySuppressionMetric
-from headwise.analysis.metrics.long_offsets import (
+from headwise.analysis.metrics.name_movers import NameMoverMetric
+from headwise.analysis.metrics.name_suppression import NameSuppressionMetric
+from headwise.analysis.metrics.outside_window_attention import (
     FAR_OFFSET_SPECS,
     FIXED_POSITION_SPECS,
     OUTSIDE_WINDOW,
-    FarPositionTaskMetric,
+    OutsideWindowAttentionMetric,
 )
-from headwise.analysis.metrics.name_movers import NameMoverMetric
-from headwise.analysis.metrics.name_suppression import NameSuppressionMetric
 from headwise.analysis.metrics.query_focused_retrieval import QueryFocusMetric
 from headwise.analysis.metrics.statistics import bootstrap_interval
 from headwise.analysis.metrics.successor import SuccessorMetric
@@ -32,7 +32,7 @@ def prompt_metrics() -> tuple[TaskMetric, ...]:
         NameSuppressionMetric(),
         CopySuppressionMetric(),
         QueryFocusMetric(),
-        FarPositionTaskMetric(),
+        OutsideWindowAttentionMetric(),
     )
 
 
@@ -62,7 +62,8 @@ def streaming_candidate_mask(accumulator: Accumulator) -> np.ndarray | None:
 
     The upper end of the 95% CI of the attention outside sink tokens and window is below STREAMING_THRESHOLD. The condition is
     necessary, not sufficient: induction heads meet it, because they attend to the first token of ordinary text. Streaming is
-    recommended only if the loss with the KV head streaming was measured as well (`headwise.compression.streaming_cost`).
+    recommended only if the loss with the KV head streaming was measured as well
+    (`headwise.compression.streaming_loss_evaluator`).
     """
     if OUTSIDE_WINDOW.name not in accumulator.fields:
         return None

@@ -18,10 +18,10 @@ from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.variability import VARIABILITY, measure_variability
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.causal_test import causal_test, supports_causal_test
-from headwise.analysis.roles.collect import RetainedTextCollector, ignore_progress, metric_specs_by_name, run_tasks
 from headwise.analysis.roles.merge_profiles import merge_sums
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
+from headwise.analysis.roles.profile_sums import RetainedTextCollector, ignore_progress, metric_specs_by_name, run_tasks
 from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES, prompt_metrics
 from headwise.analysis.roles.roles import DEFAULT_ROLES, assess, score
 from headwise.distributed.job_executors import check_executor, run_jobs_as_completed
@@ -29,7 +29,7 @@ from headwise.errors import ArgumentError, FileFormatError
 from headwise.io.atomic_write import write_atomic
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.weights_digest import weights_digest
-from headwise.progress import Progress
+from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.text.corpus import Corpus
 from headwise.text.corpus_shards import TextShard, file_sources, split_shards
 from headwise.weights import load
@@ -49,6 +49,7 @@ class _ShardOptions:
     seed: int
 
 
+@shows_progress
 def profile_shards(
     model: ModelProtocol | str,
     corpus: Any,
@@ -64,7 +65,9 @@ def profile_shards(
     shard_characters: int = SHARD_CHARACTERS,
     processes: int | None = None,
     executor: Executor | str | None = None,
-    progress: Progress | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str | None = None,
+    progress: ProgressOption = None,
 ) -> Profile:
     """Profile a corpus of any size: run `profile` shard by shard into a folder, and merge the shards.
 
@@ -85,17 +88,21 @@ def profile_shards(
         shard_characters: Approximate number of characters per shard.
         processes: Number of worker processes. None runs in this process.
         executor: Executor, or its name, that runs the shards.
+        device: Device of a model given by name, here and in the workers, as in `hw.load`.
+        dtype: Data type of a model given by name, as in `hw.load`.
         progress: Called with a label, the number of items done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         The merged profile.
     """
+    progress = callback_of(progress)
     check_executor(executor)
     out, report = Path(out), progress or ignore_progress
     full_corpus, in_process = Corpus.of(corpus), executor is None and processes in (None, 1)
     _check_request(model, full_corpus, in_process=in_process)
     options = _ShardOptions(max_length, batch_tokens, row_stride, seed)
-    loaded = load(model) if isinstance(model, str) else model
+    loaded = load(model, device=device, dtype=dtype) if isinstance(model, str) else model
     digest = weights_digest(loaded)
     shards = _prepare_shards(
         out, full_corpus, digest, options, relations, {"causal": causal, "prompts": prompts or None}, shard_characters
@@ -119,7 +126,7 @@ def profile_shards(
         files = [str(file.resolve()) for file in full_corpus.files]
         jobs = [
             (
-                str(model),
+                (str(model), str(device), None if dtype is None else str(dtype).removeprefix("torch.")),
                 digest,
                 files,
                 full_corpus.name,
@@ -234,15 +241,22 @@ def _portable_relations(relations: Any) -> Any:
 
 
 def _profile_in_worker(
-    name: str, digest: str, files: list[str], corpus_name: str, shard: dict, relations: Any, options: dict, path: str
+    load_arguments: tuple[str, str, str | None],
+    digest: str,
+    files: list[str],
+    corpus_name: str,
+    shard: dict,
+    relations: Any,
+    options: dict,
+    path: str,
 ) -> None:
     """Profile one shard in a worker process."""
     if Path(path).is_file():
         return  # another worker was faster
-    model = _load_cached(name)
+    model = _load_cached(*load_arguments)
     if weights_digest(model) != digest:
         raise FileFormatError(
-            f"{name}: this worker has other weights than the process that started the run. "
+            f"{load_arguments[0]}: this worker has other weights than the process that started the run. "
             f"Give all workers the same model files."
         )
     relation_corpus = (
@@ -253,8 +267,8 @@ def _profile_in_worker(
 
 
 @lru_cache(maxsize=1)
-def _load_cached(name: str) -> ModelProtocol:
-    return load(name)
+def _load_cached(name: str, device: str, dtype: str | None) -> ModelProtocol:
+    return load(name, device=device, dtype=dtype)
 
 
 def _merge_shards(paths: list[Path], progress: Progress) -> ProfileSums:

@@ -233,6 +233,16 @@ def js_sums(rows: Tensor) -> np.ndarray:
     return upper + upper.T
 
 
+def js_sums_of_head(rows: Tensor, head: int) -> np.ndarray:
+    """Sum the Jensen–Shannon divergence in nats of one head and every head over concatenated rows: (H, N) → (H,)."""
+    rows = rows[:, (rows > 0).any(0)]
+    own, mixed = np.zeros(len(rows)), np.zeros(len(rows))
+    for part in rows.split(CHUNK_WEIGHTS, 1):
+        own += _p_log_p(part)
+        mixed += _p_log_p((part + part[head]) * 0.5)
+    return ((own + own[head]) / 2 - mixed).clip(min=0)
+
+
 def _js_per_head(rows: Tensor, others: Tensor) -> np.ndarray:
     """Sum the Jensen–Shannon divergence of each head's rows with other rows: (H, n, S), (H, n, S) → (H,)."""
     divergences = [(_p_log_p(p) + _p_log_p(q)) / 2 - _p_log_p((p + q) * 0.5) for p, q in zip(rows, others, strict=True)]

@@ -54,7 +54,7 @@ class HeadPair(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class HeadComparison:
+class HeadSimilarityResult:
     """Similarity of all pairs of heads. `comparison["js"]` returns a matrix or the scores by name.
 
     Metrics on sampled rows: "js" is the Jensen–Shannon divergence of attention rows in nats. "map_cosine" is the cosine of
@@ -187,7 +187,7 @@ def compare_heads(
     max_length: int = 256,
     heads: HeadPattern = "*",
     seed: int = 0,
-) -> HeadComparison:
+) -> HeadSimilarityResult:
     """Compare all pairs of heads by attention, outputs and weights.
 
     Args:
@@ -252,7 +252,7 @@ def compare_heads(
         "ov_rank": np.array([effective_rank(head.OV) for head in head_weights]),
         "qk_rank": np.array([effective_rank(head.QK) for head in head_weights]),
     }
-    return HeadComparison(addresses, matrices, scores, baselines, features.shape[1], texts, _missing_notes(model))
+    return HeadSimilarityResult(addresses, matrices, scores, baselines, features.shape[1], texts, _missing_notes(model))
 
 
 def _weight_baselines(model: ModelProtocol, seed: int) -> dict[str, np.ndarray]:

@@ -246,7 +246,7 @@ def _word_maps(model: ModelProtocol, text: str) -> tuple[Tensor, Tensor | None]:
     written_by_head: dict[Address, Tensor] = {}
 
     def listener(call: AttentionCall) -> None:
-        mean, total = _word_matrices(alignment, call.q)
+        mean, total = _word_pooling_matrices(alignment, call.q)
         weights = mean @ call.maps()[0].to(mean) @ total  # (H, W, W)
         states = mean @ call.z[0].to(mean)  # (H, W, e)
         try:
@@ -271,10 +271,10 @@ def _word_maps(model: ModelProtocol, text: str) -> tuple[Tensor, Tensor | None]:
     ).cpu() if is_complete else None
 
 
-def _word_matrices(alignment: Alignment, reference: Tensor) -> tuple[Tensor, Tensor]:
+def _word_pooling_matrices(alignment: Alignment, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return matrices that average (W, T) and sum (T, W) over the tokens of each word, in float64."""
     total = torch.zeros(
-        len(alignment.ids), len(alignment.words), dtype=torch.double, device=float64_device(reference.device)
+        len(alignment.ids), len(alignment.words), dtype=torch.double, device=float64_device(like.device)
     )
     for word, tokens in enumerate(alignment.tokens_of_word):
         total[list(tokens), word] = 1.0

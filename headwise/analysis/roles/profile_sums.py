@@ -160,7 +160,7 @@ def collect(
     addresses = tuple(address for hook_point in hook_points for address in hook_point.head_addresses)
     accumulator, top_contexts = Accumulator(len(addresses)), TopContexts(len(addresses))
     sampler = _make_sampler(model, selection, len(addresses))
-    relation_corpus = _relation_corpus(model, texts, options)
+    relation_corpus = select_relation_corpus(model, texts, options)
     relation_metric = _relation_metric(model, relation_corpus, accumulator, sampler, options)
     samples = RetainedTextCollector(keep_for_causal_test=options.keep_texts)
     text_metrics: list[Metric] = [*selection.corpus_metrics]
@@ -215,7 +215,9 @@ def _make_sampler(model: ModelProtocol, selection: MetricSelection, heads: int) 
     return ExampleSampler(heads, repeat_examples, layout, ahead=model.spec.kind != "decoder")
 
 
-def _relation_corpus(model: ModelProtocol, texts: TokenizedCorpus, options: CollectOptions) -> TokenizedCorpus | None:
+def select_relation_corpus(
+    model: ModelProtocol, texts: TokenizedCorpus, options: CollectOptions
+) -> TokenizedCorpus | None:
     """Return the documents of the relations: the texts themselves if they have relations, other documents, or None."""
     relations = options.relations
     if relations is False or (isinstance(relations, list) and not relations):

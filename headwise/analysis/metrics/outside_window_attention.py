@@ -26,11 +26,10 @@ from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_point
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec
 from headwise.analysis.metrics.prompt_metric import MIN_SAMPLES
 from headwise.analysis.metrics.row_blocks import value_output_norms
-from headwise.analysis.metrics.task_metric import TaskMetric, TaskRunDetails
+from headwise.analysis.metrics.task_metric import TaskMetric, TaskMetricResult
 from headwise.analysis.recording.batching import forward_ids, reachable_hook_points, tokenizer_of
 from headwise.analysis.recording.tokenized_corpus import default_corpus
 from headwise.heads.hook_point import AttentionCall
-from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.spec import CachePolicy
@@ -61,7 +60,7 @@ OUTSIDE_WINDOW = replace(
 )  # fmt: skip
 
 
-class FarPositionTaskMetric(TaskMetric):
+class OutsideWindowAttentionMetric(TaskMetric):
     """Far-offset, fixed-position and outside-window scores. Computed by `hw.profile(model, prompts=True)`.
 
     `outside window` is not measured for encoders, which have no cache.
@@ -69,7 +68,7 @@ class FarPositionTaskMetric(TaskMetric):
     Args:
         corpus: Texts to concatenate. None selects the default corpus of a profile.
 
-    >>> [spec.name for spec in FarPositionTaskMetric().metric_specs if spec.displayed]
+    >>> [spec.name for spec in OutsideWindowAttentionMetric().metric_specs if spec.displayed]
     ['far offset', 'fixed position', 'outside window']
     """
 
@@ -80,18 +79,18 @@ class FarPositionTaskMetric(TaskMetric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskRunDetails:
+    ) -> TaskMetricResult:
         """Read the texts, choose an offset and a position for each head, and add up their weights."""
         accumulator.register_metrics(self.names)
         if model.spec.kind == "encoder-decoder":
-            return TaskRunDetails(
+            return TaskMetricResult(
                 "encoder-decoder models are not supported: far offsets need a single stack and one text."
             )
         prefix, suffix = tokenizer_of(model).template_ids
         inner = range(max(1, len(prefix)), LENGTH - len(suffix))
         ids = concatenated_texts(model, self.corpus, seed)
         if len(ids) < MIN_SAMPLES:
-            return TaskRunDetails(
+            return TaskMetricResult(
                 f"too little context or text: {MIN_SAMPLES} texts of {LENGTH} tokens are needed. Got {len(ids)}."
             )
         hook_points = reachable_hook_points(model)
@@ -109,7 +108,7 @@ class FarPositionTaskMetric(TaskMetric):
                 forward_ids(model, batch_ids)
         if progress is not None:
             progress(FAR_OFFSET_SPECS[0].corpus_label, len(ids), len(ids))
-        return TaskRunDetails(chosen_offsets=self._add(accumulator, text_sums, np.array(full_attention)))
+        return TaskMetricResult(chosen_offsets=self._add(accumulator, text_sums, np.array(full_attention)))
 
     def _add(
         self, accumulator: Accumulator, text_sums: "_FarOffsetSums", full_attention: np.ndarray
@@ -168,19 +167,22 @@ class _FarOffsetSums:
         value_weighted = maps * value_output_norms(call)[:, :, None]
         value_weighted = value_weighted / value_weighted.sum(-1, keepdim=True).clamp(min=1e-30)
         index = (slice(first, first + B), slice(first_head, first_head + H))
-        for kind, weights in enumerate((maps, value_weighted)):
+        rows = range(STREAMING_POLICY.cached_tokens(LENGTH), LENGTH)
+        outside = attention_outside_window(maps[:, :, rows.start :], rows, STREAMING_POLICY).mean(-1)  # (B, H)
+        cell_means = [
+            weights[:, :, rows, keys].mean(-1)  # (B, H)
+            for weights in (maps, value_weighted)
+            for cells in self.cell_indices.values()
+            for rows, keys in cells
+        ]
+        means = torch.stack((*cell_means, outside)).cpu().double().numpy()  # in one copy
+        column = 0
+        for kind in range(2):
             for name, cells in self.cell_indices.items():
-                for choice, (rows, keys) in enumerate(cells):
-                    self.means[name][(kind, *index, choice)] = (
-                        to_float64(weights[:, :, rows, keys].mean(-1)).cpu().numpy()
-                    )
+                self.means[name][(kind, *index)] = np.moveaxis(means[column : column + len(cells)], 0, -1)
+                column += len(cells)
         if not self.ahead:
-            rows = range(STREAMING_POLICY.cached_tokens(LENGTH), LENGTH)
-            self.outside_window[index] = (
-                to_float64(attention_outside_window(maps[:, :, rows.start :], rows, STREAMING_POLICY).mean(-1))
-                .cpu()
-                .numpy()
-            )
+            self.outside_window[index] = means[-1]
 
 
 def attention_outside_window(weights: Tensor, rows: Sequence[int], policy: CachePolicy) -> Tensor:

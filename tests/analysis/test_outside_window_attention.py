@@ -6,15 +6,15 @@ import torch
 
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.batch_context import WINDOW
-from headwise.analysis.metrics.long_offsets import (
+from headwise.analysis.metrics.outside_window_attention import (
     LENGTH,
     STREAMING_POLICY,
     TEXTS,
-    FarPositionTaskMetric,
+    OutsideWindowAttentionMetric,
     attention_outside_window,
     concatenated_texts,
 )
-from headwise.analysis.metrics.task_metric import TaskRunDetails
+from headwise.analysis.metrics.task_metric import TaskMetricResult
 from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES, streaming_candidate_mask
 from headwise.analysis.roles.roles import assess, score
 from headwise.model import Transformer
@@ -33,8 +33,8 @@ def texts() -> list[str]:
     return [" ".join(rng.choice(WORDS, 14)) for _ in range(60)]
 
 
-def run_far_offset_task(built: WordModel) -> tuple[Accumulator, TaskRunDetails]:
-    accumulator, metric = Accumulator(built.heads), FarPositionTaskMetric(texts())
+def run_far_offset_task(built: WordModel) -> tuple[Accumulator, TaskMetricResult]:
+    accumulator, metric = Accumulator(built.heads), OutsideWindowAttentionMetric(texts())
     with torch.no_grad():
         result = metric.run(built.model, accumulator)
     assert result.skip_reason == ""
@@ -117,7 +117,7 @@ def test_far_offset_task_skips_layers_with_window() -> None:
     model.tokenizer = word_tokenizer(WORDS)
     accumulator = Accumulator(2)
     with torch.no_grad():
-        assert FarPositionTaskMetric(texts()).run(model, accumulator).skip_reason == ""
+        assert OutsideWindowAttentionMetric(texts()).run(model, accumulator).skip_reason == ""
     assert all(np.isnan(accumulator.mean(name)).all() for name in ("far offset", "fixed position", "outside window"))
     assert assess(score(accumulator, None, roles=PROMPT_ROLES), 2)[0] == [[], []]
 
@@ -129,7 +129,10 @@ def test_concatenated_texts_have_fixed_length_and_follow_seed() -> None:
     assert sequences != concatenated_texts(built.model, texts(), seed=1)
     assert concatenated_texts(WordModel(WORDS, heads=1, positions=LENGTH - 1).model, texts()) == []
     assert concatenated_texts(built.model, ["w1 w2"]) == []
-    assert "too little context or text" in FarPositionTaskMetric(["w1 w2"]).run(built.model, Accumulator(1)).skip_reason
+    assert (
+        "too little context or text"
+        in OutsideWindowAttentionMetric(["w1 w2"]).run(built.model, Accumulator(1)).skip_reason
+    )
 
 
 def test_attention_outside_window_equals_hand_count() -> None:
@@ -148,7 +151,7 @@ def false_alarms(seeds: range, gain: float, kind: str, size: tuple[int, int, int
         model = untrained_model(seed, gain, tokenizer, *size)
         accumulator = Accumulator(len(model.spec.head_addresses))
         with torch.no_grad():
-            task = FarPositionTaskMetric(None if kind == "pieces" else corpus)
+            task = OutsideWindowAttentionMetric(None if kind == "pieces" else corpus)
             assert task.run(model, accumulator, seed).skip_reason == ""
         evidence, _ = assess(score(accumulator, None, roles=PROMPT_ROLES), accumulator.heads)
         labels += [

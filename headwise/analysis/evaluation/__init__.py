@@ -1,0 +1,1 @@
+"""Evaluation of models on tasks of the lm-evaluation-harness and on local tasks."""

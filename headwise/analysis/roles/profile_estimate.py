@@ -1,0 +1,172 @@
+"""Estimate time and memory of a profile before it runs, and fit its batches into a memory limit.
+
+Time is measured: metrics run on two short pieces of the first text, and a linear and a quadratic term per text are fitted.
+Memory is computed from the sizes of the model: weights, the activations of one block, and the row statistics of one layer.
+"""
+
+import re
+import time
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from headwise.analysis.metrics.accumulator import Accumulator
+from headwise.analysis.metrics.metric_runner import MetricRunner
+from headwise.analysis.recording.batching import TextSample, make_batch
+from headwise.analysis.recording.model_calls import reads_calls
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis.roles.profile_sums import NUM_REPEATED_SEQUENCES, REPEATED_LENGTH, select_metrics
+from headwise.errors import ArgumentError, UnsupportedModelError
+from headwise.model import ModelProtocol, eval_mode
+from headwise.spec import ModelSpec
+
+PIECES = (48, 144)  # tokens of the two timed pieces
+HIDDEN_STATES, MLP_STATES = 8, 3  # tensors of one block that exist at the same time, at width and at MLP width
+ROW_STATISTICS = 200  # float32 numbers per token and head of one layer
+BLOCK_BYTES = 96 << 20  # blocks of attention weights, whatever the batch
+MIN_BATCH_TOKENS = 64
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+@dataclass(frozen=True)
+class ProfileEstimate:
+    """Expected time and memory of a profile. Causal tests, which depend on the roles found, are not included.
+
+    Attributes:
+        texts: Number of texts or chunks, those with gold relations included.
+        tokens: Number of their tokens.
+        batch_tokens: Tokens per batch.
+        seconds: Expected time on this machine.
+        weight_bytes: Memory of the weights.
+        peak_bytes: Expected peak memory: weights, and working memory of one batch.
+    """
+
+    texts: int
+    tokens: int
+    batch_tokens: int
+    seconds: float
+    weight_bytes: int
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        minutes, seconds = divmod(round(self.seconds), 60)
+        duration = f"{minutes} min {seconds} s" if minutes else f"{self.seconds:.1f} s"
+        return (
+            f"about {duration} and {self.peak_bytes / 1e9:.2f} GB ({self.weight_bytes / 1e9:.2f} GB of weights) for "
+            f"{self.tokens:,} tokens in {self.texts:,} texts, {self.batch_tokens:,} tokens per batch; causal tests are not "
+            f"included"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def estimate_profile(
+    model: ModelProtocol,
+    corpus: Any = None,
+    *,
+    relations: Any = None,
+    max_length: int | None = None,
+    batch_tokens: int = 2048,
+    row_stride: int = 1,
+    memory_limit: str | int | None = None,
+) -> ProfileEstimate:
+    """Estimate time and memory of `hw.profile` with these arguments.
+
+    Args:
+        model: A headwise model or an attached model that reads text.
+        corpus: Texts, as in `hw.profile`.
+        relations: Documents with gold arcs, as in `hw.profile`.
+        max_length: Plain text is split into chunks of this many tokens.
+        batch_tokens: Maximum number of tokens per batch.
+        row_stride: One of every `row_stride` blocks of 64 query rows is measured.
+        memory_limit: Limit, as in `hw.profile`. The batch is made smaller to fit.
+
+    Returns:
+        The estimate.
+    """
+    if model.image_input is not None or reads_calls(model):
+        raise UnsupportedModelError("estimate: available only for models that read text. Profile a few inputs instead.")
+    batch_tokens = fit_batch_tokens(model, batch_tokens, memory_limit)
+    texts = TokenizedCorpus.of(model, corpus, max_length)
+    first = next(iter(texts))
+    has_own_relations = relations is None and next(texts.relation_documents(), None) is not None
+    is_separate = relations is not False and not has_own_relations
+    documents = TokenizedCorpus.of(model, relations, max_length) if is_separate else ()
+    lengths = [len(sample.ids) for sample in chain(texts, documents)]
+    lengths += [2 * REPEATED_LENGTH] * NUM_REPEATED_SEQUENCES
+    linear, quadratic = _fit_seconds(model, first, row_stride)
+    seconds = sum(linear * length + quadratic * length**2 for length in lengths)
+    weights = _weight_bytes(model)
+    peak = weights + _batch_bytes(model, min(batch_tokens, sum(lengths)))
+    return ProfileEstimate(len(lengths), sum(lengths), batch_tokens, seconds, weights, peak)
+
+
+def fit_batch_tokens(model: ModelProtocol, batch_tokens: int, memory_limit: str | int | None) -> int:
+    """Return the number of tokens per batch with which a profile stays below a memory limit.
+
+    Raises:
+        ArgumentError: The limit is not a size, or the weights and the smallest batch exceed it.
+    """
+    if memory_limit is None:
+        return batch_tokens
+    limit = parse_bytes(memory_limit)
+    room = limit - _weight_bytes(model) - _batch_bytes(model, 0)
+    per_token = _batch_bytes(model, 1) - _batch_bytes(model, 0)
+    fitting = min(batch_tokens, room // per_token)
+    if fitting < min(MIN_BATCH_TOKENS, batch_tokens):
+        needed = _weight_bytes(model) + _batch_bytes(model, MIN_BATCH_TOKENS)
+        raise ArgumentError(
+            f"memory_limit: too small. Got {memory_limit!r}. Weights and the smallest batch need {needed / 1e9:.2f} GB. Load "
+            f"the model in half precision, or offload its weights."
+        )
+    return fitting
+
+
+def parse_bytes(size: str | int) -> int:
+    """Return a size in bytes.
+
+    >>> parse_bytes("1.5 GB"), parse_bytes("2GiB"), parse_bytes(1000)
+    (1500000000, 2147483648, 1000)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(size).strip().lower())
+    if match is None or match[2] not in UNITS or isinstance(size, bool):
+        raise ArgumentError(f"memory_limit: must be a size in bytes, such as '8 GB'. Got {size!r}.")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def _fit_seconds(model: ModelProtocol, sample: TextSample, row_stride: int) -> tuple[float, float]:
+    """Return seconds per token and per squared token of one text, measured on two pieces."""
+    selection = select_metrics(model)
+    lengths = [min(size, model.spec.context) for size in PIECES]
+    seconds = []
+    for length in (lengths[0], *lengths):  # the first run warms up
+        ids = (sample.ids * (length // max(1, len(sample.ids)) + 1))[:length]
+        batch = make_batch([replace(sample, ids=ids)], device=model.device)
+        heads = sum(len(hook_point.head_ids) for hook_point in model.gathered_hook_points())
+        runner = MetricRunner(Accumulator(heads), selection.corpus_metrics, row_stride)
+        start = time.perf_counter()
+        with eval_mode(model):
+            runner.run(model, [batch])
+        seconds.append(time.perf_counter() - start)
+    short, long = seconds[1:]
+    if lengths[0] == lengths[1]:
+        return short / lengths[0], 0.0
+    quadratic = max(0.0, (long / lengths[1] - short / lengths[0]) / (lengths[1] - lengths[0]))
+    return max(0.0, long / lengths[1] - quadratic * lengths[1]), quadratic
+
+
+def _weight_bytes(model: ModelProtocol) -> int:
+    weights = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}
+    return sum(weights.values())
+
+
+def _batch_bytes(model: ModelProtocol, tokens: int) -> int:
+    spec: ModelSpec = model.spec
+    width = next((weight.element_size() for weight in model.parameters() if weight.is_floating_point()), 4)
+    states = (HIDDEN_STATES * spec.width + MLP_STATES * spec.mlp_width) * width
+    return BLOCK_BYTES + tokens * (states + ROW_STATISTICS * spec.attention.heads * 4)

@@ -1,0 +1,237 @@
+"""Two sets of texts that a steering is found from: tokens, halves, mean head outputs and log-probabilities."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.recording.batching import tokenizer_of
+from headwise.errors import ArgumentError
+from headwise.heads.hook_point import AttentionCall
+from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.model import ModelProtocol, eval_mode
+from headwise.spec import Address
+
+BATCH_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class ContrastText:
+    """A tokenized text of one of the two sets.
+
+    Attributes:
+        ids: Token ids.
+        start: Index of the first token of the completion. Its tokens are scored, and their head outputs are averaged.
+        is_positive: Whether the text is from the positive set.
+        group: Key that copies of a text share, and the two texts of a pair. A group is never split between halves.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    is_positive: bool
+    group: str
+
+
+def tokenize_sets(model: ModelProtocol, positive: Sequence[Any], negative: Sequence[Any]) -> list[ContrastText]:
+    """Tokenize both sets. Sets of equal length are pairs by position."""
+    items = {"positive": _as_pairs("positive", positive), "negative": _as_pairs("negative", negative)}
+    overlap = set(items["positive"]) & set(items["negative"])
+    if overlap:
+        raise ArgumentError(
+            f"positive, negative: a text is in both sets, {next(iter(overlap))[1]!r:.60}. Keep it in one of them."
+        )
+    is_paired = len(positive) == len(negative)
+    groups = {name: [prompt or completion for prompt, completion in pairs] for name, pairs in items.items()}
+    if is_paired:
+        groups = dict.fromkeys(groups, _joined_groups(groups["positive"], groups["negative"]))
+    tokenizer, texts = tokenizer_of(model), []
+    for name, pairs in items.items():
+        for (prompt, completion), group in zip(pairs, groups[name], strict=True):
+            ids = tokenizer.encode(prompt + completion)
+            start = max(1, _common_prefix(tokenizer.encode(prompt), ids) if prompt else 1)
+            if len(ids) <= start:
+                raise ArgumentError(
+                    f"{name}: a text has no token to predict. Got {prompt + completion!r:.60}. Use longer texts."
+                )
+            if len(ids) > model.spec.context:
+                raise ArgumentError(
+                    f"{name}: a text has {len(ids)} tokens, more than the context of {model.spec.context}. Shorten it."
+                )
+            texts.append(ContrastText(tuple(ids), start, name == "positive", group))
+    return texts
+
+
+def _as_pairs(name: str, items: Sequence[Any]) -> list[tuple[str, str]]:
+    if isinstance(items, str) or not isinstance(items, Sequence):
+        raise ArgumentError(f"{name}: must be a list of texts, or of pairs (prompt, completion). Got {items!r:.60}.")
+    pairs = [("", item) if isinstance(item, str) else item for item in items]
+    for pair in pairs:
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
+        if not is_pair or not pair[1].strip():
+            raise ArgumentError(f"{name}: must be texts, or pairs (prompt, completion), not empty. Got {pair!r:.60}.")
+    if len(set(map(tuple, pairs))) < 8:
+        raise ArgumentError(
+            f"{name}: needs at least 8 different texts, for two halves with an interval. Got {len(set(map(tuple, pairs)))}."
+        )
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+def _joined_groups(first: list[str], second: list[str]) -> list[str]:
+    """Return a key per pair, shared by all pairs that have a text in common."""
+    parents: dict[str, str] = {}
+
+    def root(key: str) -> str:
+        while parents.setdefault(key, key) != key:
+            key = parents[key]
+        return key
+
+    for a, b in zip(first, second, strict=True):
+        parents[root(a)] = root(b)
+    return [root(key) for key in first]
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+def split_halves(texts: Sequence[ContrastText], seed: int) -> tuple[list[ContrastText], list[ContrastText]]:
+    """Return the selection half and the held-out half. Groups are kept together, and both halves have both sets."""
+    groups = list(dict.fromkeys(text.group for text in texts))
+    order = np.random.default_rng(seed).permutation(len(groups))
+    if len({text.group for text in texts if text.is_positive} & {text.group for text in texts if not text.is_positive}):
+        selected = {groups[i] for i in order[: len(groups) // 2]}  # groups of pairs
+    else:
+        selected = set()
+        for is_positive in (True, False):
+            of_set = [
+                groups[i] for i in order if any(t.group == groups[i] and t.is_positive == is_positive for t in texts)
+            ]
+            selected |= set(of_set[: len(of_set) // 2])
+    halves = [text for text in texts if text.group in selected], [text for text in texts if text.group not in selected]
+    if not all({text.is_positive for text in half} == {True, False} for half in halves):
+        raise ArgumentError("positive, negative: too few different prompts for two halves. Pass more different texts.")
+    return halves
+
+
+def text_batches(texts: Sequence[ContrastText], device: torch.device) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Yield indices of texts, their ids (B, T), padded on the right, and True at completion tokens (B, T)."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
+    group: list[int] = []
+    for i in [*order, -1]:
+        if i < 0 or (group and (len(group) + 1) * len(texts[i].ids) > BATCH_TOKENS):
+            T = max(len(texts[j].ids) for j in group)
+            ids = torch.zeros(len(group), T, dtype=torch.long)
+            scored = torch.zeros(len(group), T, dtype=torch.bool)
+            for row, j in enumerate(group):
+                ids[row, : len(texts[j].ids)] = torch.tensor(texts[j].ids)
+                scored[row, texts[j].start : len(texts[j].ids)] = True
+            yield group, ids.to(device), scored.to(device)
+            group = []
+        group.append(i)
+
+
+@torch.no_grad()
+def mean_outputs(
+    model: ModelProtocol, texts: Sequence[ContrastText], *, last_prompt_token: bool = False
+) -> tuple[dict[Address, np.ndarray], dict[str, np.ndarray]]:
+    """Return the mean z of each head over each completion, (texts, e), and the mean residual stream of each layer.
+
+    With `last_prompt_token`, z is taken at the token before the completion. The residual stream of a layer is the
+    input of its norm, (texts, D); layers without a norm in front are left out.
+    """
+    z: dict[Address, np.ndarray] = {}
+    streams: dict[str, np.ndarray] = {}
+    weights: list[Tensor] = []
+    rows: list[int] = []
+
+    def store(table: dict[Any, np.ndarray], key: Any, values: Tensor) -> None:
+        if key not in table:
+            table[key] = np.zeros((len(texts), values.shape[-1]))
+        table[key][rows] = values.double().cpu().numpy()
+
+    def listen(call: AttentionCall) -> None:
+        z_wide = at_least_float32(call.z)
+        means = torch.einsum("bt,bhte->bhe", weights[0].to(z_wide), z_wide)  # (B, H, e)
+        for i, address in enumerate(call.hook_point.head_addresses):
+            store(z, address, means[:, i])
+
+    def listen_stream(layer: str, x: Tensor) -> None:
+        wide = at_least_float32(x)
+        store(streams, layer, torch.einsum("bt,btd->bd", weights[0].to(wide), wide))
+
+    norms = model.input_norms() or {}
+    with eval_mode(model), ExitStack() as stack:
+        for hook_point in model.gathered_hook_points():
+            if hook_point.head_ids:
+                stack.enter_context(hook_point.listen(listen))
+        for layer, (norm, _) in norms.items():
+            if norm is not None:
+                stack.enter_context(_hooked(norm, partial(listen_stream, layer)))
+        for indices, ids, scored in text_batches(texts, model.device):
+            if last_prompt_token:
+                starts = scored.long().argmax(1)
+                scored = torch.zeros_like(scored).scatter(1, starts[:, None] - 1, True)
+            weights[:] = [(scored / scored.sum(1, keepdim=True)).to(torch.float32)]
+            rows[:] = indices
+            model(ids, hidden=True)
+    return z, streams
+
+
+@contextmanager
+def _hooked(module: nn.Module, listener: Any) -> Iterator[None]:
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+        listener(args[0])
+
+    handle = module.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def completion_log_probs(model: ModelProtocol, texts: Sequence[ContrastText]) -> list[float]:
+    """Return the sum of the log-probabilities of the completion tokens of each text, in nats."""
+    sums = [0.0] * len(texts)
+    assert model.output is not None
+    with eval_mode(model):
+        for indices, ids, scored in text_batches(texts, model.device):
+            states = model(ids, hidden=True)[:, :-1][scored[:, 1:]]  # (rows, D)
+            targets = ids[:, 1:][scored[:, 1:]]
+            log_probs = at_least_float32(model.output(states)).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+            counts = scored[:, 1:].sum(1).tolist()
+            for index, values in zip(indices, log_probs.split(counts), strict=True):
+                sums[index] = float(values.double().sum())
+    return sums
+
+
+def margin_sums(texts: Sequence[ContrastText], changes: Sequence[float]) -> tuple[np.ndarray, ...]:
+    """Return sums and token counts of positive and of negative texts per group, for a paired interval of their difference."""
+    groups = {group: i for i, group in enumerate(dict.fromkeys(text.group for text in texts))}
+    tables = np.zeros((4, len(groups)))  # positive sums and counts, negative sums and counts
+    for text, change in zip(texts, changes, strict=True):
+        row = 0 if text.is_positive else 2
+        tables[row, groups[text.group]] += change
+        tables[row + 1, groups[text.group]] += len(text.ids) - text.start
+    return tuple(tables)
+
+
+def random_directions(
+    vectors: Mapping[str, Tensor], candidates: Sequence[Address], value_dims: Mapping[Address, int], seed: int
+) -> dict[str, Tensor]:
+    """Return random directions of random heads, not the steered ones if there are enough, with the norms of the vectors."""
+    rng = np.random.default_rng(seed)
+    others = [address for address in candidates if str(address) not in vectors]
+    pool = others if len(others) >= len(vectors) else list(candidates)
+    directions = {}
+    for pick, vector in zip(rng.permutation(len(pool))[: len(vectors)], vectors.values(), strict=True):
+        direction = torch.from_numpy(rng.standard_normal(value_dims[pool[pick]]))
+        directions[str(pool[pick])] = (direction / direction.norm() * vector.double().norm()).float()
+    return directions

@@ -1,0 +1,467 @@
+"""Find heads and directions that steer a model from one set of texts to another.
+
+Directions are found on one half of the texts and judged on the other, against random heads with random directions of the same
+norms and against one direction of the residual stream. Side effects on other text are part of the result.
+
+- Mean difference of head outputs and ridge probes: inference-time intervention, https://arxiv.org/abs/2306.03341
+- Function vectors of in-context examples: https://arxiv.org/abs/2310.15213
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.analysis.ablation.head_outputs import eval_corpus
+from headwise.analysis.metrics.statistics import bootstrap_difference_interval
+from headwise.analysis.recording.batching import make_batch
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis.steering.contrast_texts import (
+    ContrastText,
+    completion_log_probs,
+    margin_sums,
+    mean_outputs,
+    random_directions,
+    split_halves,
+    tokenize_sets,
+)
+from headwise.analysis.steering.steering import Steering
+from headwise.analysis.steering.steering_result import SideEffect, SteeringEffect, SteeringPoint, SteeringResult
+from headwise.analysis.steering.step_file import StepRunner
+from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError, suggest_names
+from headwise.heads.head import HeadPattern
+from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
+from headwise.model import ModelProtocol, check_model, eval_mode
+from headwise.progress import Progress
+from headwise.spec import Address
+
+Method = Literal["mean_difference", "ridge_probe", "function_vector"]
+MAX_RESIDUAL_LAYERS = 6  # layers tried for the residual-stream direction, those that separate the sets best
+RIDGE = 1.0  # penalty of the probe, relative to the mean variance of the features
+MAX_CAUSAL_TEXTS = 12  # prompts on which each head alone is tested for a function vector
+
+
+@dataclass(frozen=True, eq=False)
+class SteeringSearch:
+    """Checked arguments of `find_steering` and the texts of both halves."""
+
+    model: ModelProtocol
+    method: Method
+    halves: tuple[list[ContrastText], list[ContrastText]]
+    others: tuple[TokenizedCorpus, TokenizedCorpus]
+    strengths: tuple[float, ...]
+    heads: tuple[Address, ...]
+    seed: int
+    steps: StepRunner
+
+
+@dataclass(frozen=True)
+class SteeringConfig:
+    """Settings of a search. `find_steering` documents them."""
+
+    method: Method
+    heads: HeadPattern
+    num_heads: int
+    strengths: tuple[float, ...]
+    max_kl: float
+    corpus: Any
+    max_texts: int
+    max_length: int
+    num_random: int
+    seed: int
+
+    def check(self) -> None:
+        """Raise if a setting is out of range."""
+        methods = get_args(Method)
+        if self.method not in methods:
+            raise ArgumentError(f"method: unknown; {suggest_names(self.method, methods)} Got {self.method!r}.")
+        for name, low in (("num_heads", 1), ("num_random", 1), ("max_texts", 2), ("max_length", 2), ("seed", 0)):
+            number = getattr(self, name)
+            if type(number) is not int or number < low:
+                raise ArgumentError(f"{name}: must be an integer of at least {low}. Got {number!r}.")
+        is_number = all(isinstance(s, int | float) and 0 < s < float("inf") for s in self.strengths)
+        if not self.strengths or not is_number or len(set(self.strengths)) < len(self.strengths):
+            raise ArgumentError(
+                f"strengths: must be different positive numbers, such as (1.0, 2.0). Got {self.strengths!r}."
+            )
+        if not self.max_kl > 0:
+            raise ArgumentError(f"max_kl: must be above 0. Got {self.max_kl!r}.")
+
+
+def find_steering(
+    model: ModelProtocol,
+    positive: Sequence[Any],
+    negative: Sequence[Any],
+    *,
+    method: Method = "mean_difference",
+    heads: HeadPattern = "*",
+    num_heads: int = 16,
+    strengths: Sequence[float] = (0.5, 1.0, 2.0, 4.0, 8.0),
+    max_kl: float = 0.2,
+    corpus: Any = None,
+    max_texts: int = 24,
+    max_length: int = 48,
+    num_random: int = 19,
+    seed: int = 0,
+    name: str = "",
+    steps: str | Path | None = None,
+    progress: Progress | None = None,
+) -> SteeringResult:
+    """Find heads and directions that make a model prefer the positive texts, and judge them on held-out texts.
+
+    The effect is the change of the log-probability of positive texts minus that of negative texts, in nats per token. Heads,
+    directions and strength are chosen on one half of the texts. The other half gives the effect with its interval,
+    the effects of random heads with random directions of the same norms, and the effect of a residual-stream
+    direction whose norm is that of the sum of all steered heads' contributions. Loss and KL divergence on other text
+    are the side effects.
+
+    Args:
+        model: A decoder with an output layer and a tokenizer, native or attached.
+        positive: Texts, or pairs (prompt, completion) of which only the completion counts. With as many negative as positive
+            texts, they are pairs by position. For function vectors: prompts with in-context examples, and answers.
+        negative: Texts of the opposite set. For function vectors: the prompts without correct examples, and the same answers.
+        method: "mean_difference" (of head outputs), "ridge_probe" (normal of a linear probe of each head), or
+            "function_vector"
+            (mean difference at the last prompt token; heads are ranked by their effect on the answers of negative prompts).
+        heads: Heads to choose from, by address or pattern.
+        num_heads: Number of heads to steer.
+        strengths: Strengths to try.
+        max_kl: Maximum KL divergence on other text of the chosen strength, in nats per token.
+        corpus: Other text for side effects. None uses the embedded texts.
+        max_texts: Maximum number of other texts.
+        max_length: Maximum number of tokens per other text.
+        num_random: Number of random baselines. The smallest possible p-value is 1 / (num_random + 1).
+        seed: Seed of the halves and of the random baselines.
+        name: Name of the steering.
+        steps: File of finished steps. Repeat the call with the same file to resume an interrupted search.
+        progress: Called with a label, the number of finished steps and the total.
+
+    Returns:
+        The steering with its held-out effect, baselines and side effects.
+
+    Raises:
+        ArgumentError: An argument is out of range, or a set has fewer than 8 different texts.
+        UnsupportedModelError: The model is not a decoder with an output layer and a tokenizer.
+
+    >>> from dataclasses import replace
+    >>> from headwise.model import Transformer
+    >>> from headwise.spec import preset
+    >>> from headwise.text.build_tokenizers import byte_tokenizer
+    >>> model = Transformer(replace(preset("nano"), vocab=257))
+    >>> model.tokenizer = byte_tokenizer()
+    >>> good, bad = [f"{i} is good" for i in range(8)], [f"{i} is bad!" for i in range(8)]
+    >>> result = find_steering(model, good, bad, num_heads=2, strengths=(1.0,), num_random=3, max_texts=4)
+    >>> len(result.steering.vectors), len(result.random_effects)
+    (2, 3)
+    """
+    settings = SteeringConfig(
+        method, heads, num_heads, tuple(strengths) if isinstance(strengths, list | tuple) else (), max_kl, corpus, max_texts,
+        max_length, num_random, seed,
+    )  # fmt: skip
+    search = _prepare(model, positive, negative, settings, steps, progress)
+    z, streams = mean_outputs(model, search.halves[0], last_prompt_token=method == "function_vector")
+    is_positive = np.array([text.is_positive for text in search.halves[0]])
+    directions = {head: _direction(z[head], is_positive, method) for head in search.heads}
+    scores = _head_scores(search, z, directions, is_positive)
+    selected = sorted(search.heads, key=lambda head: -scores[head])[:num_heads]
+    vectors = {str(head): torch.from_numpy(directions[head]).float() for head in selected}
+    vectors = {head: vector for head, vector in vectors.items() if bool(vector.any())}
+    if not vectors:
+        raise ArgumentError("positive, negative: the head outputs do not differ. Pass sets that differ.")
+    origin = {
+        "method": method, "texts": len(positive) + len(negative), "seed": seed,
+        "head_scores": {str(head): round(scores[head], 6) for head in selected},
+    }  # fmt: skip
+    steering = Steering(vectors, 1.0, name=name, origin=origin).for_model(model)
+    points = _curve(search, steering)
+    strength = _choose_strength(points, max_kl)
+    steering = steering.at_strength(strength)
+    return _judge(search, steering, points, streams, is_positive, num_random, max_kl)
+
+
+def _prepare(
+    model: ModelProtocol,
+    positive: Sequence[Any],
+    negative: Sequence[Any],
+    settings: SteeringConfig,
+    steps: str | Path | None,
+    progress: Progress | None,
+) -> SteeringSearch:
+    """Check the arguments before long work, tokenize and split the texts."""
+    check_model(model)
+    if model.spec.kind != "decoder" or model.output is None or model.is_sharded:
+        raise UnsupportedModelError(
+            f"model: steering is judged by the log-probability of texts, which needs an unsharded decoder with an output "
+            f"layer. Got kind {model.spec.kind!r}, output {model.spec.output!r}. heads[…].shifted works on every model."
+        )
+    settings.check()
+    addresses = model.heads.select(settings.heads).addresses
+    for hook_point in model.gathered_hook_points():
+        if set(hook_point.head_addresses) & set(addresses):
+            hook_point.check_editable()
+    texts = tokenize_sets(model, positive, negative)
+    halves = split_halves(texts, settings.seed)
+    length = min(settings.max_length, model.spec.context)
+    tokenized = eval_corpus(model, settings.corpus, length).first(settings.max_texts)
+    samples = list(tokenized)
+    others = tokenized.subset(samples[::2]), tokenized.subset(samples[1::2])
+    stored_settings = {
+        "positive": [str(item) for item in positive], "negative": [str(item) for item in negative],
+        "heads": [str(head) for head in addresses], "corpus": tokenized.fingerprint, "model": _model_key(model),
+        "method": settings.method, "num_heads": settings.num_heads, "strengths": settings.strengths, "seed": settings.seed,
+    }  # fmt: skip
+    count = 2 + 4 * len(settings.strengths) + settings.num_random + 2 * MAX_RESIDUAL_LAYERS
+    count += len(addresses) if settings.method == "function_vector" else 0
+    runner = StepRunner(steps, stored_settings, progress, count)
+    strengths = tuple(sorted(settings.strengths))
+    return SteeringSearch(model, settings.method, halves, others, strengths, addresses, settings.seed, runner)
+
+
+@torch.no_grad()
+def _model_key(model: ModelProtocol) -> str:
+    """Return a short digest of the sums of all weights, to recognize the model of a file of steps."""
+    sums = [
+        f"{name}:{float(to_float64(value).sum()):.10g}"
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    ]
+    return hashlib.blake2b("\n".join(sums).encode(), digest_size=8).hexdigest()
+
+
+def _direction(z: np.ndarray, is_positive: np.ndarray, method: str) -> np.ndarray:
+    """Return the direction of one head from its outputs, (texts, e) → (e,), from the negative to the positive mean."""
+    difference = z[is_positive].mean(0) - z[~is_positive].mean(0)
+    if method != "ridge_probe":
+        return difference
+    centered = z - z.mean(0)
+    labels = np.where(is_positive, 1.0, -1.0)
+    penalty = RIDGE * max(float((centered**2).mean()), 1e-12) * len(z)
+    normal = np.linalg.solve(
+        centered.T @ centered + penalty * np.eye(z.shape[1]), centered.T @ (labels - labels.mean())
+    )
+    length = np.linalg.norm(normal)
+    return normal / length * float(difference @ normal / length) if length else difference
+
+
+def _separation(z: np.ndarray, is_positive: np.ndarray, folds: np.ndarray, method: str) -> float:
+    """Return the cross-validated distance of the two means along the direction, in pooled standard deviations."""
+    distances = []
+    for fold in (0, 1):
+        fit, test = folds == fold, folds != fold
+        direction = _direction(z[fit], is_positive[fit], method)
+        up, down = z[test & is_positive] @ direction, z[test & ~is_positive] @ direction
+        spread = np.sqrt((up.var() + down.var()) / 2)
+        distances.append((up.mean() - down.mean()) / spread if spread > 0 else 0.0)
+    return float(np.mean(distances))
+
+
+def _head_scores(
+    search: SteeringSearch, z: dict[Address, np.ndarray], directions: dict[Address, np.ndarray], is_positive: np.ndarray
+) -> dict[Address, float]:
+    """Return the separation of each head, or for function vectors its effect alone on answers of negative prompts."""
+    if search.method != "function_vector":
+        folds = _folds(search.halves[0])
+        return {head: _separation(z[head], is_positive, folds, search.method) for head in search.heads}
+    prompts = [text for text in search.halves[0] if not text.is_positive][:MAX_CAUSAL_TEXTS]
+    plain = search.steps.run("head scores: plain", lambda: completion_log_probs(search.model, prompts))
+    scores = {}
+    for head in search.heads:
+
+        def effect(head: Address = head) -> float:
+            with search.model.heads[head].shifted(torch.from_numpy(directions[head])):
+                return float(np.mean(np.subtract(completion_log_probs(search.model, prompts), plain)))
+
+        scores[head] = search.steps.run(f"head scores: {head}", effect)
+    return scores
+
+
+def _folds(texts: Sequence[ContrastText]) -> np.ndarray:
+    """Return 0 or 1 for each text. Texts of a group have the same fold, and each set has both."""
+    folds = {group: i % 2 for i, group in enumerate(dict.fromkeys(text.group for text in texts))}
+    result = np.array([folds[text.group] for text in texts])
+    for is_positive in (True, False):
+        rows = [i for i, text in enumerate(texts) if text.is_positive == is_positive]
+        if len(set(result[rows])) < 2:
+            raise ArgumentError(
+                "positive, negative: too few different texts to compare heads. Pass more different texts."
+            )
+    return result
+
+
+# Evaluation.
+
+
+def _changes(search: SteeringSearch, half: int, step: str, change: Any) -> list[float]:
+    """Return the change of the log-probability of each text of a half inside a context."""
+    texts = search.halves[half]
+    plain = search.steps.run(f"plain texts {half}", lambda: completion_log_probs(search.model, texts))
+
+    def compute() -> list[float]:
+        with change():
+            return completion_log_probs(search.model, texts)
+
+    return list(np.subtract(search.steps.run(f"{step}, texts {half}", compute), plain))
+
+
+def _effect(search: SteeringSearch, half: int, changes: Sequence[float]) -> SteeringEffect:
+    """Return the change of positive minus that of negative texts per token, with a 95% interval over groups."""
+    if (
+        search.method == "function_vector"
+    ):  # the in-context examples are in the positive prompts: steering replaces them
+        texts = [t for t in search.halves[half] if not t.is_positive]
+        kept_changes = [c for c, t in zip(changes, search.halves[half], strict=True) if not t.is_positive]
+        sums = margin_sums([replace(t, is_positive=True) for t in texts], kept_changes)
+        sums = (sums[0], sums[1], np.zeros_like(sums[0]), np.ones_like(sums[1]))
+    else:
+        sums = margin_sums(search.halves[half], changes)
+    low, high = bootstrap_difference_interval(*sums)
+    mean = sums[0].sum() / sums[1].sum() - sums[2].sum() / sums[3].sum()
+    return SteeringEffect(float(mean), float(low), float(high))
+
+
+@torch.no_grad()
+def _side_effect(search: SteeringSearch, half: int, change: Any) -> list[list[float]]:
+    """Return sums of loss change, KL divergence and targets for each other text of a half."""
+    model, rows = search.model, []
+    assert model.output is not None
+    with eval_mode(model):
+        for sample in search.others[half]:
+            ids = make_batch([sample], device=model.device).ids
+            if ids.shape[1] < 2:
+                continue
+            targets = ids[0, 1:, None]
+            plain = at_least_float32(model.output(model(ids, hidden=True)[0, :-1])).log_softmax(-1)
+            with change():
+                changed = at_least_float32(model.output(model(ids, hidden=True)[0, :-1])).log_softmax(-1)
+            loss_change = (plain - changed).gather(-1, targets).double().sum()
+            kl = (plain.exp() * (plain - changed)).double().sum()
+            rows.append([float(loss_change), float(kl), float(len(targets))])
+    return rows
+
+
+def _side_effect_summary(rows: Sequence[Sequence[float]]) -> SideEffect:
+    table = np.array(rows).reshape(-1, 3)
+    zeros, ones = np.zeros(len(table)), np.ones(len(table))
+    loss = bootstrap_difference_interval(table[:, 0], table[:, 2], zeros, ones)
+    kl = bootstrap_difference_interval(table[:, 1], table[:, 2], zeros, ones)
+    total = table[:, 2].sum()
+    return SideEffect(
+        SteeringEffect(float(table[:, 0].sum() / total), float(loss[0]), float(loss[1])),
+        SteeringEffect(float(table[:, 1].sum() / total), float(kl[0]), float(kl[1])),
+    )
+
+
+def _curve(search: SteeringSearch, steering: Steering) -> list[SteeringPoint]:
+    """Evaluate each strength on both halves."""
+    points = []
+    for strength in search.strengths:
+        change = partial(steering.applied, search.model, strength, check=False)
+        effects = [_effect(search, half, _changes(search, half, f"strength {strength}", change)) for half in (0, 1)]
+        sides = [
+            _side_effect_summary(
+                search.steps.run(
+                    f"strength {strength}, other texts {half}", partial(_side_effect, search, half, change)
+                )
+            )
+            for half in (0, 1)
+        ]
+        points.append(SteeringPoint(strength, effects[0], sides[0].kl.mean, effects[1], sides[1]))
+    return points
+
+
+def _choose_strength(points: Sequence[SteeringPoint], max_kl: float) -> float:
+    """Return the strength with the largest effect on the selection half whose KL divergence is within the limit."""
+    allowed = [point for point in points if point.selection_kl <= max_kl] or list(points[:1])
+    return max(allowed, key=lambda point: point.selection_effect.mean).strength
+
+
+def _judge(
+    search: SteeringSearch,
+    steering: Steering,
+    points: list[SteeringPoint],
+    streams: dict[str, np.ndarray],
+    is_positive: np.ndarray,
+    num_random: int,
+    max_kl: float,
+) -> SteeringResult:
+    """Compare the steering with its baselines on the held-out half."""
+    model, strength = search.model, steering.strength
+    point = next(point for point in points if point.strength == strength)
+    changes = _changes(search, 1, f"strength {strength}", partial(steering.applied, model, check=False))
+    value_dims = {head.address: head.layer.spec.value_dim for head in model.heads}
+    random_changes = []
+    for draw in range(num_random):
+        directions = random_directions(steering.vectors, search.heads, value_dims, 1 + search.seed * num_random + draw)
+        random = Steering(directions, strength)
+        random_changes.append(_changes(search, 1, f"random {draw}", partial(random.applied, model, check=False)))
+    effects = [_effect(search, 1, row).mean for row in random_changes]
+    p = (sum(effect >= point.effect.mean for effect in effects) + 1) / (num_random + 1)
+    residual, layer, residual_change = _residual_effect(search, steering, streams, is_positive)
+    differences = [np.subtract(changes, np.mean(random_changes, 0))]
+    differences += [] if residual_change is None else [np.subtract(changes, residual_change)]
+    compared = [_effect(search, 1, list(row)) for row in differences]
+    return SteeringResult(
+        steering=steering,
+        points=tuple(points),
+        effect=point.effect,
+        side_effect=point.side_effect,
+        random_effects=tuple(effects),
+        p_value=p,
+        above_random=compared[0],
+        residual_effect=residual,
+        residual_layer=layer,
+        above_residual=compared[1] if len(compared) > 1 else None,
+        num_texts=(len(search.halves[0]), len(search.halves[1])),
+        max_kl=max_kl,
+    )
+
+
+def _residual_effect(
+    search: SteeringSearch, steering: Steering, streams: dict[str, np.ndarray], is_positive: np.ndarray
+) -> tuple[SteeringEffect | None, str, list[float] | None]:
+    """Return the held-out effect of the residual-stream direction chosen on the selection half, its layer and changes."""
+    written: Tensor | None = None
+    try:
+        for head in steering.heads_of(search.model):
+            term = to_float64(steering.vectors[str(head.address)]) @ to_float64(head.W_O).cpu()
+            written = term if written is None else written + term
+    except HeadwiseError:
+        return None, "", None
+    assert written is not None
+    norm, folds = float((steering.strength * written.detach()).norm()), _folds(search.halves[0])
+    layers = sorted(streams, key=lambda name: -_separation(streams[name], is_positive, folds, "mean_difference"))
+    best: tuple[float, str, Callable[[], Any]] | None = None
+    for name in layers[:MAX_RESIDUAL_LAYERS]:
+        difference = torch.from_numpy(_direction(streams[name], is_positive, "mean_difference"))
+        if not bool(difference.any()):
+            continue
+        change = partial(_added_to_stream, search.model, name, difference / difference.norm() * norm)
+        mean = _effect(search, 0, _changes(search, 0, f"residual {name}", change)).mean
+        if best is None or mean > best[0]:
+            best = mean, name, change
+    if best is None:
+        return None, "", None
+    changes = _changes(search, 1, f"residual {best[1]}", best[2])
+    return _effect(search, 1, changes), best[1], changes
+
+
+@contextmanager
+def _added_to_stream(model: ModelProtocol, layer_address: str, direction: Tensor) -> Iterator[None]:
+    """Add a vector (D,) to the residual stream at the output of one attention layer."""
+    layer = next(item for item in model.attention_layers() if str(item.hook_point.address) == layer_address)
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        return output + direction.to(output)
+
+    handle = layer.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
