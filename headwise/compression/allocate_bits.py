@@ -17,7 +17,7 @@ from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
 from headwise.compression.quantize import Basis, quantize
 from headwise.errors import ArgumentError
-from headwise.model import Transformer
+from headwise.model import ModelProtocol
 from headwise.model.weights_digest import weights_digest
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec
@@ -82,7 +82,7 @@ class BitAllocation:
 
 
 def allocate_bits(
-    model: Transformer,
+    model: ModelProtocol,
     sensitivity: Sensitivity,
     *,
     mean_bits: float | None = None,
@@ -95,7 +95,7 @@ def allocate_bits(
     step: from 4 bits to 3 it grows by a factor of (7 / 3)².
 
     Args:
-        model: The model that was measured.
+        model: The native or attached model that was measured.
         sensitivity: Result of `hw.sensitivity(model, corpus)` for all heads and both parts, "qk" and "vo".
         mean_bits: Budget as mean bits per weight of the heads, without scales.
         megabytes: Budget as megabytes (1e6 bytes) of the heads, with scales. Give either this or `mean_bits`.
@@ -108,6 +108,7 @@ def allocate_bits(
         ArgumentError: If no choice of bits fits the budget, or the sensitivity belongs to another model.
 
     >>> from headwise.analysis.ablation.quantization_sensitivity import sensitivity
+    >>> from headwise.model import Transformer
     >>> from headwise.spec import AttentionSpec, ModelSpec
     >>> from headwise.text.build_tokenizers import byte_tokenizer
     >>> model = Transformer(ModelSpec(vocab=257, context=32, layers=2, attention=AttentionSpec(width=16, heads=2)))
@@ -282,7 +283,7 @@ class BitAllocationReport:
 
 
 def report_allocation(
-    model: Transformer,
+    model: ModelProtocol,
     allocation: BitAllocation,
     corpus: Any,
     *,

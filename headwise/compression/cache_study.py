@@ -14,12 +14,12 @@ from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator
 from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
 from headwise.compression.plan import apply, plan_pruning, plan_streaming
 from headwise.compression.plan_report import apply_random_compression
-from headwise.compression.streaming_cost import StreamingEvaluator, TextKindStreamingCost
+from headwise.compression.streaming_loss_evaluator import StreamingLossEvaluator, TextKindStreamingCost
 from headwise.compression.streaming_selection import StreamingRequest
-from headwise.distributed.parallel_cost import cache_bytes
+from headwise.distributed.parallel_strategy_cost import cache_bytes
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.io.atomic_write import atomic_folder
-from headwise.model import Transformer
+from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.spec import Address, CachePolicy, Plan
 from headwise.spec.cache_policy import CACHE_BITS as CACHE_BITS
@@ -47,6 +47,7 @@ class CacheStudy:
         window: Last tokens that it caches.
         bits: Bits of the cached keys and values of all KV heads.
         ranking: Ranking method of `StreamingRequest`.
+        pattern: File with a score per KV head, such as DuoAttention's `full_attention_heads.tsv`, instead of `ranking`.
         plan: A plan made before, instead of the fields above.
         corpus: A text, a list of texts, a path or a Corpus. None: the embedded probe set, its sentences joined.
         test: Texts for the evaluation. None takes half of the corpus.
@@ -82,6 +83,7 @@ class CacheStudy:
     seeds: int = 3
     fractions: tuple[float, ...] = ()
     passkeys: int = 0
+    pattern: str | Path | None = None
 
     def __post_init__(self) -> None:
         selections = [self.fraction is not None, self.heads is not None, self.plan is not None]
@@ -110,7 +112,8 @@ class CacheStudy:
             sink_tokens=self.sink_tokens,
             window=self.window,
             bits=self.bits,
-            ranking=self.ranking,
+            ranking=self.ranking if self.pattern is None else "pattern",
+            pattern=self.pattern,
             corpus=corpus,
             max_length=max_length,
             seed=self.seed,
@@ -210,7 +213,7 @@ class CacheStudyResult:
     """
 
     plan: Plan | None
-    model: Transformer | None
+    model: ModelProtocol | None
     report: CacheReport | None
     curve: tuple[CacheCurvePoint, ...] = ()
 
@@ -232,7 +235,7 @@ class CacheStudyResult:
 
 
 def cache_study(
-    model: Transformer,
+    model: ModelProtocol,
     study: CacheStudy,
     *,
     out: str | Path | None = None,
@@ -242,7 +245,7 @@ def cache_study(
     """Reduce the KV cache of a model and report bytes and loss, compared with random plans of equal size.
 
     Args:
-        model: A headwise decoder with a tokenizer. It is not changed.
+        model: A decoder with a tokenizer, native or attached. It is not changed.
         study: Cache policies, texts and baselines.
         out: Folder for the model with the new cache policies. None writes no model.
         save_plan: File for the plan. None writes no plan. Model and plan are written before the evaluation starts.
@@ -253,6 +256,7 @@ def cache_study(
 
     >>> from headwise.spec import AttentionSpec, ModelSpec
     >>> from headwise.text.build_tokenizers import byte_tokenizer
+    >>> from headwise.model import Transformer
     >>> model = Transformer(ModelSpec(vocab=257, context=64, layers=2, attention=AttentionSpec(width=16, heads=2)))
     >>> model.tokenizer = byte_tokenizer()
     >>> lines = [f"{n} and {n} are {2 * n}, and so on and so on, and on and on." for n in range(8)]
@@ -282,7 +286,7 @@ def cache_study(
 
 
 def _make_plan(
-    model: Transformer, study: CacheStudy, selection_corpus: TokenizedCorpus, length: int, progress: Progress | None
+    model: ModelProtocol, study: CacheStudy, selection_corpus: TokenizedCorpus, length: int, progress: Progress | None
 ) -> Plan:
     if study.plan is not None:
         return study.plan
@@ -297,8 +301,8 @@ def _make_plan(
 
 
 def _make_report(
-    model: Transformer,
-    changed_model: Transformer,
+    model: ModelProtocol,
+    changed_model: ModelProtocol,
     evaluation: PairedEvaluator,
     study: CacheStudy,
     skip_tokens: int,
@@ -344,18 +348,18 @@ def _make_report(
 
 
 def _retrieval(
-    model: Transformer, changed_model: Transformer, test_corpus: TokenizedCorpus
+    model: ModelProtocol, changed_model: ModelProtocol, test_corpus: TokenizedCorpus
 ) -> tuple[TextKindStreamingCost, ...]:
     """Return loss increases on texts longer than the longest window of the plan. Empty if no KV head streams."""
     policies = [rule.policy for rule in changed_model.spec.cache if rule.policy.window is not None]
     if not policies:
         return ()
     largest = max(policies, key=lambda policy: policy.sink_tokens + (policy.window or 0))
-    return StreamingEvaluator.of(model, largest, test_corpus, include_running_text=False).test(changed_model).costs
+    return StreamingLossEvaluator.of(model, largest, test_corpus, include_running_text=False).test(changed_model).costs
 
 
 def _make_curve(
-    model: Transformer,
+    model: ModelProtocol,
     study: CacheStudy,
     plan: Plan | None,
     selection_corpus: TokenizedCorpus,
@@ -403,7 +407,7 @@ def _streaming_policies(
 
 
 def _curve_point(
-    model: Transformer,
+    model: ModelProtocol,
     evaluation: PairedEvaluator,
     length: int,
     label: str,
@@ -432,7 +436,7 @@ def _tokens_before_eviction(study: CacheStudy, plan: Plan | None) -> int:
     return min(capacities) if capacities else 0
 
 
-def _split_texts(model: Transformer, study: CacheStudy, length: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
+def _split_texts(model: ModelProtocol, study: CacheStudy, length: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
     """Return the texts on which KV heads are ranked and the texts for the evaluation."""
     corpus = study.corpus
     if corpus is None:  # single sentences are shorter than the window
@@ -443,8 +447,7 @@ def _split_texts(model: Transformer, study: CacheStudy, length: int) -> tuple[To
     return texts.halves() if study.needs_corpus_split else (texts, texts)
 
 
-def _check(model: Transformer, study: CacheStudy, saves_output: bool) -> None:
-    model.check_native("cache policies per KV head are supported only for headwise's own models")
+def _check(model: ModelProtocol, study: CacheStudy, saves_output: bool) -> None:
     if model.spec.kind != "decoder":
         raise UnsupportedModelError(
             f"model: only a decoder generates text with a KV cache. Got an {model.spec.kind}. Use a decoder."

@@ -8,14 +8,15 @@ from typing import Any, cast
 from headwise.analysis.ablation.head_outputs import eval_corpus
 from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost, Sensitivity, sensitivity
 from headwise.analysis.head_facts import kv_siblings
-from headwise.analysis.metrics.long_offsets import OUTSIDE_WINDOW, STREAMING_POLICY
+from headwise.analysis.metrics.outside_window_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.roles.profile_result import HeadProfile
 from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD
-from headwise.compression.streaming_cost import StreamingEvaluator, StreamingTestResult
-from headwise.compression.streaming_selection import STREAM_RANKERS, streaming
-from headwise.distributed.parallel_cost import cache_bytes, kv_head_cache_bytes
+from headwise.compression.streaming_loss_evaluator import StreamingLossEvaluator, StreamingTestResult
+from headwise.compression.streaming_selection import STREAM_RANKERS
+from headwise.distributed.parallel_strategy_cost import cache_bytes, kv_head_cache_bytes
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.model import ModelProtocol, Transformer
+from headwise.model.streaming_forward import streaming
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec, Plan
 from headwise.spec.cache_policy import KEEP_ALL
@@ -112,7 +113,7 @@ def streaming_cost(model: ModelProtocol, kv_head: str, corpus: Any = None) -> St
     except HeadwiseError:
         return None
     native = cast(Transformer, model)
-    evaluation = StreamingEvaluator.of(native, STREAMING_POLICY, corpus)
+    evaluation = StreamingLossEvaluator.of(native, STREAMING_POLICY, corpus)
     with streaming(native, (Address.parse(kv_head),), STREAMING_POLICY):
         return evaluation.test(native)
 
@@ -150,7 +151,7 @@ def head_cost_data(
     costs = _sensitivity_rows(sensitivity, heads)
     scores = dict(zip(map(str, spec.cached_kv_head_addresses), () if plan is None else plan.cache_scores, strict=False))
     data = {
-        head: _head_cost_data(Address.parse(head), spec, spec_after, scores) | {"costs": costs.get(head, [])}
+        head: _head_bits_and_cache_data(Address.parse(head), spec, spec_after, scores) | {"costs": costs.get(head, [])}
         for head in heads
     }
     if plan is None and not (spec.cache or spec.weight_rules or costs):
@@ -171,7 +172,7 @@ def head_cost_data(
     }
 
 
-def _head_cost_data(
+def _head_bits_and_cache_data(
     head: Address, spec: ModelSpec, spec_after: ModelSpec, scores: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return the weight bits and the cache of one head after the plan."""

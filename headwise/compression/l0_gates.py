@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.ablation.eval_targets import TargetBatch, check_metric, evaluable_samples, make_target_batch
+from headwise.analysis.ablation.gradient_memory import GradientMemoryPlan, summed_cross_entropy
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
@@ -82,22 +83,24 @@ def learn_gates(
         gates = LearnedGates(
             {hook_point.address: len(hook_point.head_ids) for hook_point in model.gathered_hook_points()}
         ).to(model.device)
+        first = make_batch(samples[:1], device=model.device)
+        memory = GradientMemoryPlan.measure(model, first.ids, first.source)
         reference_model = copy.deepcopy(model).eval() if train_weights and model.output is None else model
         optimizers = [torch.optim.Adam(gates.parameters(), lr=rate)]
         optimizers += [make_optimizer(dict(trainable_parameters(model)), WEIGHT_RECIPE)] if train_weights else []  # pyright: ignore[reportArgumentType]
         initial_fraction = gates.open_fraction().item()
         for step in range(steps):
             rows = sampler.training_rows(step * batch, batch)[:, 0]  # (B,)
-            target_batch = make_target_batch(model, make_batch([samples[row] for row in rows], device=model.device))
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            loss = _gated_loss(model, reference_model, target_batch, gates.sample(batch))
-            if not loss.isfinite():
+            loss = _accumulate_gradients(
+                model, reference_model, [samples[row] for row in rows], gates.sample(batch), memory
+            )
+            if not math.isfinite(loss):
                 raise HeadwiseError(
-                    f"loss: it is not finite. Got {loss.item()} at step {step + 1}. "
+                    f"loss: it is not finite. Got {loss} at step {step + 1}. "
                     "Check the model weights for NaN and infinity."
                 )
-            loss.backward()
             add_sparsity_gradient(gates)
             if train_weights:
                 nn.utils.clip_grad_norm_(model.parameters(), WEIGHT_RECIPE.max_grad_norm)
@@ -200,21 +203,62 @@ def gate_training(model: ModelProtocol, train_weights: bool) -> Iterator[None]:
                 parameter.grad = gradient
 
 
+def _accumulate_gradients(
+    model: ModelProtocol,
+    reference_model: ModelProtocol,
+    samples: list[TextSample],
+    gates: dict[LayerAddress, Tensor],
+    memory: GradientMemoryPlan,
+) -> float:
+    """Add the gradients of one step to gates and trained weights, in as many parts as the memory needs. Return the loss."""
+    max_length = max(sample.num_batch_tokens * (2 if sample.source else 1) for sample in samples)
+    size = max(1, memory.max_tokens // max_length)
+    batches = [
+        make_target_batch(model, make_batch(samples[i : i + size], device=model.device))
+        for i in range(0, len(samples), size)
+    ]
+    total = sum(1 if batch.targets is None else int((batch.targets != IGNORE_INDEX).sum()) for batch in batches)
+    leaves = {layer: gate.detach().requires_grad_() for layer, gate in gates.items()}
+    loss_sum, start = 0.0, 0
+    for batch in batches:
+        rows = slice(start, start := start + len(batch.ids))
+        batch_gates = {layer: leaf[rows] for layer, leaf in leaves.items()}
+        fraction = len(batch.ids) / len(samples)
+        with memory.recompute_blocks_if_large(model, batch.num_tokens):
+            loss = _gated_loss(model, reference_model, batch, batch_gates, fraction, max(1, total))
+            loss.backward()
+        loss_sum += float(loss.detach())
+    torch.autograd.backward(list(gates.values()), [leaf.grad for leaf in leaves.values()])
+    return loss_sum
+
+
 def _gated_loss(
-    model: ModelProtocol, reference_model: ModelProtocol, batch: TargetBatch, gates: dict[LayerAddress, Tensor]
+    model: ModelProtocol,
+    reference_model: ModelProtocol,
+    batch: TargetBatch,
+    gates: dict[LayerAddress, Tensor],
+    fraction: float,
+    total: int,
 ) -> Tensor:
-    """Return the mean loss per token with these gates, or the mean change of the mean hidden states without an output."""
+    """Return the loss of a part of a step with these gates: per token, or the change of the mean hidden states.
+
+    Args:
+        model: The model.
+        reference_model: The model before training.
+        batch: Texts of the part.
+        gates: Gates of the heads, (B, H) by layer.
+        fraction: Number of texts of the part divided by all texts of the step.
+        total: Number of targets of the step.
+    """
     hidden = batch.select_target_rows(batch.final_hidden_states(model, gates))  # (B, R, D)
     if batch.targets is None:
         with torch.no_grad():
             reference = batch.score_hidden_states(reference_model, batch.final_hidden_states(reference_model))  # (B, D)
-        return batch.loss_increase(batch.score_hidden_states(model, hidden), reference).mean()
+        return batch.loss_increase(batch.score_hidden_states(model, hidden), reference).mean() * fraction
     targets = (
         batch.targets if batch.target_positions is None else batch.targets.gather(1, batch.target_positions)
     )  # (B, R)
-    count = int((targets != IGNORE_INDEX).sum())
-    assert model.output is not None
-    return model.output.cross_entropy(hidden.flatten(0, 1), targets.flatten(), total=max(1, count))
+    return summed_cross_entropy(model, hidden.flatten(0, 1), targets.flatten()) / total
 
 
 def add_sparsity_gradient(gates: LearnedGates) -> None:

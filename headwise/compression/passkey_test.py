@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.cache import ModelCache
 from headwise.errors import ArgumentError
-from headwise.model import Transformer
+from headwise.model import ModelProtocol
 from headwise.text.corpus import Corpus
 
 KEY_TEMPLATE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
@@ -65,7 +64,7 @@ class PasskeyResults:
 
 
 def make_passkey_cases(
-    model: Transformer, corpus: Any, length: int, count: int = 10, seed: int = 0
+    model: ModelProtocol, corpus: Any, length: int, count: int = 10, seed: int = 0
 ) -> tuple[PasskeyCase, ...]:
     """Return prompts of exactly `length` tokens with a pass key each, at depths from start to end of the text."""
     tokenizer = tokenizer_of(model)
@@ -96,12 +95,12 @@ def make_passkey_cases(
 
 @torch.no_grad()
 def run_passkeys(
-    model: Transformer, cases: Sequence[PasskeyCase], make_cache: Callable[[], ModelCache] | None = None
+    model: Any, cases: Sequence[PasskeyCase], make_cache: Callable[[], Any] | None = None
 ) -> PasskeyResults:
     """Generate tokens after each prompt. A case is correct if the text starts with the digits of the key.
 
     Args:
-        model: The model.
+        model: A decoder with a tokenizer, native or attached.
         cases: Prompts from `make_passkey_cases`.
         make_cache: Function that makes the cache for each case. None: the cache of the model's spec.
 

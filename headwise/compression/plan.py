@@ -10,17 +10,19 @@ from typing import Any, TypeVar
 import torch
 
 from headwise.analysis.ablation.head_outputs import MeanActivations, eval_corpus, mean_activations
+from headwise.analysis.recording.model_calls import reads_calls
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.prune_request import PruneRequest
-from headwise.compression.quantize import quantize_to_spec
+from headwise.compression.quantize import check_supported_basis, quantize_to_spec
 from headwise.compression.rankers import RANKERS
 from headwise.compression.select_heads import compute_folded_biases, select_heads_to_prune
 from headwise.compression.streaming_selection import STREAM_RANKERS, StreamingRequest, select_streaming_heads
 from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.head import HeadPattern
-from headwise.model import ModelProtocol, Transformer, check_model
+from headwise.model import ModelProtocol, Transformer, check_model  # noqa: F401 (examples use Transformer)
 from headwise.model.prune import heads_to_prune
 from headwise.model.weights_digest import check_plan, weights_digest
-from headwise.progress import Progress
+from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.spec import CachePolicy, CacheRule, LayerAddress, Plan
 from headwise.spec.cache_policy import CachePolicies, rules_from_policies
 from headwise.spec.plan import FoldedBias
@@ -29,6 +31,7 @@ from headwise.spec.weight_bits import FULL_PRECISION, GROUP_SIZE, Basis, BitAllo
 M = TypeVar("M", bound=ModelProtocol)
 
 
+@shows_progress
 def prune(
     model: M,
     *,
@@ -40,7 +43,7 @@ def prune(
     rounds: int = 1,
     seed: int = 0,
     gate_steps: int = 200,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> M:
     """Return a smaller model without the named or the lowest-ranked heads. The given model is not changed.
 
@@ -57,6 +60,7 @@ def prune(
         seed: Seed of random rankings and gates.
         gate_steps: Training steps of learned gates.
         progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         A new model of the same class. The remaining heads keep their addresses.
@@ -69,12 +73,14 @@ def prune(
     >>> len(small.spec.head_addresses)
     18
     """
+    progress = callback_of(progress)
     check_model(model)
     model = model.copy_offloaded_to_memory()
     request = PruneRequest(keep, heads, ranking, fold_mean, corpus, rounds, seed, gate_steps)
     return apply(plan_pruning(model, request, progress=progress), model, check=False)
 
 
+@shows_progress
 def plan_pruning(
     model: ModelProtocol,
     request: PruneRequest | None = None,
@@ -85,7 +91,7 @@ def plan_pruning(
     basis: Basis = "given",
     activation_bits: int = FULL_PRECISION,
     means: MeanActivations | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> Plan:
     """Plan pruned heads, cache policies of KV heads, and weight bits of a model.
 
@@ -101,6 +107,7 @@ def plan_pruning(
         activation_bits: Bits of the activations that quantized weights are multiplied by.
         means: Mean activations of the heads over the corpus of the request, if they were computed before.
         progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         A plan for this model. `apply` returns the changed model.
@@ -126,13 +133,14 @@ def plan_pruning(
       W_V: 35 at 8 bits, 1 at 4 bits
       W_O: 35 at 8 bits, 1 at 4 bits
     """
+    progress = callback_of(progress)
     check_model(model)
     model = model.copy_offloaded_to_memory()
     if request is None and cache is None and weights is None:
         request = PruneRequest()
     rules = model.spec.cache if cache is None else _merged_cache_rules(model, cache)
     if weights is not None:
-        model.check_native("weights can be quantized per head only in headwise's own models")
+        check_supported_basis(model, basis)
         # Raises for wrong bits before long work.
         model.spec.quantized(weights, group_size=group_size, activation_bits=activation_bits)
     if request is not None:
@@ -156,7 +164,8 @@ def _add_pruned_heads(
     progress: Progress | None,
 ) -> Plan:
     """Return the plan with the pruned heads, their scores and folded biases."""
-    tokenized = None if request.corpus is None else eval_corpus(model, request.corpus)
+    is_calls = reads_calls(model)
+    tokenized = None if request.corpus is None else request.corpus if is_calls else eval_corpus(model, request.corpus)
     pruned = () if request.heads is None else heads_to_prune(model.spec, request.heads)
     if request.fold_mean and means is None:
         means = mean_activations(model, tokenized, heads=pruned or "*")
@@ -180,21 +189,27 @@ def _add_pruned_heads(
         pruned_heads=tuple(map(str, pruned)),
         ranking="named" if request.keep is None else request.ranking,
         rounds=request.rounds,
-        corpus=tokenized.corpus.description if tokenized is not None and request.needs_corpus else "",
+        corpus=_describe_corpus(tokenized) if tokenized is not None and request.needs_corpus else "",
         scores=tuple(scores[head] for head in model.spec.head_addresses) if scores else (),
         folded_biases=tuple(FoldedBias(str(layer), tuple(bias.tolist())) for layer, bias in biases.items()),
     )
 
 
+def _describe_corpus(corpus: Any) -> str:
+    return corpus.corpus.description if isinstance(corpus, TokenizedCorpus) else f"{len(corpus)} calls"
+
+
+@shows_progress
 def plan_streaming(
-    model: Transformer, request: StreamingRequest | None = None, *, progress: Progress | None = None
+    model: ModelProtocol, request: StreamingRequest | None = None, *, progress: ProgressOption = None
 ) -> Plan:
     """Plan which KV heads stream. The lowest-ranked KV heads cache only the sink tokens and a window of recent tokens.
 
     Args:
-        model: A headwise decoder (not an attached model).
+        model: A decoder, native or attached.
         request: Fraction of the KV heads that stream, their window and their ranking. None takes the defaults.
         progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         A plan with cache rules and the score of each KV head. `apply` returns the changed model.
@@ -204,6 +219,7 @@ def plan_streaming(
     >>> plan.cache[0].policy, len(plan.cache[0].heads)
     (CachePolicy(bits=32, sink_tokens=4, window=64), 18)
     """
+    progress = callback_of(progress)
     check_model(model)
     request = StreamingRequest() if request is None else request
     selected, scores, corpus_name = select_streaming_heads(model, request, progress)
@@ -248,7 +264,7 @@ def apply(plan: Plan, model: M, *, check: bool = True) -> M:
     }
     changed = model.prune(plan.pruned_addresses, biases, plan.cache)
     if plan.weight_rules:
-        changed = quantize_to_spec(changed, plan.quantized_spec(changed.spec), plan.basis)  # pyright: ignore  # a native model, as was checked
+        changed = quantize_to_spec(changed, plan.quantized_spec(changed.spec), plan.basis)
     changed.plans = (*changed.plans, plan)  # saved with the model
     return changed  # pyright: ignore[reportReturnType]
 
@@ -262,7 +278,6 @@ def _check_ranking_names(plan: Plan) -> None:
 
 def _merged_cache_rules(model: ModelProtocol, cache: CachePolicies) -> tuple[CacheRule, ...]:
     """Return the cache rules of the model, updated with new policies. KV heads that are not named keep theirs."""
-    model.check_native("cache policies per KV head are supported only for headwise's own models; leave out `cache`")
     new = model.spec.with_cache(cache).cache
     old = {",".join(rule.heads): rule.policy for rule in model.spec.cache}
     return rules_from_policies(

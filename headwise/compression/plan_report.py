@@ -13,7 +13,7 @@ from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator
 from headwise.compression.paired_timing import PairedTiming, interleaved_timing
 from headwise.compression.quantize import quantize
 from headwise.compression.select_heads import compute_folded_biases, lowest_scoring, rank_heads
-from headwise.distributed.parallel_cost import cache_bytes
+from headwise.distributed.parallel_strategy_cost import cache_bytes
 from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
 from headwise.progress import Progress

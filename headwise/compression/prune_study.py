@@ -20,7 +20,7 @@ from headwise.distillation.distill_config import DistillConfig
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.io.atomic_write import atomic_folder
 from headwise.model import ModelProtocol, Transformer
-from headwise.progress import Progress
+from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.spec import Plan
 from headwise.text.corpus import Corpus
 
@@ -149,13 +149,14 @@ class PruneStudyResult:
         }  # fmt: skip
 
 
+@shows_progress
 def prune_study(
     model: Transformer | AttachedModel,
     study: PruneStudy,
     *,
     out: str | Path | None = None,
     save_plan: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> PruneStudyResult:
     """Prune heads and report sizes, speed and loss, compared with random pruning of the same size.
 
@@ -165,6 +166,7 @@ def prune_study(
         out: Folder for the pruned model. None writes no model.
         save_plan: File for the plan. None writes no plan. Model and plan are written before the evaluation starts.
         progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         The plan, the pruned model, the report and the curve. A part that was not requested is None.
@@ -181,6 +183,7 @@ def prune_study(
     >>> len(result.model.spec.head_addresses), result.report.texts
     (1, 10)
     """
+    progress = callback_of(progress)
     if not study.prunes_heads and (out is not None or save_plan is not None):
         raise ArgumentError(PRUNE_USAGE)
     selection_corpus, test_corpus = _split_texts(model, study)

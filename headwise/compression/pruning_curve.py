@@ -12,7 +12,7 @@ from headwise.compression.rankers import RANKERS, Scores, get_ranker
 from headwise.compression.select_heads import compute_folded_biases, kept_head_count, lowest_scoring, rank_heads
 from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
-from headwise.progress import Progress
+from headwise.progress import ProgressOption, callback_of, shows_progress
 
 KEEP_FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
@@ -79,6 +79,7 @@ class PruningCurves:
         return asdict(self, dict_factory=nan_to_none)
 
 
+@shows_progress
 def pruning_curve(
     model: ModelProtocol,
     corpus: Any,
@@ -91,7 +92,7 @@ def pruning_curve(
     seeds: int = 3,
     gate_steps: int = 200,
     scores: Mapping[str, Scores] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> PruningCurves:
     """Rank heads on some texts, prune the model to several fractions, and measure the loss on other texts.
 
@@ -107,6 +108,7 @@ def pruning_curve(
         gate_steps: Training steps of learned gates. Gates are trained once, for the median of the fractions.
         scores: Scores by ranking method over `corpus`, if they were computed before.
         progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         The loss of each pruned model.
@@ -114,6 +116,7 @@ def pruning_curve(
     Raises:
         ArgumentError: If fractions, ranking methods or seeds are empty.
     """
+    progress = callback_of(progress)
     rankings = default_rankings(model) if rankings is None else rankings
     if not keep_fractions or not rankings or seeds < 1:
         raise ArgumentError(

@@ -13,7 +13,7 @@ from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.training.loop import TrainResult, train
 from headwise.training.recipe import Recipe
-from headwise.training.train_loss import LanguageLoss
+from headwise.training.training_losses import LanguageLoss
 
 DEFAULT_MAX_LENGTH = 256  # tokens per training row
 

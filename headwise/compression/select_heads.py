@@ -5,6 +5,7 @@ from torch import Tensor
 
 from headwise.analysis.ablation.head_outputs import MeanActivations, selected_hook_points
 from headwise.analysis.recording.batching import reachable_hook_points
+from headwise.analysis.recording.model_calls import reads_calls
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.rankers import RankingInput, Scores, get_ranker
 from headwise.errors import ArgumentError, UnsupportedModelError
@@ -28,7 +29,7 @@ def rank_heads(
     progress_label: str = "",
 ) -> Scores:
     """Return the score of each head by one method of `RANKERS`. Heads with the lowest scores are pruned first."""
-    if corpus is not None:
+    if corpus is not None and not reads_calls(model):
         # Raise if texts do not reach some heads: their scores could not be compared with those of other heads.
         reachable_hook_points(model, model.spec.head_addresses)
     inputs = RankingInput(corpus, keep, means, seed, gate_steps, progress, progress_label or f"ranking by {ranking}")
@@ -56,9 +57,11 @@ def select_heads_to_prune(
     kept_count = kept_head_count(len(all_heads), keep)
     pruned: tuple[Address, ...] = ()
     scores: Scores = {}
-    rounds = min(rounds, len(all_heads) - kept_count)
+    layers = len(model.spec.layer_addresses) if model.spec.shared_layers else 1
+    kept_count = max(1, round(kept_count / layers)) * layers  # a head of shared layers is pruned in all of them
+    rounds = min(rounds, (len(all_heads) - kept_count) // layers)
     for round_number in range(1, rounds + 1):
-        target = (len(all_heads) - kept_count) * round_number // rounds
+        target = (len(all_heads) - kept_count) // layers * round_number // rounds * layers
         current_model = model.prune(pruned, compute_folded_biases(model, pruned, means)) if pruned else model
         fraction = (len(all_heads) - target) / len(current_model.spec.head_addresses)
         progress_label = f"ranking by {ranking}" + (f", round {round_number} of {rounds}" if rounds > 1 else "")
@@ -73,8 +76,18 @@ def select_heads_to_prune(
             progress=progress,
             progress_label=progress_label,
         )
-        pruned = (*pruned, *lowest_scoring(current_model.spec.head_addresses, scores, target - len(pruned)))
+        pruned = (*pruned, *_lowest_scoring_heads(current_model, scores, target - len(pruned)))
     return tuple(head for head in all_heads if head in pruned), scores
+
+
+def _lowest_scoring_heads(model: ModelProtocol, scores: Scores, count: int) -> tuple[Address, ...]:
+    """Return the heads with the lowest scores. A head of shared layers has the mean score of its copies."""
+    heads = model.spec.head_addresses
+    if not model.spec.shared_layers:
+        return lowest_scoring(heads, scores, count)
+    copies = {head: [scores[copy] for copy in model.spec.with_shared_copies([head])] for head in heads}
+    by_head = sorted(heads, key=lambda head: (sum(copies[head]) / len(copies[head]), head.head))
+    return tuple(by_head[:count])
 
 
 @torch.no_grad()
@@ -93,6 +106,9 @@ def compute_folded_biases(
     for hook_point, selected in selected_hook_points(model, heads):
         W_O = to_float64(hook_point.W_O[[hook_point.head_index(head) for head in selected]])  # (n, e, D)
         biases[hook_point.address] = torch.einsum("ne,ned->d", means.means_of_heads(selected).to(W_O), W_O)
+    if model.spec.shared_layers and biases:  # one bias serves all layers
+        mean_bias = torch.stack(list(biases.values())).mean(0)
+        biases = dict.fromkeys(model.spec.layer_addresses, mean_bias)
     return biases
 
 

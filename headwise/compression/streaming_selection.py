@@ -5,9 +5,9 @@ scores too. `streaming_cost` measures the loss on texts that need retrieval.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,22 +16,21 @@ from torch import Tensor
 
 from headwise.analysis.metrics.induction import make_repeated_sequences
 from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
-from headwise.analysis.metrics.long_offsets import attention_outside_window
+from headwise.analysis.metrics.outside_window_attention import attention_outside_window
 from headwise.analysis.metrics.retrieval import make_needle_texts
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.cache import NO_CACHE
+from headwise.compression.attention_pattern import read_attention_pattern
 from headwise.compression.l0_gates import ANNEAL_FRACTION, LearnedGates, add_sparsity_gradient, gate_training
 from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
-from headwise.heads import MultiHeadAttention
 from headwise.heads.hook_point import AttentionCall
 from headwise.kernels.batched import attention_weight_rows
 from headwise.kernels.enable_grad import gradients_enabled
 from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
-from headwise.model import Block, Transformer, eval_mode
-from headwise.model.block import BlockContext
+from headwise.model import ModelProtocol, eval_mode
+from headwise.model.streaming_forward import streaming
 from headwise.progress import Progress
 from headwise.spec import Address, AttentionSpec, CachePolicy, LayerAddress
-from headwise.spec.cache_policy import KEEP_ALL
+from headwise.spec.model import CACHED_STACKS
 from headwise.text.corpus import Corpus
 
 DEFAULT_MAX_LENGTH = 1024  # tokens per text, or the context of the model if it is shorter
@@ -50,14 +49,15 @@ class StreamingRequest:
         window: Last tokens that it caches.
         bits: Bits of the keys and values of all KV heads.
         ranking: Ranking method: attention (attention on evicted tokens), output (change of the head outputs), loss (loss
-            increase if one KV head streams), gates (learned gates), role (heads that find repeated tokens do not stream)
-            or random.
+            increase if one KV head streams), gates (learned gates), role (heads that find repeated tokens do not stream),
+            pattern (scores of a file) or random.
         corpus: A text, a list of texts, a path or a Corpus. KV heads are ranked on it.
         max_length: Tokens of a text; None: 1024, or the context of the model if it is shorter.
         seed: Seed of random rankings and gates.
         gate_steps: Training steps of learned gates.
         rounds: Number of selection rounds. Each round ranks the remaining KV heads with the selected ones streaming.
         protected_fraction: Fraction of the KV heads that never stream: those that find repeated or copied tokens best.
+        pattern: File with a score per KV head for ranking="pattern", such as DuoAttention's `full_attention_heads.tsv`.
 
     >>> StreamingRequest(0.5, sink_tokens=4, window=16).retained_tokens
     20
@@ -74,9 +74,29 @@ class StreamingRequest:
     gate_steps: int = 60
     rounds: int = 1
     protected_fraction: float = 0.0
+    pattern: str | Path | None = None
+
+    @classmethod
+    def from_pattern(cls, path: str | Path, fraction: float = 0.5, bits: int = 32) -> "StreamingRequest":
+        """Return the request for an attention pattern that DuoAttention publishes, with the sizes next to it.
+
+        Args:
+            path: File `full_attention_heads.tsv`. A `config.json` next to it gives sink tokens and window.
+            fraction: Fraction of the KV heads that stream: those with the lowest scores.
+            bits: Bits of the keys and values of all KV heads.
+        """
+        pattern = read_attention_pattern(path)
+        sizes = {"sink_tokens": pattern.sink_tokens, "window": pattern.window}
+        sizes = {name: size for name, size in sizes.items() if size is not None}
+        return cls(fraction, bits=bits, ranking="pattern", pattern=path, **sizes)
 
     def __post_init__(self) -> None:
         ranker = get_stream_ranker(self.ranking)
+        if (self.pattern is None) == (self.ranking == "pattern"):
+            raise ArgumentError(
+                f"pattern: a file of scores needs ranking='pattern', and this ranking method needs a file. Got "
+                f"pattern={self.pattern!r} and ranking={self.ranking!r}. Set both or neither."
+            )
         CachePolicy(self.bits, self.sink_tokens, self.window)  # raises if it is not valid
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float) or not 0 <= self.fraction <= 1:
             raise ArgumentError(
@@ -113,16 +133,14 @@ class StreamingRequest:
         """Number of tokens that a streaming KV head caches. Texts of this length are not affected by streaming."""
         return self.sink_tokens + self.window
 
-    def resolve(self, model: Transformer) -> "StreamingRequest":
+    def resolve(self, model: ModelProtocol) -> "StreamingRequest":
         """Return the request with the corpus and text length for this model. Raise if the model does not suit it."""
         needs_corpus = get_stream_ranker(self.ranking).needs_corpus
-        usage = (
-            "streaming KV heads can be selected only in headwise's own decoders. In an encoder-decoder, name them: "
-            "plan_pruning(model, cache={'5.*': CachePolicy(sink_tokens=4, window=128)})"
-        )
-        model.check_native(usage)
         if model.spec.kind != "decoder":
-            raise UnsupportedModelError(f"model: {usage}. Got a model of kind {model.spec.kind!r}.")
+            raise UnsupportedModelError(
+                "model: streaming KV heads can be selected only in decoders. In an encoder-decoder, name them: "
+                f"plan_pruning(model, cache={{'5.*': CachePolicy(sink_tokens=4, window=128)}}). Got kind {model.spec.kind!r}."
+            )
         if model.spec.cache:
             raise UnsupportedModelError(
                 "model: some of its KV heads have a reduced cache already. "
@@ -152,14 +170,14 @@ class StreamRanker:
         supports_rounds: Whether the method can rank again while the selected KV heads stream.
     """
 
-    rank: Callable[[Transformer, StreamingRequest, Progress | None], Scores]
+    rank: Callable[[ModelProtocol, StreamingRequest, Progress | None], Scores]
     score_description: str = ""
     needs_corpus: bool = True
     supports_rounds: bool = False
 
 
 @torch.no_grad()
-def _rank_by_attention(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
+def _rank_by_attention(model: ModelProtocol, request: StreamingRequest, progress: Progress | None) -> Scores:
     """Rank by the fraction of attention on tokens that the KV head would evict, over queries after the first eviction.
 
     The score is the maximum over the query heads of the KV head. A mean would hide one query head that needs evicted tokens.
@@ -192,7 +210,7 @@ def _rank_by_attention(model: Transformer, request: StreamingRequest, progress: 
 
 
 @torch.no_grad()
-def _rank_by_output_change(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
+def _rank_by_output_change(model: ModelProtocol, request: StreamingRequest, progress: Progress | None) -> Scores:
     """Rank by the squared change of the head outputs if the KV head streams, relative to the squared residual stream.
 
     Only rows after the first eviction count. A head with uniform attention may attend to evicted tokens and have the same
@@ -200,54 +218,44 @@ def _rank_by_output_change(model: Transformer, request: StreamingRequest, progre
     """
     change: Scores = dict.fromkeys(model.spec.cached_kv_head_addresses, 0.0)
     texts = _long_texts(model, request)
+
+    def on_layer(layer: Any, x: Tensor, full: Tensor, streamed: Tensor) -> None:
+        difference = at_least_float32(full - streamed)[0, :, request.retained_tokens :]  # (H, n, e)
+        residual_norm = at_least_float32(x[0, request.retained_tokens :]).square().sum(-1)  # (n,)
+        for kv_index, kv_head in enumerate(layer.spec.kv_head_ids):
+            heads = [head for head, kv_of in enumerate(layer.spec.kv_of_head) if kv_of == kv_index]
+            output_change = torch.einsum("hne,hed->nd", difference[heads], layer.hook_point.W_O[heads].to(difference))
+            change[layer.hook_point.address.head_address(kv_head)] += (
+                output_change.square().sum(-1) / residual_norm
+            ).mean().item() / len(texts)
+
     for index, ids in enumerate(texts):
         with eval_mode(model):
-            x, context = model.begin_forward(ids)
-            for block in model.blocks:
-                assert isinstance(block, Block)
-                layer, layer_address = block.attention, block.attention.hook_point.address
-                full, streamed = _full_and_streamed(block, block.attention_input(x), context, request)  # (1, H, T, e)
-                difference = at_least_float32(full - streamed)[0, :, request.retained_tokens :]  # (H, n, e)
-                residual_norm = at_least_float32(x[0, request.retained_tokens :]).square().sum(-1)  # (n,)
-                for kv_index, kv_head in enumerate(layer.spec.kv_head_ids):
-                    heads = [head for head, kv_of in enumerate(layer.spec.kv_of_head) if kv_of == kv_index]
-                    output_change = torch.einsum(
-                        "hne,hed->nd", difference[heads], layer.hook_point.W_O[heads].to(difference)
-                    )
-                    change[layer_address.head_address(kv_head)] += (
-                        output_change.square().sum(-1) / residual_norm
-                    ).mean().item() / len(texts)
-                x = block(x, context)
+            model.streaming_forward().compare(ids, request.policy, on_layer)
         _report_progress(progress, "output change of each KV head", index + 1, len(texts))
     return change
 
 
 @torch.no_grad()
-def _rank_by_loss(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
+def _rank_by_loss(model: ModelProtocol, request: StreamingRequest, progress: Progress | None) -> Scores:
     """Rank by the loss increase of tokens after the first eviction if this KV head alone streams."""
     loss_increase: Scores = dict.fromkeys(model.spec.cached_kv_head_addresses, 0.0)
     texts, token_count = _long_texts(model, request), 0
     for index, ids in enumerate(texts):
         with eval_mode(model):
-            x, context = model.begin_forward(ids)
-            block_inputs = []  # residual stream before each block
-            for block in model.blocks:
-                block_inputs.append(x)
-                x = block(x, context)
-            full_loss = _loss_after(model, x, ids, request.retained_tokens)
-            token_count += ids.shape[1] - 1 - request.retained_tokens
-            for head in loss_increase:  # blocks before its layer are not affected
-                x = block_inputs[head.layer]
-                with streaming(model, (head,), request.policy):
-                    for block in model.blocks[head.layer :]:
-                        x = block(x, context)
-                loss_increase[head] += _loss_after(model, x, ids, request.retained_tokens) - full_loss
+            passes = model.streaming_forward().per_head(ids, request.policy)
+            losses = {head: _loss_after(model, x, ids, request.retained_tokens) for head, x in passes}
+        token_count += ids.shape[1] - 1 - request.retained_tokens
+        full_loss = losses.pop(None)
+        for head, loss in losses.items():
+            assert head is not None
+            loss_increase[head] += loss - full_loss
         _report_progress(progress, "loss of each KV head", index + 1, len(texts))
     return {head: value / token_count for head, value in loss_increase.items()}
 
 
 def _rank_by_gates(
-    model: Transformer, request: StreamingRequest, progress: Progress | None, rate: float = 0.1
+    model: ModelProtocol, request: StreamingRequest, progress: Progress | None, rate: float = 0.1
 ) -> Scores:
     """Rank by learned gates. A gate interpolates between the z of a KV head with all keys and with streaming.
 
@@ -259,9 +267,7 @@ def _rank_by_gates(
     texts = _long_texts(model, request)
     with gradients_enabled(model), gate_training(model, False), torch.random.fork_rng():
         torch.manual_seed(request.seed)
-        gates = LearnedGates(
-            {layer.hook_point.address: len(layer.spec.kv_head_ids) for layer in model.attention_layers()}
-        )
+        gates = LearnedGates({layer.hook_point.address: len(layer.spec.kv_head_ids) for layer in _cached_layers(model)})
         gates = gates.to(model.device)
         optimizer = torch.optim.Adam(gates.parameters(), lr=rate)
         initial_fraction, keep = gates.open_fraction().item(), 1 - request.fraction
@@ -269,7 +275,8 @@ def _rank_by_gates(
             ids = texts[step % len(texts)]
             with torch.no_grad():
                 reference = at_least_float32(model(ids, hidden=True)[:, request.retained_tokens :])  # (1, n, D)
-            difference = _gated_forward(model, ids, gates.sample(1), request)[:, request.retained_tokens :] - reference
+            hidden = model.streaming_forward().gated(ids, gates.sample(1), request.policy)
+            difference = hidden[:, request.retained_tokens :] - reference
             loss = difference.square().sum(-1).mean() / reference.square().sum(-1).mean()
             optimizer.zero_grad()
             loss.backward()
@@ -284,34 +291,8 @@ def _rank_by_gates(
     return dict(zip(model.spec.cached_kv_head_addresses, open_probability, strict=True))
 
 
-def _gated_forward(
-    model: Transformer, ids: Tensor, gates: dict[LayerAddress, Tensor], request: StreamingRequest
-) -> Tensor:
-    """Return the final hidden states with a gate on each KV head, (B, K) per layer: 1 uses all keys, 0 streams."""
-    x, context = model.begin_forward(ids)
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        layer, attention_input = block.attention, block.attention_input(x)
-        full, streamed = _full_and_streamed(block, attention_input, context, request)
-        gate = gates[layer.hook_point.address][:, list(layer.spec.kv_of_head), None, None]  # (B, H, 1, 1)
-        x = block.finish(
-            x, attention_input, layer.output_projection(streamed + gate.to(streamed) * (full - streamed)), context
-        )
-    return x if model.norm is None else model.norm(x)
-
-
-def _full_and_streamed(
-    block: Block, attention_input: Tensor, context: BlockContext, request: StreamingRequest
-) -> tuple[Tensor, Tensor]:
-    """Return z over all keys and z over the keys that a streaming head caches, (B, H, T, e) each."""
-    layer, score_request = block.attention, context.score_request(NO_CACHE, attention_input.shape[1])
-    full = layer.compute_z(attention_input, request=score_request, positions=context.rotary_table)
-    with cache_policy_override(layer, list(layer.spec.kv_head_ids), request.policy):
-        return full, layer.compute_z(attention_input, request=score_request, positions=context.rotary_table)
-
-
 @torch.no_grad()
-def _rank_by_role(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
+def _rank_by_role(model: ModelProtocol, request: StreamingRequest, progress: Progress | None) -> Scores:
     """Rank by the maximum attention of the query heads to repeated tokens: the token after the first copy, the first copy
     itself, or the next token of a needle that is being copied. Heads with high scores keep their full cache, as in
     RazorAttention (https://arxiv.org/abs/2407.15891)."""
@@ -365,7 +346,13 @@ def _rank_by_role(model: Transformer, request: StreamingRequest, progress: Progr
     return _reduce_per_kv_head(model, means, torch.amax)
 
 
-def _rank_randomly(model: Transformer, request: StreamingRequest, progress: Progress | None) -> Scores:
+def _rank_by_pattern(model: ModelProtocol, request: StreamingRequest, progress: Progress | None) -> Scores:
+    """Rank by the scores of a file."""
+    assert request.pattern is not None
+    return read_attention_pattern(request.pattern).scores_of(model.spec.cached_kv_head_addresses)
+
+
+def _rank_randomly(model: ModelProtocol, request: StreamingRequest, progress: Progress | None) -> Scores:
     values = np.random.default_rng(request.seed).random(len(model.spec.cached_kv_head_addresses))
     return dict(zip(model.spec.cached_kv_head_addresses, values.tolist(), strict=True))
 
@@ -382,6 +369,7 @@ STREAM_RANKERS = {
     ),
     "gates": StreamRanker(_rank_by_gates, "probability that the learned gate of the KV head is open"),
     "role": StreamRanker(_rank_by_role, "maximum attention to repeated or copied tokens", needs_corpus=False),
+    "pattern": StreamRanker(_rank_by_pattern, "score of the file: 1 needs all tokens, 0 streams", needs_corpus=False),
     "random": StreamRanker(_rank_randomly, needs_corpus=False),
 }
 
@@ -398,7 +386,7 @@ def get_stream_ranker(ranking: str) -> StreamRanker:
 
 
 def select_streaming_heads(
-    model: Transformer, request: StreamingRequest, progress: Progress | None
+    model: ModelProtocol, request: StreamingRequest, progress: Progress | None
 ) -> tuple[tuple[Address, ...], Scores, str]:
     """Return the KV heads that stream, the score of every KV head, and the description of the corpus."""
     request = request.resolve(model)
@@ -407,7 +395,7 @@ def select_streaming_heads(
     return tuple(head for head in model.spec.cached_kv_head_addresses if head in selected), scores, corpus_name
 
 
-def _protected_heads(model: Transformer, request: StreamingRequest, progress: Progress | None) -> set[Address]:
+def _protected_heads(model: ModelProtocol, request: StreamingRequest, progress: Progress | None) -> set[Address]:
     """Return the KV heads that attend most to repeated tokens. They never stream, whatever their score."""
     heads = model.spec.cached_kv_head_addresses
     count = round(request.protected_fraction * len(heads))
@@ -418,7 +406,7 @@ def _protected_heads(model: Transformer, request: StreamingRequest, progress: Pr
 
 
 def _select_in_rounds(
-    model: Transformer, request: StreamingRequest, protected: set[Address], progress: Progress | None
+    model: ModelProtocol, request: StreamingRequest, protected: set[Address], progress: Progress | None
 ) -> tuple[set[Address], Scores]:
     """Select streaming KV heads in rounds. Each round ranks the other KV heads while the selected ones stream.
 
@@ -440,7 +428,12 @@ def _select_in_rounds(
     return selected, scores
 
 
-def _long_texts(model: Transformer, request: StreamingRequest) -> list[Tensor]:
+def _cached_layers(model: Any) -> list[Any]:
+    """Return the attention layers whose keys and values are cached."""
+    return [layer for layer in model.attention_layers() if layer.hook_point.address.stack in CACHED_STACKS]
+
+
+def _long_texts(model: ModelProtocol, request: StreamingRequest) -> list[Tensor]:
     """Return the token ids of texts that are long enough for an eviction, (1, T) each."""
     corpus = TokenizedCorpus.of(model, request.corpus, request.max_length)
     texts = [
@@ -456,15 +449,14 @@ def _long_texts(model: Transformer, request: StreamingRequest) -> list[Tensor]:
     return texts
 
 
-def _loss_after(model: Transformer, x: Tensor, ids: Tensor, retained_tokens: int) -> float:
-    """Return the summed loss of the tokens after the first eviction."""
-    x = x if model.norm is None else model.norm(x)
+def _loss_after(model: ModelProtocol, x: Tensor, ids: Tensor, retained_tokens: int) -> float:
+    """Return the summed loss of the tokens after the first eviction, from final hidden states (1, T, D)."""
     assert model.output is not None
     return model.output.cross_entropy(x[0, retained_tokens:-1], ids[0, retained_tokens + 1 :], total=1).item()
 
 
 def _reduce_per_kv_head(
-    model: Transformer, values: dict[LayerAddress, Tensor], reduce: Callable[[Tensor], Tensor]
+    model: ModelProtocol, values: dict[LayerAddress, Tensor], reduce: Callable[[Tensor], Tensor]
 ) -> Scores:
     """Reduce values of query heads, (H,) per layer, over the query heads of each KV head."""
     scores: Scores = {}
@@ -483,28 +475,3 @@ def _query_heads_of(layer: AttentionSpec, head: Address) -> list[int]:
 def _report_progress(progress: Progress | None, label: str, done: int, total: int) -> None:
     if progress is not None:
         progress(label, done, total)
-
-
-@contextmanager
-def streaming(model: Transformer, heads: tuple[Address, ...], policy: CachePolicy) -> Iterator[None]:
-    """Let KV heads stream with this cache policy inside the context."""
-    with ExitStack() as stack:
-        for layer in model.attention_layers():
-            kv_heads = [head.head for head in heads if head.layer_address == layer.hook_point.address]
-            if kv_heads:
-                stack.enter_context(cache_policy_override(layer, kv_heads, policy))
-        yield
-
-
-@contextmanager
-def cache_policy_override(layer: MultiHeadAttention, head_ids: list[int], policy: CachePolicy) -> Iterator[None]:
-    """Set the cache policy of KV heads of one layer, by their original ids, inside the context."""
-    saved_spec = layer.spec
-    cache = list(saved_spec.cache or (KEEP_ALL,) * saved_spec.kv_heads)
-    for head_id in head_ids:
-        cache[head_id] = policy
-    layer.spec = replace(saved_spec, cache=tuple(cache))
-    try:
-        yield
-    finally:
-        layer.spec = saved_spec

@@ -25,8 +25,8 @@ from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.training.loop import TrainCallback, TrainResult, run_request
 from headwise.training.recipe import Recipe
-from headwise.training.train_loss import MakeLoss
 from headwise.training.train_request import TrainRequest
+from headwise.training.training_losses import MakeLoss
 
 DEFAULT_TOP_K = 64  # teacher logits stored per token in logits_folder
 
@@ -61,7 +61,7 @@ def distill(
         logits_folder: Folder that caches the largest teacher logits. A second run over the same rows does not run the
             teacher again. Only with losses="logits".
         top_k: Number of logits per token in `logits_folder`.
-        device: Device for training. None selects one automatically.
+        device: Device for training, as in `hw.train`.
         callback: Called with the model every `callback_every` steps, as in `hw.train`.
         callback_every: Steps between callbacks.
         progress: True shows a progress display. A function is called with a label, the work done and the total.

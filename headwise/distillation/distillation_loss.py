@@ -15,10 +15,10 @@ from headwise.errors import UnsupportedModelError
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.loss import IGNORE_INDEX
 from headwise.training.batch_samplers import TrainBatch
-from headwise.training.train_loss import TrainLoss
+from headwise.training.training_losses import ModelWithLoss
 
 
-class DistillationLoss(TrainLoss):
+class DistillationLoss(ModelWithLoss):
     """Weighted losses of a DistillConfig for ids and targets (B, T). All are means over the tokens that count."""
 
     def __init__(

@@ -7,7 +7,7 @@ from headwise.lazy_import import make_lazy_getattr
 if TYPE_CHECKING:
     from headwise.distributed.job_executors import check_executor, run_in_subprocess, run_jobs_as_completed
     from headwise.distributed.model_shard import shard
-    from headwise.distributed.parallel_cost import layout
+    from headwise.distributed.parallel_strategy_cost import layout
     from headwise.distributed.process_group import ProcessGroup
 
 __all__ = ["ProcessGroup", "check_executor", "layout", "run_in_subprocess", "run_jobs_as_completed", "shard"]
@@ -17,7 +17,7 @@ __getattr__ = make_lazy_getattr(
     {
         "job_executors": ["check_executor", "run_in_subprocess", "run_jobs_as_completed"],
         "model_shard": ["shard"],
-        "parallel_cost": ["layout"],
+        "parallel_strategy_cost": ["layout"],
         "process_group": ["ProcessGroup"],
     },
 )

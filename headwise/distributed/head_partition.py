@@ -104,7 +104,7 @@ class HeadPartition:
 
     def score_params(
         self, layer: "MultiHeadAttention", tensors: tuple[Tensor, Tensor, Tensor], request: ScoreRequest
-    ) -> "ShardedScoreParams":
+    ) -> "LocalHeadScoreParams":
         """Build the score params of the heads of this process from a request for all heads."""
         return sharded_score_params(layer, self, tensors, request)
 
@@ -148,7 +148,7 @@ class _SyncKVGrad(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedScoreParams(ScoreParams):
+class LocalHeadScoreParams(ScoreParams):
     """Score params of the local heads, with a function that builds those of all heads from gathered q, k and v."""
 
     make_full_params: Callable[[Tensor, Tensor, Tensor], ScoreParams] | None = None
@@ -156,7 +156,7 @@ class ShardedScoreParams(ScoreParams):
 
 def sharded_score_params(
     layer: "MultiHeadAttention", partition: HeadPartition, tensors: tuple[Tensor, Tensor, Tensor], request: ScoreRequest
-) -> ShardedScoreParams:
+) -> LocalHeadScoreParams:
     """Build the score params of the local heads of a sharded layer from a request for all heads."""
     (q, k, _), bias, num_keys = tensors, request.bias, request.num_keys
     for argument in (request.mask, DenseBias(bias) if isinstance(bias, Tensor) else bias):
@@ -178,7 +178,7 @@ def sharded_score_params(
         )
         return layer.build_score_params(partition.full_spec, sink, position_bias, (q, k, v), request)
 
-    return ShardedScoreParams(**vars(local_params), make_full_params=make_full_params)
+    return LocalHeadScoreParams(**vars(local_params), make_full_params=make_full_params)
 
 
 class GatheredLayer(HookPoint):
@@ -272,6 +272,6 @@ class GatheredLayer(HookPoint):
     def _gather_call(self, call: AttentionCall) -> AttentionCall:
         q, z = self.partition.gather_heads(call.q), self.partition.gather_heads(call.z)
         k, v = self.partition.gather_kv(call.k), self.partition.gather_kv(call.v)
-        assert isinstance(call.params, ShardedScoreParams)
+        assert isinstance(call.params, LocalHeadScoreParams)
         assert call.params.make_full_params is not None
         return AttentionCall(self, q, k, v, call.params.make_full_params(q, k, v), z)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headwise.errors import ArgumentError, HeadwiseError
+from headwise.kernels.resolve_device import resolve_device
 
 X = TypeVar("X")
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # time that a process waits for another one
@@ -121,12 +122,26 @@ def is_rank_zero() -> bool:
     return not int(os.environ.get("RANK", "0"))
 
 
+def device_of_process(device: str | torch.device | None) -> torch.device:
+    """Return the device of this process: one of its own if torchrun started several processes on GPUs.
+
+    Args:
+        device: A device, or "auto" or None for the first available of CUDA, XPU, MPS and CPU.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return resolve_device(device or "auto")
+    is_open = device in (None, "auto")
+    if torch.cuda.is_available() and (is_open or str(device).startswith("cuda")):
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return resolve_device("cpu" if is_open or device is None else device)
+
+
 @contextmanager
 def open_process_group(device: str | torch.device | None, single_process: bool = False) -> Iterator[ProcessGroup]:
     """Open the process group that torchrun started, or a group of one.
 
     Args:
-        device: Device of this process. None: a GPU if there is one.
+        device: Device of this process, or "auto". None: a GPU if there is one.
         single_process: Open a group of one, for processes that do the same work together.
 
     Yields:
@@ -136,22 +151,12 @@ def open_process_group(device: str | torch.device | None, single_process: bool =
         yield ProcessGroup(0, 1, torch.device(device or "cpu"))
         return
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    started = False
-    if size > 1 and not dist.is_initialized():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        on_gpu = torch.cuda.is_available() and str(device or "cuda").startswith("cuda")
-        if on_gpu:
-            device = f"cuda:{local_rank}"
-            torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
-        started = True
-    try:
-        target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=target_device)
-    except (RuntimeError, AssertionError) as error:
-        raise ArgumentError(
-            f"device: it cannot be used here ({str(error).splitlines()[0]}). Got {device!r}. Use device='cpu', for example."
-        ) from None
+    started = size > 1 and not dist.is_initialized()
+    target_device = device_of_process(device) if started else resolve_device(device or "auto")
+    if started:
+        if target_device.type == "cuda":
+            torch.cuda.set_device(target_device)
+        dist.init_process_group("nccl" if target_device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         initialized = dist.is_initialized()
         yield ProcessGroup(

@@ -132,7 +132,7 @@ def named_slices_for_rank(
     The name is that of a state dict, or that of a parameter: q, k and v fused, W_O without head axis.
     """
     slices: dict[str, Tensor] = {}
-    for split, piece in _split(name, tensor, spec):
+    for split, piece in _split_fused_qkv(name, tensor, spec):
         axis = shard_axis_of(split, spec, partitions)
         own_slice = piece if axis is None else axis.slice_for(piece, rank)
         quantized_match = QUANTIZED_KEY.fullmatch(split.rsplit(".", 1)[-1])
@@ -141,7 +141,7 @@ def named_slices_for_rank(
     return slices
 
 
-def _split(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def _split_fused_qkv(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     match = LAYER_KEY.fullmatch(name)
     if match is None:
         yield name, tensor

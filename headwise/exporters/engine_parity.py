@@ -1,5 +1,6 @@
 """Compare an exported model, run in its engine, with the original model."""
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,13 +114,27 @@ def greedy_decode(
     """
     steps, new_ids = [], list(prompt)
     for _ in range(max_new_tokens):
-        row = np.asarray(next_logits(new_ids), dtype=np.float64)
+        row = _to_array(next_logits(new_ids))
         log_probs = row - row.max() - np.log(np.exp(row - row.max()).sum())
         candidates = {int(i): float(log_probs[i]) for i in np.argsort(-log_probs)[:top_k]}
         log_probs[list(banned)] = -np.inf
         steps.append(EngineToken(int(log_probs.argmax()), candidates))
         new_ids = [steps[-1].id]
     return steps
+
+
+def _to_array(values: Any) -> np.ndarray:
+    """Return the output of an engine in float64. NumPy has no bfloat16."""
+    return np.asarray(values.float().cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
+
+
+def float32_copy(model: ModelProtocol) -> ModelProtocol:
+    """Return a float32 copy of a model in half precision, and any other model itself."""
+    if next(weight.dtype for weight in model.parameters() if weight.is_floating_point()).itemsize > 2:
+        return model
+    copied: Any = copy.deepcopy(model)
+    getattr(copied, "model", copied).float()  # an attached model holds a model of transformers
+    return copied
 
 
 @torch.no_grad()
@@ -157,7 +172,7 @@ def compare_hidden_states(
     with eval_mode(model):
         for ids, answer in zip(prompts, answers, strict=True):
             native = to_float64(model(torch.tensor([list(ids)], device=model.device))[0]).cpu()
-            engine = torch.as_tensor(np.asarray(answer), dtype=torch.double)
+            engine = torch.as_tensor(_to_array(answer))
             max_difference = max(max_difference, float((native - engine).abs().max()))
             min_cosine = min(min_cosine, float(torch.cosine_similarity(native, engine, dim=-1).min()))
             values += native.numel()

@@ -14,10 +14,12 @@ from headwise.exporters.engine_parity import (
     compare_generated,
     compare_hidden_states,
     end_token_ids,
+    float32_copy,
 )
 from headwise.io.atomic_write import atomic_file
 from headwise.model import ModelProtocol
 from headwise.weights.export import export as write_folder
+from headwise.weights.to_native import to_native
 
 PROMPTS = (
     "The teacher gave the students", "Once upon a time there was", "In 1969 the first", "She opened the door and",
@@ -89,7 +91,8 @@ def export(
     are never overwritten.
 
     Args:
-        model: Native model, or an attached model (only for `to="transformers"`).
+        model: Native or attached model. For targets other than `transformers`, an attached model is first converted by
+            `hw.to_native`.
         path: Output folder for `transformers` and `onnx`, output file for `gguf` and `torch` (`.pt2`).
         family: Model family of a transformers export, for example `gpt2`. Default: the family that the model was loaded from,
             or the first family that can represent it.
@@ -134,7 +137,8 @@ def export(
         return ExportResult(Path(path), to, notes)
     max_tokens = max(1, model.spec.context - (CHECK_TOKENS if model.spec.kind == "decoder" else 0) - 1)
     prompts = [ids[:max_tokens] for text in PROMPTS if (ids := _prompt_ids(model, text))]
-    return ExportResult(Path(path), to, notes, target.check(model, Path(path), prompts))
+    reference = model if to == "torch" else float32_copy(model)  # the other engines compute in float32
+    return ExportResult(Path(path), to, notes, target.check(reference, Path(path), prompts))
 
 
 def _require_engine(model: ModelProtocol, to: str, target: ExportTarget) -> None:
@@ -174,16 +178,20 @@ def _write_gguf(
 ) -> tuple[str, ...]:
     from headwise.exporters.gguf_export import write_gguf, written_by_headwise
 
-    model.check_native("only Headwise's own models can be exported to GGUF")
+    native = to_native(model)
     with atomic_file(path, written_by_headwise, "GGUF file") as staging:
-        result = write_gguf(model, staging, dtype, tokenizer, pooling)
+        result = write_gguf(native, staging, dtype, tokenizer, pooling)
     return (f"architecture {result.architecture}", *result.notes)
 
 
 def _write_onnx(model: Any, path: Path, int8: bool = False) -> tuple[str, ...]:
     from headwise.exporters.onnx_export import write_onnx
 
-    return write_onnx(model, path, int8)
+    native = to_native(model)
+    full_model = float32_copy(native)
+    note = "weights in float32, because onnxruntime lacks half-precision operators on CPUs"
+    notes = () if full_model is native else (note,)
+    return (*write_onnx(full_model, path, int8), *notes)
 
 
 def _write_torch(model: Any, path: Path) -> tuple[str, ...]:
@@ -191,8 +199,9 @@ def _write_torch(model: Any, path: Path) -> tuple[str, ...]:
 
     if path.suffix != ".pt2":
         raise ArgumentError(f"path={path.name!r}: a torch.export file must end in .pt2. Rename it.")
+    native = to_native(model)
     with atomic_file(path, written_by_headwise, "torch.export file") as staging:
-        return write_pt2(model, staging)
+        return write_pt2(native, staging)
 
 
 # Checks.

@@ -33,6 +33,7 @@ SIZE_FIELDS = dict.fromkeys(
 MODEL_FIELDS = {
     **SIZE_FIELDS, "encoder_layers": 0, "windows": ANY_VALUE, "embed_scale": 1.0, "tied": ANY_VALUE, "cache": (),
     "weight_rules": (), "activation_bits": 32, "stacks": (),
+    "embed_width": 0, "shared_layers": False,
 }  # fmt: skip
 ATTENTION_FIELDS = {
     **dict.fromkeys(("width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width"), ANY_VALUE),
@@ -93,8 +94,8 @@ def choose_gguf_architecture(spec: ModelSpec) -> GgufArchitecture:
     """Return the llama.cpp architecture that computes this model. Raise an error that lists the reasons if there is none."""
     if spec.weight_rules:
         raise UnsupportedModelError(
-            "to='gguf': weights quantized per head cannot be stored in GGUF. Dequantize first: "
-            "hw.export(hw.dequantize(model), …, to='gguf')."
+            "to='gguf': weights quantized per head cannot be stored in GGUF. Dequantize the model first: "
+            "hw.dequantize(model)."
         )
     nearest = BERT if spec.kind == "encoder" else LLAMA if spec.norm == "rms" else GPT2
     if problems := [*_field_differences(spec, nearest), *_size_problems(spec, nearest)]:

@@ -90,7 +90,6 @@ def cached_layers(spec: ModelSpec) -> list[LayerAddress]:
 
 def check_exportable(model: Any) -> None:
     """Raise an error if the model cannot be traced."""
-    model.check_native("only Headwise's own models can be exported to ONNX or torch.export")
     if model.spec.kind == "encoder-decoder":
         raise UnsupportedModelError(
             "an encoder-decoder cannot be exported to ONNX or torch.export. Use model.save(folder) instead."

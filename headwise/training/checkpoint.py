@@ -34,7 +34,7 @@ from headwise.io.aligned_safetensors import read_tensors, write_tensors
 from headwise.io.atomic_write import atomic_folder
 from headwise.model.transformer import Transformer
 from headwise.training.optimizer import optimizer_state, restore_optimizer
-from headwise.training.train_loss import TrainLoss
+from headwise.training.training_losses import ModelWithLoss
 from headwise.weights.save import write_metadata
 
 CHECKSUMS_FILE = "checksums.json"
@@ -58,7 +58,7 @@ class CheckpointFolder:
         return sorted(int(path.name[5:]) for path in self.folder.glob("step-" + "[0-9]" * 8))
 
     def save(
-        self, loss: TrainLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int, best_step: int
+        self, loss: ModelWithLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int, best_step: int
     ) -> None:
         """Write a checkpoint atomically, then drop those that are neither among the newest nor the best."""
         with atomic_folder(self.path(step), ("training.json", CHECKSUMS_FILE)) as new_folder:
@@ -96,7 +96,7 @@ class CheckpointFolder:
             raise FileFormatError(f"{self.folder}: every checkpoint is damaged. Start the run again in another folder.")
         return None
 
-    def restore(self, step: int, loss: TrainLoss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def restore(self, step: int, loss: ModelWithLoss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Restore a model, its loss and its optimizer. Return the state of the loop."""
         folder, model, parameters = self.path(step), loss.model, loss.trainable_parameters()
         if not (folder / "model.safetensors").is_file():
@@ -135,7 +135,7 @@ class ShardedCheckpointFolder(CheckpointFolder):
         self.process_group = process_group.all_processes
 
     def save(
-        self, loss: TrainLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int, best_step: int
+        self, loss: ModelWithLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int, best_step: int
     ) -> None:
         """Write a checkpoint atomically, then drop those that are neither among the newest nor the best."""
         model, parameters = _native_model(loss), loss.trainable_parameters()
@@ -151,7 +151,7 @@ class ShardedCheckpointFolder(CheckpointFolder):
         if self.process_group.is_rank_zero:
             self.drop_old(best_step)
 
-    def restore(self, step: int, loss: TrainLoss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def restore(self, step: int, loss: ModelWithLoss, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Restore a model and its optimizer for any number of processes. Return the state of the loop."""
         folder, model, parameters = self.path(step), _native_model(loss), loss.trainable_parameters()
         if not (folder / SHARDS_FOLDER).is_dir():
@@ -176,7 +176,7 @@ class ShardedCheckpointFolder(CheckpointFolder):
         return training_state
 
 
-def _native_model(loss: TrainLoss) -> Transformer:
+def _native_model(loss: ModelWithLoss) -> Transformer:
     return loss.model  # pyright: ignore[reportReturnType]
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 
 from headwise.distributed.process_group import ProcessGroup
-from headwise.model import Transformer, eval_mode
+from headwise.model import ModelProtocol, eval_mode
 from headwise.training.batch_samplers import MaskTokens, make_train_batch, pad_with_minus_one
-from headwise.training.train_loss import LanguageLoss
+from headwise.training.training_losses import LanguageLoss
 
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer,
+    model: ModelProtocol,
     texts: Sequence[np.ndarray],
     sources: Sequence[np.ndarray],
     batch_size: int,

@@ -33,12 +33,12 @@ from headwise.training.evaluate import evaluate
 from headwise.training.optimizer import make_optimizer
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import MetricsLog, write_run_json_if_missing
-from headwise.training.run_setup import RunSetup, load_setup, prepare_run, sampler_factory
+from headwise.training.run_setup import RunSetup, load_setup, prepare_run, restore_half_precision, sampler_factory
 from headwise.training.stop_signals import interruptible
-from headwise.training.train_loss import LanguageLoss, LossAccumulator, MakeLoss
 from headwise.training.train_progress_display import ProgressDisplay, ThroughputTimer
 from headwise.training.train_request import TrainRequest
 from headwise.training.train_result import TrainResult, nonfinite_to_none
+from headwise.training.training_losses import LanguageLoss, LossAccumulator, MakeLoss
 from headwise.weights.load import merge_sharded_checkpoint
 
 TrainCallback = Callable[[Transformer, int], object]
@@ -65,7 +65,8 @@ def train(
     """Train a new model from a spec, or train an existing model further.
 
     Args:
-        model: A spec for a new model, or a model, which is trained in place.
+        model: A spec for a new model, or a model, which is trained in place. A model in half precision is trained in float32
+            and rounded at the end, because optimizer steps are smaller than half precision resolves.
         corpus: A text, a list of texts, a path or a Corpus. None: the synthetic language.
         recipe: Numbers of the training run. None: the default recipe.
         out: Run folder for checkpoints, metrics and the model. Calling `train` again with the same arguments resumes an
@@ -73,8 +74,10 @@ def train(
         valid: Held-out texts. None: the part of the corpus that the recipe holds out.
         tokenizer: A tokenizer, or "byte", "character", "word" (the synthetic language) or "bpe:4096". None: the tokenizer
             of the model, "word" for the synthetic language, otherwise "byte". A new model gets its vocabulary size.
-        loss: Function from the model to a `TrainLoss`. Held-out texts are always evaluated with the language modeling loss.
-        device: Device for training. None selects one automatically.
+        loss: Function from the model to a `ModelWithLoss`. Held-out texts are always evaluated with the language modeling
+            loss.
+        device: Device for training. None: the device of a model on an accelerator, otherwise "auto", the first available of
+            CUDA, XPU, MPS and CPU.
         callback: Called as `callback(model, step)` before the first step, every `callback_every` steps and after the last
             step.
         callback_every: Steps between callbacks. None: at each evaluation.
@@ -112,7 +115,8 @@ def run_request(
 
     Args:
         request: Model, corpus, recipe, folder and loss of the run.
-        device: Device for training. None selects one automatically.
+        device: Device for training. None: the device of a model on an accelerator, otherwise "auto", the first available of
+            CUDA, XPU, MPS and CPU.
         callback: Called as `callback(model, step)`, as in `train`.
         callback_every: Steps between callbacks. None: at each evaluation.
         progress: True shows a progress display on standard error. A function is called as `progress(label, done, total)`.
@@ -133,6 +137,8 @@ def run_request(
         )
     out = request.out
     trained = None if isinstance(request.model, ModelSpec) else request.model
+    if device is None and getattr(trained, "device", torch.device("cpu")).type != "cpu":
+        device = trained.device  # pyright: ignore[reportOptionalMemberAccess]
     with (
         gradients_enabled(trained),
         open_process_group(device) as process_group,
@@ -165,7 +171,7 @@ def resume(
     Args:
         folder: Run folder of `train(…, out=folder)`.
         loss: Function from the model to its loss. It must be the loss of the run.
-        device: Device for training. None selects one automatically.
+        device: Device for training. None is "auto": the first available of CUDA, XPU, MPS and CPU.
         callback: Called as `callback(model, step)`, as in `train`.
         callback_every: Steps between callbacks. None: at each evaluation.
         progress: True shows a progress display on standard error. A function is called as `progress(label, done, total)`.
@@ -218,7 +224,7 @@ class TrainLoop:
     """One training run. `run` continues from the last checkpoint to the end."""
 
     def __init__(self, setup: RunSetup, recipe: Recipe, folder: Path | None, progress: Progress | bool) -> None:
-        self.layout, self.recipe, self.folder = setup.layout, recipe, folder
+        self.layout, self.recipe, self.folder, self.half_dtypes = setup.layout, recipe, folder, setup.half_dtypes
         self.process_group = process_group = setup.layout.process_group
         self.model, self.tokens, self.context = setup.model, setup.tokens, setup.context
         self.mask_id = setup.tokenizer.mask if setup.objective == "masked" else None
@@ -285,6 +291,7 @@ class TrainLoop:
             self._finish()
         finally:
             self.display.close()
+            self._restore_half_precision()
             self.model.checkpointing = previous_checkpointing
             self.model.eval()
         return TrainResult(
@@ -476,6 +483,7 @@ class TrainLoop:
                 self.checkpoints.restore(self.best_step, self.loss_module, None)
             elif self.best_weights is not None:
                 self.model.load_state_dict(self.best_weights)
+        self._restore_half_precision()
         if self.folder is not None and self.stop_reason != "interrupted" and self.process_group.is_rank_zero:
             if self.checkpoints is not None and self.layout.is_sharded:
                 final_step = self.best_step if self.stop_reason == "early" and self.best_step else self.step
@@ -483,6 +491,11 @@ class TrainLoop:
             else:
                 self.model.save(self.folder / "model")
         self.process_group.barrier()
+
+    def _restore_half_precision(self) -> None:
+        """Round weights that were in half precision before the run. Sharded weights stay in float32."""
+        if not self.layout.is_sharded:
+            restore_half_precision(self.model, self.half_dtypes)
 
 
 def resolve_precision(recipe: Recipe, device: torch.device) -> torch.dtype:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,23 @@ from headwise.distributed.parallelize_model import ParallelStrategy
 from headwise.distributed.process_group import ProcessGroup
 from headwise.errors import ArgumentError, FileFormatError, UnsupportedModelError
 from headwise.io.aligned_safetensors import align
+from headwise.kernels.resolve_device import DTYPES
+from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.model import Transformer
 from headwise.model.weights_digest import weights_digest
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.text.build_tokenizers import add_bos_eos, add_mask_token, make_tokenizer
 from headwise.training.batch_samplers import DocumentSampler, PairSampler, RandomWindowSampler, ShuffledWindowSampler
+from headwise.training.checkpoint import checkpoint_problem
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import RUN_FORMAT, check_run_folder, read_run_json
 from headwise.training.token_file import TokenFiles, read_tokens, write_tokens
-from headwise.training.train_loss import MakeLoss, TrainLoss
 from headwise.training.train_request import TrainRequest
+from headwise.training.training_losses import MakeLoss, ModelWithLoss
+from headwise.weights.load import load
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -40,15 +46,17 @@ class RunSetup:
         objective: "causal" or "masked".
         run_record: Arguments of the run, as stored in run.json.
         layout: Distribution of data, weights and heads over processes.
+        half_dtypes: Dtype of each parameter that had half precision before the run.
     """
 
-    loss: TrainLoss
+    loss: ModelWithLoss
     tokenizer: Tokenizer
     tokens: TokenFiles
     context: int
     objective: str
     run_record: dict[str, Any]
     layout: ParallelStrategy
+    half_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def model(self) -> Transformer:
@@ -87,10 +95,10 @@ def prepare_run(request: TrainRequest, folder: Path, layout: ParallelStrategy) -
         "weights": None if isinstance(model_or_spec, ModelSpec) else weights_digest(model_or_spec),
     }
 
-    for field in ("spec", "recipe", "corpus", "valid", "tokenizer"):
+    for key in ("spec", "recipe", "corpus", "valid", "tokenizer"):
         process_group.check_equal(
-            json.dumps(run_record[field]),
-            f"{field}: it differs between the processes. Pass the same {field} to every process.",
+            json.dumps(run_record[key]),
+            f"{key}: it differs between the processes. Pass the same {key} to every process.",
         )
 
     def claim_folder() -> None:
@@ -103,12 +111,16 @@ def prepare_run(request: TrainRequest, folder: Path, layout: ParallelStrategy) -
                 saved_tokenizer = add_bos_eos(saved_tokenizer, add_eos=spec.kind == "encoder")
             write_tokens(folder / "tokens", corpus, valid, saved_tokenizer, recipe.holdout)
 
+    half_dtypes = {} if isinstance(model_or_spec, ModelSpec) else _half_dtypes(model_or_spec)
+    if half_dtypes:
+        run_record["dtype"] = str(next(iter(half_dtypes.values()))).removeprefix("torch.")
     process_group.run_on_rank_zero(claim_folder)
     saved_tokenizer = Tokenizer.load(folder / "tokens")
     loss = _build_loss(request.loss, _build_model(model_or_spec, saved_tokenizer, recipe.seed), recipe, layout)
     run_record["loss"] = loss.name or None
     process_group.run_on_rank_zero(lambda: check_run_folder(folder, run_record))
-    return RunSetup(loss, saved_tokenizer, read_tokens(folder / "tokens"), context, objective, run_record, layout)
+    tokens = read_tokens(folder / "tokens")
+    return RunSetup(loss, saved_tokenizer, tokens, context, objective, run_record, layout, half_dtypes)
 
 
 def _check_request(request: TrainRequest, spec: ModelSpec, num_processes: int) -> tuple[str, int]:
@@ -150,8 +162,8 @@ def load_setup(folder: Path, make_loss: MakeLoss, world: ProcessGroup) -> tuple[
     tokenizer = Tokenizer.load(folder / "tokens")
     if run_record["weights"] is None:
         model = _build_model(spec, tokenizer, recipe.seed)
-    elif any((folder / "checkpoints").glob("step-*")):
-        model = _build_model(Transformer(spec), tokenizer, recipe.seed)  # the checkpoint has the weights
+    elif (checkpoint := _newest_checkpoint(folder)) is not None:
+        model = _build_model(_model_of_checkpoint(checkpoint, spec), tokenizer, recipe.seed)
     else:
         raise FileFormatError(
             f"{folder}: the run started from a given model and has no checkpoint yet, so it cannot be resumed. Start it "
@@ -160,7 +172,23 @@ def load_setup(folder: Path, make_loss: MakeLoss, world: ProcessGroup) -> tuple[
     context, objective = recipe.context or spec.context, _resolve_objective(spec, recipe)
     tokens, loss = read_tokens(folder / "tokens"), _build_loss(make_loss, model, recipe, layout)
     check_run_folder(folder, {**run_record, "loss": loss.name or None})
-    return RunSetup(loss, tokenizer, tokens, context, objective, run_record, layout), recipe
+    half_dtypes = (
+        dict.fromkeys(dict(model.named_parameters()), DTYPES[run_record["dtype"]]) if "dtype" in run_record else {}
+    )
+    return RunSetup(loss, tokenizer, tokens, context, objective, run_record, layout, half_dtypes), recipe
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint that is not damaged, the newest one if all are damaged, or None."""
+    checkpoints = sorted((folder / "checkpoints").glob("step-*"), reverse=True)
+    return next((path for path in checkpoints if checkpoint_problem(path) is None), next(iter(checkpoints), None))
+
+
+def _model_of_checkpoint(checkpoint: Path, spec: ModelSpec) -> Any:
+    """Return a model for the weights of a checkpoint: a native one, or an attached one in the dtype of the checkpoint."""
+    if (checkpoint / "config.json").is_file() and not (checkpoint / "spec.json").is_file():
+        return load(checkpoint, dtype=None)
+    return Transformer(spec)  # the checkpoint has the weights
 
 
 def sampler_factory(setup: RunSetup, recipe: Recipe) -> Callable[[np.ndarray], Any]:
@@ -209,20 +237,34 @@ def _build_model(model_or_spec: ModelSpec | Transformer, tokenizer: Tokenizer, s
             f"tokenizer: it has {len(tokenizer)} tokens, the model {model_or_spec.spec.vocab}. Use the model's own tokenizer."
         )
     for parameter in model_or_spec.parameters():  # training writes to them, so memory-mapped ones are copied
-        parameter.data = align(parameter.data)
+        parameter.data = align(at_least_float32(parameter.data))  # updates are smaller than half precision resolves
     model_or_spec.tokenizer = tokenizer
     return model_or_spec
 
 
-def _build_loss(make_loss: MakeLoss, model: Transformer, recipe: Recipe, layout: ParallelStrategy) -> TrainLoss:
+def _half_dtypes(model: Transformer) -> dict[str, torch.dtype]:
+    """Return the dtype of each parameter in half precision, by name."""
+    return {name: weight.dtype for name, weight in model.named_parameters() if weight.dtype in HALF_DTYPES}
+
+
+@torch.no_grad()
+def restore_half_precision(model: Transformer, half_dtypes: dict[str, torch.dtype]) -> None:
+    """Round the trained float32 parameters to the dtypes that they had before the run, and drop their gradients."""
+    for name, parameter in model.named_parameters():
+        if name in half_dtypes:
+            parameter.grad = None
+            parameter.data = parameter.data.to(half_dtypes[name])
+
+
+def _build_loss(make_loss: MakeLoss, model: Transformer, recipe: Recipe, layout: ParallelStrategy) -> ModelWithLoss:
     """Build the loss of a model. Its random initialization depends only on the seed."""
     model = layout.place_model(model)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         loss = make_loss(model)
-    if not isinstance(loss, TrainLoss) or loss.model is not model:
+    if not isinstance(loss, ModelWithLoss) or loss.model is not model:
         raise ArgumentError(
-            "loss: must be a function that takes the model and returns a TrainLoss of this model, such as LanguageLoss. "
+            "loss: must be a function that takes the model and returns a ModelWithLoss of this model, such as LanguageLoss. "
             f"Got {loss!r}."
         )
     if "fsdp" in layout.kind and any(name.startswith("loss.") for name in loss.trainable_parameters()):

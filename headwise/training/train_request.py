@@ -11,7 +11,7 @@ from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
 from headwise.training.default_synthetic_run import DEFAULT_RECIPE, default_corpora
 from headwise.training.recipe import Recipe
-from headwise.training.train_loss import LanguageLoss, MakeLoss
+from headwise.training.training_losses import LanguageLoss, MakeLoss
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,15 +11,16 @@ import headwise as hw
 from headwise.compression import PruneRequest, StreamingRequest
 from headwise.compression.cache_study import CacheStudy, cache_study
 from headwise.compression.paired_evaluation import PairedEvaluator
-from headwise.distributed.parallel_cost import cache_bytes
+from headwise.distributed.parallel_strategy_cost import cache_bytes
 from headwise.errors import HeadwiseError
+from headwise.model import ModelProtocol
 from headwise.spec import CachePolicy
 from tests.distillation.tiny import make_model
 
 LINES = [f"{n} and {n} are {2 * n}, and so on and so on, and on it goes." for n in range(8)]
 
 
-def loss_after_position(model: hw.Transformer, lines: list[str], position: int) -> list[tuple[float, int]]:
+def loss_after_position(model: ModelProtocol, lines: list[str], position: int) -> list[tuple[float, int]]:
     """Return the summed loss and the number of tokens after `position` for each text, from plain logits."""
     sums = []
     assert model.tokenizer is not None

@@ -16,7 +16,7 @@ from headwise.errors import HeadwiseError
 from headwise.model import ModelProtocol
 from headwise.spec import Plan
 from headwise.text.build_tokenizers import byte_tokenizer
-from headwise.ui.prune_tables import show_prune_plan
+from headwise.ui.print_pruning import show_prune_plan
 from tests.runner import run_command
 
 TEXTS = ["the cat saw the dog", "a dog ran to the tree", "it was green", "and the cat slept"]

@@ -29,7 +29,7 @@ from headwise.model import Transformer
 from headwise.spec import preset
 from headwise.text.sentence_embeddings import embed
 from headwise.ui.figures.tradeoff_curves import draw_pruning
-from headwise.ui.prune_tables import show_prune_report
+from headwise.ui.print_pruning import show_prune_report
 from tests.analysis.models import TEXTS, character_model, encode_texts, text_loss
 from tests.contract.layers import MODELS, make_model, token_ids
 

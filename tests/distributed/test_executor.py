@@ -36,11 +36,11 @@ def results(function: Any, arguments: list, **options: Any) -> list:
 
 
 @pytest.mark.slow
-def test_work_processes_give_all_results() -> None:
+def test_work_processes_give_all_results(tmp_path: Path) -> None:
     assert results(jobs.square, [1, 2, 3, 4, 5], processes=2) == [1, 4, 9, 16, 25]
     assert results(jobs.threads, [0, 1], processes=2) == [1, 1]
-    assert len(set(results(jobs.process, [0, 1, 2, 3], processes=2))) == 2
-    assert len(set(results(jobs.process, [0, 1, 2], processes=1, fresh=True))) == 3
+    assert len(set(results(jobs.process_of_two, [(str(tmp_path), index) for index in range(4)], processes=2))) == 2
+    assert len(set(results(jobs.process, [0, 1, 2], processes=1, fresh_process=True))) == 3
     assert results(jobs.square, [], processes=2) == []
 
 

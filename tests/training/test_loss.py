@@ -13,7 +13,7 @@ from headwise.model import Transformer
 from headwise.model import loss as model_loss
 from headwise.model.loss import IGNORE_INDEX
 from headwise.spec import ModelSpec
-from headwise.training.train_loss import LanguageLoss
+from headwise.training.training_losses import LanguageLoss
 from tests.training.tiny import ODD, PLAIN
 
 SPECS: dict[str, ModelSpec] = {

@@ -11,11 +11,11 @@ from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.training import resume
 from headwise.training.batch_samplers import TrainBatch
-from headwise.training.train_loss import LanguageLoss, TrainLoss
+from headwise.training.training_losses import LanguageLoss, ModelWithLoss
 from tests.training.tiny import PLAIN, SHORT, checkpoint_folder, run, run_interrupted, same_weights
 
 
-class TeacherLoss(TrainLoss):
+class TeacherLoss(ModelWithLoss):
     """Cross-entropy, and the distance to the states of a wider teacher through a learned projection."""
 
     name = "taught by a teacher of width 24"

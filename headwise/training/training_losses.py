@@ -12,7 +12,7 @@ from headwise.training.batch_samplers import TrainBatch
 from headwise.training.optimizer import trainable_parameters
 
 
-class TrainLoss(nn.Module):
+class ModelWithLoss(nn.Module):
     """Base class of losses. It wraps a model and computes one loss, or several losses by name, which are summed.
 
     Each named loss is logged. Parameters of the loss are trained with the model and saved in checkpoints as `loss.…`. Set
@@ -57,10 +57,10 @@ class TrainLoss(nn.Module):
         return {**dict(trainable_parameters(self.model)), **loss_parameters}
 
 
-MakeLoss = Callable[[Transformer], TrainLoss]
+MakeLoss = Callable[[Transformer], ModelWithLoss]
 
 
-class LanguageLoss(TrainLoss):
+class LanguageLoss(ModelWithLoss):
     """Mean cross-entropy of the targets in nats, from ids and targets (B, T)."""
 
     def __init__(self, model: ModelProtocol) -> None:

@@ -28,7 +28,7 @@ from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator
 from headwise.errors import ArgumentError
-from headwise.model import Transformer
+from headwise.model import ModelProtocol
 from headwise.model.loss import IGNORE_INDEX
 from headwise.spec import CachePolicy
 from headwise.text import Tokenizer
@@ -110,7 +110,7 @@ class RetrievalPrompt:
 
 
 @dataclass(frozen=True, eq=False)
-class StreamingEvaluator:
+class StreamingLossEvaluator:
     """Texts of each kind, and the losses of a model with its full cache on them.
 
     Attributes:
@@ -123,12 +123,17 @@ class StreamingEvaluator:
 
     @staticmethod
     def of(
-        model: Transformer, policy: CachePolicy, corpus: Any = None, *, include_running_text: bool = True, seed: int = 0
-    ) -> "StreamingEvaluator":
+        model: ModelProtocol,
+        policy: CachePolicy,
+        corpus: Any = None,
+        *,
+        include_running_text: bool = True,
+        seed: int = 0,
+    ) -> "StreamingLossEvaluator":
         """Make the texts and evaluate the model with its full cache.
 
         Args:
-            model: A headwise decoder with a language modeling head.
+            model: A decoder with a language modeling head.
             policy: Sink tokens and window of a KV head that streams.
             corpus: Running text, and the text between a fact and its question. None: the texts of a profile.
             include_running_text: Also measure running text.
@@ -155,9 +160,9 @@ class StreamingEvaluator:
                 control = PairedEvaluator.of_batches(model, _batches(model, prompts, control=True))
                 if evaluation.difference(control.full_losses_per_text, evaluation.full_losses_per_text).low > BOUND:
                     kinds[kind] = evaluation
-        return StreamingEvaluator(policy, kinds)
+        return StreamingLossEvaluator(policy, kinds)
 
-    def test(self, model: Transformer) -> StreamingTestResult:
+    def test(self, model: ModelProtocol) -> StreamingTestResult:
         """Return the loss increase of a model with streaming KV heads over the full cache."""
         costs = []
         for kind, evaluation in self.kinds.items():
@@ -176,7 +181,7 @@ def _window(policy: CachePolicy) -> int:
     return policy.window
 
 
-def _texts(model: Transformer, corpus: Any, tokens: int) -> str:
+def _texts(model: ModelProtocol, corpus: Any, tokens: int) -> str:
     """Join texts of a corpus to at least `tokens` tokens. Single sentences are too short for an eviction."""
     texts: list[str] = []
     for item in TokenizedCorpus.of(model, corpus).corpus.items():
@@ -186,7 +191,7 @@ def _texts(model: Transformer, corpus: Any, tokens: int) -> str:
     return " ".join(texts)
 
 
-def _running_text(model: Transformer, policy: CachePolicy, corpus: Any) -> PairedEvaluator | None:
+def _running_text(model: ModelProtocol, policy: CachePolicy, corpus: Any) -> PairedEvaluator | None:
     """Return texts eight times as long as the streaming cache. None if the corpus is too short."""
     retained = policy.sink_tokens + _window(policy)
     length = min(8 * retained, model.spec.max_input_tokens)
@@ -198,7 +203,7 @@ def _running_text(model: Transformer, policy: CachePolicy, corpus: Any) -> Paire
     return PairedEvaluator.of(model, tokenized.subset(samples), skip_tokens=retained) if samples else None
 
 
-def _random_lists(model: Transformer, policy: CachePolicy, seed: int) -> list[RetrievalPrompt]:
+def _random_lists(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[RetrievalPrompt]:
     length = _window(policy) + MARGIN
     repeats = make_repeated_sequences(model, TEXTS[TOKENS], length, seed)
     if repeats.length < length:
@@ -212,7 +217,7 @@ def _random_lists(model: Transformer, policy: CachePolicy, seed: int) -> list[Re
     return prompts
 
 
-def _noun_lists(model: Transformer, policy: CachePolicy, seed: int) -> list[RetrievalPrompt]:
+def _noun_lists(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[RetrievalPrompt]:
     tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
     before, length, prompts = tokenizer.template_ids[0], _window(policy) + MARGIN, []
     for _ in range(TEXTS[NOUN_LISTS]):
@@ -234,7 +239,7 @@ def _nouns(tokenizer: Tokenizer, length: int, rng: np.random.Generator) -> tuple
     return None if tokenizer.special["unk"] in ids else tuple(ids)
 
 
-def _facts(model: Transformer, policy: CachePolicy, corpus: Any, seed: int) -> Iterator[RetrievalPrompt]:
+def _facts(model: ModelProtocol, policy: CachePolicy, corpus: Any, seed: int) -> Iterator[RetrievalPrompt]:
     """Yield a fact, text that pushes it out of the window, and its question. The control states another fact."""
     tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
     before, unknown = tokenizer.template_ids[0], tokenizer.special["unk"]
@@ -258,7 +263,7 @@ def _facts(model: Transformer, policy: CachePolicy, corpus: Any, seed: int) -> I
 
 
 def _batches(
-    model: Transformer, prompts: Sequence[RetrievalPrompt], *, control: bool = False
+    model: ModelProtocol, prompts: Sequence[RetrievalPrompt], *, control: bool = False
 ) -> tuple[TargetBatch, ...]:
     """Batch prompts, padded on the right, to which a causal decoder does not attend."""
     max_length = max(len(prompt.ids) for prompt in prompts)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.distributed import parallelize_model as team_layout
-from headwise.distributed.parallel_cost import ParallelCost, forward_flops_per_token, layout
+from headwise.distributed.parallel_strategy_cost import ParallelStrategyCost, forward_flops_per_token, layout
 from headwise.distributed.process_group import ProcessGroup
 from headwise.errors import HeadwiseError
 from tests.distributed.models import GENERATING_SPEC, SPECS
@@ -30,7 +30,7 @@ MIXED_CACHE = GENERATING_SPEC.with_cache(
 MODELS = {**SPECS, "biases": BIASES, "kept": MIXED_CACHE}
 
 
-def by_name(costs: tuple[ParallelCost, ...]) -> dict[str, ParallelCost]:
+def by_name(costs: tuple[ParallelStrategyCost, ...]) -> dict[str, ParallelStrategyCost]:
     return {cost.name: cost for cost in costs}
 
 
@@ -131,7 +131,7 @@ def measure_cost(kind: str, spec: hw.ModelSpec, processes: int, rank: int, head_
         return MeasuredCost(weights, cache_bytes, max(gathered), round(forward_traffic.sent), round(step))
 
 
-def predicted_and_measured(kind: str, name: str, processes: int) -> tuple[ParallelCost, MeasuredCost]:
+def predicted_and_measured(kind: str, name: str, processes: int) -> tuple[ParallelStrategyCost, MeasuredCost]:
     """Return the predicted cost, and the largest measured cost of any process."""
     predicted = by_name(layout(MODELS[name], processes, TOKENS, batch=BATCH, element_bytes=4))[kind]
     per_rank = [measure_cost(kind, MODELS[name], processes, rank) for rank in range(processes)]

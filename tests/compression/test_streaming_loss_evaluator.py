@@ -10,21 +10,21 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.long_offsets import LENGTH, STREAMING_POLICY, FarPositionTaskMetric
+from headwise.analysis.metrics.outside_window_attention import LENGTH, STREAMING_POLICY, OutsideWindowAttentionMetric
 from headwise.analysis.roles.prompt_role_definitions import streaming_candidate_mask
 from headwise.compression.cache_study import CacheStudy, cache_study
-from headwise.compression.streaming_cost import (
+from headwise.compression.streaming_loss_evaluator import (
     BOUND,
     FACTS,
     KINDS,
     NOUNS,
     QUESTIONS,
     TOKENS,
-    StreamingEvaluator,
+    StreamingLossEvaluator,
     StreamingTestResult,
 )
-from headwise.compression.streaming_selection import streaming
 from headwise.model import Transformer
+from headwise.model.streaming_forward import streaming
 from headwise.spec import Address
 from tests.analysis.constructed_word_models import BETA, WordModel, scores_to_offset, scores_to_position
 
@@ -66,11 +66,11 @@ def induction() -> WordModel:
 
 
 @pytest.fixture(scope="module")
-def evaluation(induction: WordModel) -> StreamingEvaluator:
-    return StreamingEvaluator.of(induction.model, STREAMING_POLICY, texts())
+def evaluation(induction: WordModel) -> StreamingLossEvaluator:
+    return StreamingLossEvaluator.of(induction.model, STREAMING_POLICY, texts())
 
 
-def streamed(model: Transformer, evaluation: StreamingEvaluator, key: str) -> StreamingTestResult:
+def streamed(model: Transformer, evaluation: StreamingLossEvaluator, key: str) -> StreamingTestResult:
     with streaming(model, (Address.parse(key),), STREAMING_POLICY):
         return evaluation.test(model)
 
@@ -78,21 +78,23 @@ def streamed(model: Transformer, evaluation: StreamingEvaluator, key: str) -> St
 def test_streaming_cost_built_heads_both_meet_the_attention_condition(induction: WordModel) -> None:
     accumulator = Accumulator(4)
     with torch.no_grad():
-        assert FarPositionTaskMetric(texts(1)).run(induction.model, accumulator).skip_reason == ""
+        assert OutsideWindowAttentionMetric(texts(1)).run(induction.model, accumulator).skip_reason == ""
     local = streaming_candidate_mask(accumulator)
     assert local is not None
     assert local[0]
     assert local[2], "on text without repetition an induction head attends to the first token"
 
 
-def test_streaming_cost_built_previous_token_head_passes(induction: WordModel, evaluation: StreamingEvaluator) -> None:
+def test_streaming_cost_built_previous_token_head_passes(
+    induction: WordModel, evaluation: StreamingLossEvaluator
+) -> None:
     test = streamed(induction.model, evaluation, "0.0")
     assert tuple(cost.kind for cost in test.costs) == KINDS
     assert [cost.loss_increase.mean for cost in test.costs] == pytest.approx([0] * 4, abs=1e-5)
     assert test.passed
 
 
-def test_streaming_cost_built_induction_head_fails(induction: WordModel, evaluation: StreamingEvaluator) -> None:
+def test_streaming_cost_built_induction_head_fails(induction: WordModel, evaluation: StreamingLossEvaluator) -> None:
     test = streamed(induction.model, evaluation, "1.0")
     costs = {cost.kind: cost.loss_increase for cost in test.costs}
     assert tuple(costs) == KINDS
@@ -103,7 +105,7 @@ def test_streaming_cost_built_induction_head_fails(induction: WordModel, evaluat
     assert not test.passed
 
 
-def test_streaming_cost_equals_loss_by_hand(induction: WordModel, evaluation: StreamingEvaluator) -> None:
+def test_streaming_cost_equals_loss_by_hand(induction: WordModel, evaluation: StreamingLossEvaluator) -> None:
     """Batch by batch, with a model whose spec has the cache policy."""
     small = hw.apply(hw.plan_pruning(induction.model, cache={"1.0": STREAMING_POLICY}), induction.model)
     costs = {cost.kind: cost for cost in evaluation.test(small).costs}
@@ -123,7 +125,7 @@ def test_streaming_cost_equals_loss_by_hand(induction: WordModel, evaluation: St
         assert cost.loss_increase.mean == pytest.approx(loss(small, kind) - cost.full_loss, abs=1e-5)
 
 
-def test_streaming_cost_targets_are_outside_the_window(evaluation: StreamingEvaluator) -> None:
+def test_streaming_cost_targets_are_outside_the_window(evaluation: StreamingLossEvaluator) -> None:
     """A copy has its original, and an answer its fact, among the evicted tokens."""
     for batch in evaluation.kinds[TOKENS].batches:
         assert batch.targets is not None
@@ -161,11 +163,11 @@ def test_streaming_cost_model_without_retrieval_never_passes() -> None:
     """A model that cannot repeat anything has no loss increase. This must not count as evidence."""
     built = WordModel(words(), heads=1, positions=LENGTH)
     built.set_head("0.0", position_scores=scores_to_offset(1, num_positions=LENGTH), output_map=torch.eye(built.V))
-    evaluation = StreamingEvaluator.of(built.model, STREAMING_POLICY, texts())
+    evaluation = StreamingLossEvaluator.of(built.model, STREAMING_POLICY, texts())
     assert set(evaluation.kinds) == {"running text"}
     assert not streamed(built.model, evaluation, "0.0").passed
 
 
 def test_streaming_cost_short_context_measures_nothing() -> None:
     built = WordModel(words(), heads=1, positions=STREAMING_POLICY.sink_tokens + (STREAMING_POLICY.window or 0))
-    assert StreamingEvaluator.of(built.model, STREAMING_POLICY, texts()).kinds == {}
+    assert StreamingLossEvaluator.of(built.model, STREAMING_POLICY, texts()).kinds == {}

@@ -19,7 +19,7 @@ LOSS_VALUES_PER_TOKEN = 3  # numbers per token that processes exchange if the vo
 
 
 @dataclass(frozen=True)
-class ParallelCost:
+class ParallelStrategyCost:
     """Memory and traffic of the process with the most, under one parallel strategy.
 
     Attributes:
@@ -66,7 +66,7 @@ def layout(
     batch: int = 1,
     element_bytes: int = 2,
     head_processes: int = 2,
-) -> tuple[ParallelCost, ...]:
+) -> tuple[ParallelStrategyCost, ...]:
     """Estimate memory and traffic per process for each parallel strategy.
 
     Strategies are `heads` (complete heads per process), `fsdp` (a part of every weight, gathered block by block), `ddp` (the
@@ -100,7 +100,7 @@ def layout(
         if type(value) is not int or value < 1:
             raise ArgumentError(f"{name}: must be an integer of at least 1. Got {value!r}. Use {name}=1, for example.")
 
-    def grid() -> ParallelCost:
+    def grid() -> ParallelStrategyCost:
         if processes % head_processes or head_processes in (1, processes):
             raise ArgumentError(
                 f"head_processes: {processes} processes cannot be split into several groups of {head_processes} that share "
@@ -111,7 +111,7 @@ def layout(
             "fsdp+heads", spec, processes // head_processes, head_processes, context, batch, element_bytes
         )
 
-    def cost_of(name: str, data_processes: int, heads: int) -> Callable[[], ParallelCost]:
+    def cost_of(name: str, data_processes: int, heads: int) -> Callable[[], ParallelStrategyCost]:
         return lambda: _parallel_cost(name, spec, data_processes, heads, context, batch, element_bytes)
 
     strategies = {
@@ -168,16 +168,16 @@ def kv_head_cache_bytes(layer: AttentionSpec, policy: CachePolicy, length: int, 
     return tokens * sum(kv_row_bytes(size, policy.bits, element_bytes) for size in sizes)
 
 
-def _cost_or_error(name: str, processes: int, compute_cost: Callable[[], ParallelCost]) -> ParallelCost:
+def _cost_or_error(name: str, processes: int, compute_cost: Callable[[], ParallelStrategyCost]) -> ParallelStrategyCost:
     try:
         return compute_cost()
     except HeadwiseError as error:
-        return ParallelCost(name, processes, "", error=str(error))
+        return ParallelStrategyCost(name, processes, "", error=str(error))
 
 
 def _parallel_cost(
     name: str, spec: ModelSpec, data_processes: int, head_processes: int, context: int, batch: int, element_bytes: int
-) -> ParallelCost:
+) -> ParallelStrategyCost:
     """Return the cost of the process with the most."""
     local_specs = [partition.local_spec(spec) for partition in partition_model(spec, head_processes)]
     largest_spec, weights = (
@@ -203,7 +203,7 @@ def _parallel_cost(
             _all_reduce_bytes(FLOAT32_BYTES * (forward_values + backward_values), head_processes)
             + _all_reduce_bytes(3 * training_weights - unblocked_weights, weight_shards) // 2
         )
-    return ParallelCost(
+    return ParallelStrategyCost(
         name, data_processes * head_processes, f"{data_processes} × {head_processes}", -(-weights // weight_shards),
         batch * max(_text_cache_bytes(local_spec, context, element_bytes) for local_spec in local_specs),
         STATES_PER_PARAMETER * -(-training_weights // weight_shards),
