@@ -17,8 +17,10 @@ from headwise.cli import (
     describe,
     diff,
     distill,
+    evaluate,
     explain,
     export,
+    find,
     generate,
     importance,
     info,
@@ -29,7 +31,11 @@ from headwise.cli import (
     profile,
     prune,
     quantize,
+    scan,
+    selftest,
     sensitivity,
+    steer,
+    store,
     sweep,
     train,
     view,
@@ -40,9 +46,10 @@ from headwise.cli.shell.output_stream import flushed_output, prepare_streams
 from headwise.errors import HeadwiseError
 
 COMMANDS = (
-    demo, info, layout, generate, export, presets, corpus, train, distill, profile, describe, maps, explain, importance,
-    prune, quantize,
-    sensitivity, cache, diff, sweep, claims, plot, view,
+    demo, info, layout, generate, export, presets, corpus, train, distill, scan, profile, describe, maps, explain, importance,
+    find, steer, evaluate, prune, quantize,
+    sensitivity, cache, diff, sweep, claims, plot, view, store,
+    selftest,
 )  # fmt: skip
 app = typer.Typer(
     name="headwise",

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import CorpusArgument, JsonOption, ModelArgument
+from headwise.cli.shell.common_options import CorpusArgument, DeviceOption, DtypeOption, JsonOption, ModelArgument
 
 
 def run(
@@ -29,8 +29,14 @@ def run(
     window: Annotated[int, typer.Option(help="Number of most recent tokens in the cache of a streaming head.")] = 128,
     bits: Annotated[int, typer.Option(help="Bits of the cached keys and values of all heads: 32, 16, 8 or 4.")] = 32,
     ranking: Annotated[
-        str, typer.Option(help="Ranking method of the KV heads: attention, output, loss, gates, role, random.")
+        str, typer.Option(help="Ranking method of the KV heads: attention, output, loss, gates, role, pattern, random.")
     ] = "output",
+    pattern: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with a score per KV head (DuoAttention's full_attention_heads.tsv), instead of --ranking."
+        ),
+    ] = None,
     gate_steps: Annotated[int, typer.Option(help="With --ranking gates: training steps of the gates.")] = 60,
     protected_fraction: Annotated[
         float,
@@ -74,14 +80,16 @@ def run(
         Path | None,
         typer.Option(help="Write a figure of cache size against loss (.png, .svg, .pdf) or its data (.csv, .json)."),
     ] = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Limit the KV cache per head to fewer tokens or bits, and compare memory and loss with random plans of equal cost."""
     from headwise.compression.cache_study import CacheStudy, cache_study
     from headwise.spec import Plan
     from headwise.text.corpus import Corpus
-    from headwise.ui.cache_tables import draw_cache_curve, show_cache_curve, show_cache_plan, show_cache_report
     from headwise.ui.figures.figure_with_data import check_path
+    from headwise.ui.print_cache_results import draw_cache_curve, show_cache_curve, show_cache_plan, show_cache_report
     from headwise.ui.progress import show_progress
     from headwise.weights import load
 
@@ -93,9 +101,9 @@ def run(
         corpus=Corpus.from_cli_arguments(corpus, None) if corpus else None, test=None if test is None else Corpus.of(test),
         max_texts=max_texts, max_length=max_length, seed=seed, gate_steps=gate_steps, rounds=rounds,
         protected_fraction=protected_fraction, seeds=seeds, passkeys=passkeys,
-        fractions=_parse_fractions(fractions) if curve or plot else (),
+        fractions=_parse_fractions(fractions) if curve or plot else (), pattern=pattern,
     )  # fmt: skip
-    loaded: Any = load(model)
+    loaded: Any = load(model, device=device, dtype=dtype)
     with show_progress() as progress:
         result = cache_study(loaded, study, out=out, save_plan=save_plan, progress=progress)
     if plot is not None:

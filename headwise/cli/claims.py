@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.shell.common_options import ExecutorOption, JsonOption
+from headwise.cli.shell.common_options import DeviceOption, DtypeOption, ExecutorOption, JsonOption
 
 
 def run(
@@ -36,19 +36,21 @@ def run(
     cache: Annotated[
         Path | None, typer.Option(help="Folder of cached models and results. Default: $HEADWISE_CACHE.")
     ] = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run an experiment for each claim and report its verdict. After Ctrl-C, run the same command again to resume."""
     from headwise.errors import ArgumentError
     from headwise.experiments.registry import find_claims
     from headwise.experiments.run_claims import claims
-    from headwise.ui.experiment_tables import show_claim_list, show_claims, write_claims
+    from headwise.ui.print_experiments import show_claim_list, show_claims, write_claims
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
 
     if quick and (full or seeds is not None):
         raise ArgumentError("--quick, --full, --seeds: these options exclude each other. Use one of them.")
-    if corpus is not None and model is None:
-        raise ArgumentError("--corpus: requires --model. Add --model MODEL.")
+    if model is None and (corpus is not None or device != "cpu" or dtype is not None):
+        raise ArgumentError("--corpus, --device, --dtype: require --model. Add --model MODEL.")
     selected = find_claims(names or [])
     if list_only:
         listing = [{"number": claim.number, "name": claim.name, "statement": claim.statement} for claim in selected]
@@ -56,7 +58,8 @@ def run(
         return
     with show_progress() as progress, resume_hint_on_interrupt() if model is None else nullcontext():
         results = claims(
-            names or [], full=full, seeds=seeds, first_seed=first_seed, model=model, corpus=corpus, cache=cache,
+            names or [], full=full, seeds=seeds, first_seed=first_seed, model=model, corpus=corpus, device=device,
+            dtype=dtype, cache=cache,
             processes=processes,
             executor=executor, progress=progress, log=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip

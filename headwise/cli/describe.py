@@ -2,14 +2,28 @@
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import CorpusArgument, JsonOption, ModelArgument
+from headwise.cli.shell.common_options import (
+    CorpusArgument,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    NoStoreOption,
+)
+
+if TYPE_CHECKING:
+    from headwise.ui.head_summary import HeadDescription
+    from headwise.ui.print_summary import SummaryPrinter
+    from headwise.ui.stored_description import DescriptionStore
 
 
 def run(
@@ -26,46 +40,98 @@ def run(
         ),
     ] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Also print all metrics and examples.")] = False,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
+    no_store: NoStoreOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Summarize one head: its roles with evidence, attention sinks, output, cost, and the heads it works with."""
-    from headwise.analysis.head_facts import HeadFacts, measure_head_facts
-    from headwise.analysis.roles.profile import profile
-    from headwise.analysis.roles.profile_result import Profile
-    from headwise.compression.head_compression_cost import HeadCompressionCosts, measure_head_compression_cost
+    from rich.console import Console
+
+    from headwise.io.result_store import ResultStore
     from headwise.spec import Address
-    from headwise.ui.head_summary import summary_lines
-    from headwise.ui.head_tables import show_head, show_summary
-    from headwise.ui.progress import show_progress
-    from headwise.weights import load
+    from headwise.ui.print_summary import SummaryPrinter
+    from headwise.ui.stored_description import DescriptionStore
 
     corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
-    facts, cost = HeadFacts(), HeadCompressionCosts()
+    printer, stored = SummaryPrinter(Console(quiet=as_json)), None
     if Path(model).is_file() and model.endswith(".npz"):
-        full_profile = Profile.load(model)
-        head_profile = full_profile[head]
+        description = _describe_saved_profile(model, head)
+        printer.print_lines(description.lines)
     else:
-        loaded = load(model)
-        Address.parse(head)
-        loaded.heads[head]  # an unknown address raises before the work starts
-        with show_progress() as progress:
-            full_profile = profile(loaded, corpus_input, prompts=prompts, progress=progress)
-            head_profile = full_profile[head]
-            facts = measure_head_facts(loaded, head_profile, corpus_input, progress)
-            cost = measure_head_compression_cost(loaded, head_profile, corpus_input, progress)
+        head = str(Address.parse(head))
+        if not no_store:
+            settings = {"prompts": prompts, "device": device, "dtype": dtype}
+            stored = DescriptionStore(ResultStore(), model, head, corpus_input, settings)
+            known_description = None if show_all else stored.read()
+            if known_description is not None:
+                printer.print_lines(known_description.lines)
+                printer.print_errors(known_description.errors)
+                if as_json:
+                    print(json.dumps(known_description.data, indent=2))
+                return
+        steps = partial(_steps, model, device, dtype, head, corpus_input, prompts=prompts)
+        description = _measure(steps, stored, printer)
+    printer.print_errors(description.errors)
     if as_json:
-        ov_summary = facts.ov_summary
-        token_effects = (
-            None
-            if ov_summary is None or not ov_summary.token_effects
-            else [item._asdict() for item in ov_summary.token_effects]
-        )
-        copying_score = None if ov_summary is None or math.isnan(ov_summary.copying) else ov_summary.copying
-        lines = [line._asdict() for line in summary_lines(full_profile, head_profile, facts, cost)]
-        effect = None if ov_summary is None or ov_summary.effect is None else asdict(ov_summary.effect)
-        more = {"summary": lines, "direct_effect": effect, "copying": copying_score, "promotes": token_effects}
-        print(json.dumps({**head_profile.to_dict(), **more}, indent=2))
-        return
-    show_summary(full_profile, head_profile, facts, cost)
-    if show_all:
-        show_head(full_profile, head_profile, facts)
+        print(json.dumps(_to_dict(description), indent=2))
+    elif show_all:
+        _show_all(description)
+
+
+def _describe_saved_profile(path: str, head: str) -> "HeadDescription":
+    from headwise.analysis.head_facts import HeadFacts
+    from headwise.analysis.roles.profile_result import Profile
+    from headwise.compression.head_compression_cost import HeadCompressionCosts
+    from headwise.ui.head_summary import HeadDescription
+
+    profile = Profile.load(path)
+    return HeadDescription(profile, profile[head], HeadFacts(), HeadCompressionCosts())
+
+
+def _steps(
+    model: str, device: str, dtype: str | None, head: str, corpus: Any, *, prompts: bool, **options: Any
+) -> "Iterator[HeadDescription]":
+    """Load the model and measure the head."""
+    from headwise.ui.head_summary import describe_steps
+    from headwise.weights import load
+
+    return describe_steps(load(model, device=device, dtype=dtype), head, corpus, prompts=prompts, **options)
+
+
+def _measure(
+    steps: "Callable[..., Iterator[HeadDescription]]", stored: "DescriptionStore | None", printer: "SummaryPrinter"
+) -> "HeadDescription":
+    """Measure the head and print each sentence as soon as it is known."""
+    from headwise.ui.progress import show_progress
+    from headwise.ui.stored_description import StoredDescription
+
+    description = None
+    with show_progress() as progress:
+        for description in steps(store=None if stored is None else stored.store, progress=progress):
+            printer.print_lines(description.lines)
+    assert description is not None
+    if stored is not None:
+        stored.write(StoredDescription(printer.lines, list(description.errors), _to_dict(description)))
+    return description
+
+
+def _to_dict(description: "HeadDescription") -> dict[str, Any]:
+    """Return the description for JSON."""
+    assert description.head is not None
+    ov_summary = description.facts.ov_summary
+    effects = () if ov_summary is None else ov_summary.token_effects
+    token_effects = [item._asdict() for item in effects] or None
+    copying_score = None if ov_summary is None or math.isnan(ov_summary.copying) else ov_summary.copying
+    lines = [line._asdict() for line in description.lines]
+    effect = None if ov_summary is None or ov_summary.effect is None else asdict(ov_summary.effect)
+    more = {"summary": lines, "direct_effect": effect, "copying": copying_score, "promotes": token_effects}
+    return {**description.head.to_dict(), **more}
+
+
+def _show_all(description: "HeadDescription") -> None:
+    from headwise.ui.print_profile import show_head
+
+    assert description.profile is not None
+    assert description.head is not None
+    show_head(description.profile, description.head, description.facts)

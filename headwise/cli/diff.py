@@ -23,6 +23,6 @@ def run(
     if as_json:
         print(json.dumps({"before": str(before), "after": str(after), "heads": rows}, indent=2))
     else:
-        from headwise.ui.diff_tables import show_diff
+        from headwise.ui.print_profile_diff import show_diff
 
         show_diff(old_profile, new_profile, rows, max_rows)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell.common_options import JsonOption, ModelArgument, drop_none
+from headwise.cli.shell.common_options import DeviceOption, DtypeOption, JsonOption, ModelArgument, drop_none
 from headwise.cli.shell.field_options import field_options
 from headwise.training import Recipe
 
@@ -65,24 +65,20 @@ def run(
     precision: Annotated[
         str | None, typer.Option(help="Training precision: float32, bfloat16, float16 or auto. Default: auto.")
     ] = None,
-    teacher_precision: Annotated[str, typer.Option(help="Precision of the teacher: float32 or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the initialization and the data order.")] = 0,
-    device: Annotated[str | None, typer.Option(help="Torch device. Default: cuda if available, else cpu.")] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a student on the logits, hidden states, attention maps or relations of a teacher. Ctrl-C saves and stops."""
-    import torch
-
     from headwise.distillation import distill
+    from headwise.distributed.process_group import device_of_process
     from headwise.errors import ArgumentError
     from headwise.training.default_synthetic_run import DEFAULT_RECIPE
-    from headwise.ui.train_tables import show_train_result
+    from headwise.ui.print_training import show_train_result
     from headwise.weights import load
 
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if teacher_precision not in dtypes:
-        raise ArgumentError(f"--teacher-precision: not supported. Got {teacher_precision!r}. Use float32 or bfloat16.")
-    teacher_model = load(teacher, dtype=dtypes[teacher_precision])
+    teacher_model = load(teacher, device=device_of_process(device), dtype=dtype)
     student_model: Any = (
         teacher_model.spec.resized(layers=layers, heads=num_heads, width=width) if student is None else load(student)
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import JsonOption, ModelArgument
+from headwise.cli.shell.common_options import DeviceOption, DtypeOption, JsonOption, ModelArgument
 
 if TYPE_CHECKING:
     from headwise.analysis.attribution.score_attribution import AttentionPathStep, ScoreAttribution
@@ -30,6 +30,8 @@ def run(
     max_rows: Annotated[
         int, typer.Option(help="Maximum number of pairs to show, largest contribution first.", min=1)
     ] = 10,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Decompose an attention score into contributions of pairs of residual stream parts, one at the query, one at the key."""
@@ -37,7 +39,7 @@ def run(
     from headwise.weights import load
 
     attribution = explain(
-        load(model),
+        load(model, device=device, dtype=dtype),
         text,
         head,
         _parse_position(query, text),

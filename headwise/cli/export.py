@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell.common_options import JsonOption, ModelArgument
+from headwise.cli.shell.common_options import DeviceOption, JsonOption, ModelArgument
 
 
 def run(
@@ -21,8 +21,13 @@ def run(
             help="For transformers: gpt2, gpt-neo, bert or llama. Default: the family the model was loaded from."
         ),
     ] = None,
+    device: DeviceOption = "cpu",
     dtype: Annotated[
-        str | None, typer.Option(help="For gguf: data type of the weights, f32, f16, q8_0 or q4_0.")
+        str | None,
+        typer.Option(
+            help="Data type of the exported weights: float32, bfloat16, float16 or float64; for gguf f32, f16, q8_0 or q4_0. "
+            "Default: that of the file; f32 for gguf."
+        ),
     ] = None,
     pooling: Annotated[
         str | None,
@@ -44,13 +49,14 @@ def run(
     from headwise.weights import load
 
     arguments = {
-        "dtype": dtype,
+        "dtype": dtype if to == "gguf" else None,
         "pooling": pooling,
         "tokenizer": None if tokenizer else False,
         "int8": True if int8 else None,
     }
     options: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
-    result = export(load(model), path, family, to=to, check=check, **options)
+    loaded = load(model, device=device, dtype="float32" if to == "gguf" else dtype)
+    result = export(loaded, path, family, to=to, check=check, **options)
     output_path = Path(path)
     files = sorted(entry.name for entry in output_path.iterdir()) if output_path.is_dir() else [output_path.name]
     if as_json:

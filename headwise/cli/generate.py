@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import JsonOption, ModelArgument
+from headwise.cli.shell.common_options import DeviceOption, DtypeOption, JsonOption, ModelArgument
 
 
 def run(
@@ -28,6 +28,8 @@ def run(
             autocompletion=completion.complete_heads,
         ),
     ] = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, printing it token by token."""
@@ -36,7 +38,7 @@ def run(
     from headwise.errors import UnsupportedModelError
     from headwise.weights import load
 
-    loaded = load(model)
+    loaded = load(model, device=device, dtype=dtype)
     if loaded.tokenizer is None:
         raise UnsupportedModelError(
             f"{model}: the model has no tokenizer, so it cannot read text. Use a model saved with its tokenizer."

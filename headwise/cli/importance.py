@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import CorpusArgument, JsonOption, ModelArgument
+from headwise.cli.shell.common_options import (
+    CorpusArgument,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    NoStoreOption,
+)
 
 
 def run(
@@ -39,6 +46,9 @@ def run(
         int, typer.Option(help="Maximum number of texts. Longer texts are split into chunks, each counted as a text.")
     ] = 32,
     max_rows: Annotated[int, typer.Option(help="Maximum number of heads to show, most important first.")] = 20,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
+    no_store: NoStoreOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Ablate heads one at a time and show the increase of the loss, with 95% confidence intervals."""
@@ -48,18 +58,26 @@ def run(
 
     from headwise.analysis.ablation.head_outputs import eval_corpus
     from headwise.analysis.ablation.importance import HeadImportance, importance
+    from headwise.analysis.stored_results import stored_importance, whole_layers
+    from headwise.io.result_store import ResultStore
     from headwise.text.corpus import Corpus
     from headwise.ui.progress import show_progress
     from headwise.ui.terminal_table import make_table
     from headwise.weights import load
 
-    loaded = load(model)
+    loaded = load(model, device=device, dtype=dtype)
     tokenized = eval_corpus(loaded, Corpus.from_cli_arguments(corpus, source), max_length).first(max_texts)
+    layers = (
+        None if no_store or (ranking, ablation, metric) != ("ablation", "mean", "loss") else whole_layers(loaded, heads)
+    )
     with show_progress() as progress:
-        result = importance(
-            loaded, tokenized, ranking=ranking, ablation=ablation, heads=heads, metric=metric,  # pyright: ignore[reportArgumentType]
-            progress=progress,
-        )  # fmt: skip
+        if layers:
+            result = stored_importance(loaded, tokenized, layers, store=ResultStore(), progress=progress)
+        else:
+            result = importance(
+                loaded, tokenized, ranking=ranking, ablation=ablation, heads=heads, metric=metric,  # pyright: ignore[reportArgumentType]
+                progress=progress,
+            )  # fmt: skip
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
         return

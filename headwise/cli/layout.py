@@ -25,7 +25,7 @@ def run(
     """Compute the memory and traffic of each process for ddp, fsdp and head parallelism. MODEL may be a preset."""
     from rich.console import Console
 
-    from headwise.distributed.parallel_cost import forward_flops_per_token, layout
+    from headwise.distributed.parallel_strategy_cost import forward_flops_per_token, layout
     from headwise.ui.terminal_table import make_table
     from headwise.weights.model_info import spec_of
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import JsonOption, ModelArgument
+from headwise.cli.shell.common_options import DeviceOption, DtypeOption, JsonOption, ModelArgument
 
 if TYPE_CHECKING:
     from headwise.analysis.recording.attention_maps import AttentionView
@@ -43,6 +43,8 @@ def run(
     arcs: Annotated[
         str | None, typer.Option(help="Write a figure with lines between words, for the same heads and file types.")
     ] = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the attention weights between the words of a text."""
@@ -52,7 +54,13 @@ def run(
 
     if key is not None and query is None:
         raise ArgumentError("--key: requires a query word. Add --query WORD.")
-    view = attention_maps(load(model), text, "*" if heads is None else heads, words=not no_words, source=source)
+    view = attention_maps(
+        load(model, device=device, dtype=dtype),
+        text,
+        "*" if heads is None else heads,
+        words=not no_words,
+        source=source,
+    )
     if heatmap or arcs:
         from headwise.ui.figures import sentence_maps as draw
 

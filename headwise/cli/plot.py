@@ -3,15 +3,19 @@
 import csv
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.shell.common_options import CorpusArgument
+from headwise.cli.shell.common_options import CorpusArgument, DeviceOption, DtypeOption
 
 if TYPE_CHECKING:
+    from headwise.model import ModelProtocol
     from headwise.ui.figures.figure_with_data import FigureWithData
+
+    LoadModel = Callable[[], ModelProtocol]
 
 # Figures and the input of each.
 FIGURE_KINDS = {
@@ -48,6 +52,8 @@ def run(
             help="For pruning: maximum number of texts. Longer texts are split into chunks, each counted as a text."
         ),
     ] = 64,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the data of the figure as JSON.")] = False,
 ) -> None:
     """Draw a figure and write it to a file."""
@@ -58,46 +64,53 @@ def run(
         raise ArgumentError(f"kind={kind!r}: unknown kind of figure; {suggest_names(kind, FIGURE_KINDS)}")
     check_path(out)
     corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
+    load_model = partial(_load_model, model_or_file, device, dtype)
     draw_functions: dict[str, Callable[[], FigureWithData]] = {
-        "roles": lambda: _load_profile(model_or_file, corpus_input, causal).plot.roles(),
-        "offsets": lambda: _load_profile(model_or_file, corpus_input, causal).plot.offsets(heads),
-        "depth": lambda: _draw_depth(model_or_file, corpus_input, causal, metrics),
-        "embedding": lambda: _draw_comparison(kind, model_or_file, corpus_input, heads),
-        "clusters": lambda: _draw_comparison(kind, model_or_file, corpus_input, heads),
+        "roles": lambda: _load_profile(model_or_file, load_model, corpus_input, causal).plot.roles(),
+        "offsets": lambda: _load_profile(model_or_file, load_model, corpus_input, causal).plot.offsets(heads),
+        "depth": lambda: _draw_depth(model_or_file, load_model, corpus_input, causal, metrics),
+        "embedding": lambda: _draw_comparison(kind, load_model, corpus_input, heads),
+        "clusters": lambda: _draw_comparison(kind, load_model, corpus_input, heads),
         "history": lambda: _draw_history(model_or_file, metrics),
-        "pruning": lambda: _draw_pruning(model_or_file, corpus_input, max_texts),
+        "pruning": lambda: _draw_pruning(load_model, corpus_input, max_texts),
         "tradeoff": lambda: _draw_tradeoff(model_or_file),
-        "diagram": lambda: _draw_diagram(model_or_file),
+        "diagram": lambda: _draw_diagram(model_or_file, load_model),
     }
     figure = draw_functions[kind]()
     figure.save(out)
     print(json.dumps({"out": str(out), "rows": figure.as_records()}, indent=2) if as_json else f"{kind}: {out}")
 
 
-def _load_profile(model_or_file: str, corpus: Any, causal: bool) -> Any:
+def _load_model(name: str, device: str, dtype: str | None) -> "ModelProtocol":
+    from headwise.weights import load
+
+    return load(name, device=device, dtype=dtype)
+
+
+def _load_profile(model_or_file: str, load_model: "LoadModel", corpus: Any, causal: bool) -> Any:
     from headwise.analysis.roles.profile import profile
     from headwise.analysis.roles.profile_result import Profile
     from headwise.ui.progress import show_progress
-    from headwise.weights import load
 
     if model_or_file.endswith(".npz"):
         return Profile.load(model_or_file)
     with show_progress() as progress:
-        return profile(load(model_or_file), corpus, causal=causal, progress=progress)
+        return profile(load_model(), corpus, causal=causal, progress=progress)
 
 
-def _draw_depth(model_or_file: str, corpus: Any, causal: bool, metrics: list[str] | None) -> "FigureWithData":
-    profile = _load_profile(model_or_file, corpus, causal)
+def _draw_depth(
+    model_or_file: str, load_model: "LoadModel", corpus: Any, causal: bool, metrics: list[str] | None
+) -> "FigureWithData":
+    profile = _load_profile(model_or_file, load_model, corpus, causal)
     return profile.plot.depth(metrics) if metrics else profile.plot.depth()
 
 
-def _draw_comparison(kind: str, model_or_file: str, corpus: Any, heads: str | None) -> "FigureWithData":
+def _draw_comparison(kind: str, load_model: "LoadModel", corpus: Any, heads: str | None) -> "FigureWithData":
     from headwise.analysis.roles.profile import profile
     from headwise.analysis.similarity.compare_heads import compare_heads
     from headwise.ui.progress import show_progress
-    from headwise.weights import load
 
-    model = load(model_or_file)
+    model = load_model()
     comparison = compare_heads(model, corpus, heads="*" if heads is None else heads)
     with show_progress() as progress:
         result = profile(model, corpus, causal=False, progress=progress)
@@ -113,14 +126,13 @@ def _draw_history(run_or_file: str, metrics: list[str] | None) -> "FigureWithDat
     return draw_history(history, *(metrics or [])[:1])
 
 
-def _draw_pruning(model_name: str, corpus: Any, max_texts: int) -> "FigureWithData":
+def _draw_pruning(load_model: "LoadModel", corpus: Any, max_texts: int) -> "FigureWithData":
     from headwise.analysis.ablation.head_outputs import eval_corpus
     from headwise.compression.pruning_curve import pruning_curve
     from headwise.ui.figures.tradeoff_curves import draw_pruning
     from headwise.ui.progress import show_progress
-    from headwise.weights import load
 
-    model = load(model_name)
+    model = load_model()
     selection_corpus, test_corpus = eval_corpus(model, corpus).first(max_texts).halves()
     with show_progress() as progress:
         return draw_pruning(pruning_curve(model, selection_corpus, test_corpus, progress=progress))
@@ -132,14 +144,11 @@ def _draw_tradeoff(data_path: str) -> "FigureWithData":
     return draw_tradeoff(_read_rows(data_path), xlabel="x")
 
 
-def _draw_diagram(model_or_preset: str) -> "FigureWithData":
+def _draw_diagram(model_or_preset: str, load_model: "LoadModel") -> "FigureWithData":
     from headwise.spec import preset, presets
     from headwise.ui.figures.diagram import draw_attention_diagram
-    from headwise.weights import load
 
-    return draw_attention_diagram(
-        preset(model_or_preset) if model_or_preset in presets() else load(model_or_preset).spec
-    )
+    return draw_attention_diagram(preset(model_or_preset) if model_or_preset in presets() else load_model().spec)
 
 
 def _read_rows(data_path: str) -> Any:

@@ -15,8 +15,11 @@ import typer
 from headwise.cli.shell import completion
 from headwise.cli.shell.common_options import (
     CorpusArgument,
+    DeviceOption,
+    DtypeOption,
     ExecutorOption,
     ModelArgument,
+    NoStoreOption,
     PlanOption,
     SensitivityOption,
     drop_none,
@@ -69,6 +72,12 @@ def run(
     row_stride: Annotated[
         int, typer.Option(help="For long texts: measure one of every ROW_STRIDE blocks of 64 rows.")
     ] = 1,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Print only the expected time and memory, without causal tests.")
+    ] = False,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Limit of the expected memory, such as '8 GB'. Batches become smaller to fit.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Save the profile to this file (.npz).")] = None,
     out: Annotated[
         Path | None,
@@ -84,11 +93,13 @@ def run(
     ] = None,
     sensitivity: SensitivityOption = None,
     plan: PlanOption = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
+    no_store: NoStoreOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, one record per head.")] = False,
 ) -> None:
     """Assign roles to all heads of a model, with evidence and examples. MODEL may be a saved profile (.npz)."""
-    from headwise.analysis.roles.profile import profile
     from headwise.analysis.roles.profile_result import Profile
     from headwise.analysis.roles.sharded_profile import profile_shards
     from headwise.errors import ArgumentError
@@ -99,7 +110,7 @@ def run(
     if model.endswith(".npz") and Path(model).is_file():
         exclusive_options = (
             corpus, treebank, probe, control, max_length, save, report, out, sensitivity, plan, prompts, no_causal,
-            row_stride > 1, shard_characters, processes, executor,
+            row_stride > 1, shard_characters, processes, executor, device != "cpu", dtype, estimate, memory_limit,
         )  # fmt: skip
         if any(exclusive_options):
             raise ArgumentError(
@@ -109,10 +120,10 @@ def run(
         _print_profile(Profile.load(model), show_layers, role, as_csv, as_json)
         return
     _check_options(
-        has_corpus=bool(corpus or treebank), control=control, out=out, report=report,
+        has_corpus=bool(corpus or treebank), control=control, out=out, report=report, memory_limit=memory_limit,
         has_shard_options=bool(shard_characters or processes or executor), has_report_inputs=bool(sensitivity or plan),
     )  # fmt: skip
-    loaded = load(model)
+    loaded = load(model, device=device, dtype=dtype)
     corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
     relations: Any = treebank if treebank is not None else Corpus.probe_set() if probe else None
     if treebank is not None and corpus_input is None:
@@ -123,20 +134,25 @@ def run(
         raise ArgumentError(
             f"{model}: --treebank, --probe and --out are not supported for vision models. Use a folder of images as CORPUS."
         )
+    if estimate:
+        _print_estimate(loaded, corpus_input, relations, max_length, row_stride, memory_limit, as_json)
+        return
     is_rank_zero = not int(os.environ.get("RANK", "0"))  # under torchrun only the first process prints
-    with show_progress() if is_rank_zero else nullcontext() as progress:
+    with show_progress() if is_rank_zero else nullcontext(False) as progress:
         profile_options: dict[str, Any] = {
             "relations": relations, "max_length": max_length, "row_stride": row_stride, "causal": not no_causal,
-            "prompts": prompts,
-            "progress": progress,
+            "prompts": prompts, "progress": progress,
         }  # fmt: skip
         shard_options = drop_none(shard_characters=shard_characters, processes=processes, executor=executor)
         if out is None:
-            result = profile(loaded, corpus_input, control=control, **profile_options)
+            profile_options |= {"memory_limit": memory_limit}
+            result = _profile(loaded, corpus_input, control, profile_options, use_store=not no_store)
         else:
             sharded_model = model if processes or executor else loaded
             with resume_hint_on_interrupt():
-                result = profile_shards(sharded_model, corpus_input, out, **shard_options, **profile_options)
+                result = profile_shards(
+                    sharded_model, corpus_input, out, device=device, dtype=dtype, **shard_options, **profile_options
+                )
     if not is_rank_zero:
         return
     if save is not None:
@@ -144,6 +160,38 @@ def run(
     if report is not None:
         _write_report(result, report, loaded, model, corpus_input, load_report_inputs(sensitivity, plan))
     _print_profile(result, show_layers, role, as_csv, as_json)
+
+
+def _print_estimate(
+    model: Any,
+    corpus: Any,
+    relations: Any,
+    max_length: int | None,
+    row_stride: int,
+    memory_limit: str | None,
+    as_json: bool,
+) -> None:
+    """Print the expected time and memory of a profile."""
+    from headwise.analysis.roles.profile_estimate import estimate_profile
+
+    result = estimate_profile(
+        model, corpus, relations=relations, max_length=max_length, row_stride=row_stride, memory_limit=memory_limit
+    )
+    print(json.dumps(result.to_dict()) if as_json else result)
+
+
+def _profile(model: Any, corpus: Any, control: str | None, options: dict[str, Any], *, use_store: bool) -> "Profile":
+    """Profile a model, with the store if all settings but prompts and causal tests are the default ones."""
+    from headwise.analysis.roles.profile import profile
+    from headwise.analysis.stored_results import stored_profile
+    from headwise.io.result_store import ResultStore
+
+    settings = {name: options[name] for name in ("prompts", "causal", "progress")}
+    defaults = {"relations": None, "max_length": None, "row_stride": 1, "memory_limit": None}
+    is_default = control is None and all(options[name] == default for name, default in defaults.items())
+    if use_store and is_default and model.image_input is None:
+        return stored_profile(model, corpus, store=ResultStore(), **settings)
+    return profile(model, corpus, control=control, **options)
 
 
 def _check_options(
@@ -154,9 +202,12 @@ def _check_options(
     report: Path | None,
     has_shard_options: bool,
     has_report_inputs: bool,
+    memory_limit: str | None,
 ) -> None:
     from headwise.errors import ArgumentError
 
+    if out is not None and memory_limit is not None:
+        raise ArgumentError("--memory-limit: not supported with --out. Use smaller chunks: --max-length.")
     if out is None and has_shard_options:
         raise ArgumentError(
             "--shard-characters, --processes, --executor: these options require --out. Add --out FOLDER."
@@ -173,7 +224,7 @@ def _write_report(
     result: "Profile", path: Path, model: Any, name: str, corpus: Any, report_inputs: dict[str, Any]
 ) -> None:
     """Write the report page. It shows single texts, so the page of an encoder-decoder has no sentences."""
-    from headwise.analysis.recording.input_image import read_images
+    from headwise.analysis.recording.read_images import read_images
     from headwise.ui.report import DEFAULT_SENTENCES
 
     sentences: Any = () if model.spec.kind == "encoder-decoder" else DEFAULT_SENTENCES
@@ -194,7 +245,7 @@ def _print_profile(profile: "Profile", layers: str | None, role: str | None, as_
         writer.writeheader()
         writer.writerows(rows)
     else:
-        from headwise.ui.head_tables import show_profile, show_role
+        from headwise.ui.print_profile import show_profile, show_role
 
         show_profile(profile, selected) if role is None else show_role(profile, role, selected)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import CorpusArgument, JsonOption, ModelArgument
+from headwise.cli.shell.common_options import CorpusArgument, DeviceOption, DtypeOption, JsonOption, ModelArgument
 
 
 def run(
@@ -70,6 +70,8 @@ def run(
         str, typer.Option(help="Fractions of remaining heads on the curve, comma-separated.")
     ] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1",
     plot: Annotated[Path | None, typer.Option(help="Write a figure of the curve (.png, .svg, .pdf).")] = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Prune heads and compare size, speed and loss with the full model and with random pruning of the same size."""
@@ -79,8 +81,8 @@ def run(
     from headwise.text.corpus import Corpus
     from headwise.ui.figures.figure_with_data import check_path
     from headwise.ui.figures.tradeoff_curves import draw_pruning
+    from headwise.ui.print_pruning import show_prune_plan, show_prune_report, show_pruning_curve
     from headwise.ui.progress import show_progress
-    from headwise.ui.prune_tables import show_prune_plan, show_prune_report, show_pruning_curve
     from headwise.weights import load
 
     corpus_input = Corpus.from_cli_arguments(corpus, source) if corpus or source else None
@@ -104,7 +106,9 @@ def run(
     if plot is not None:
         check_path(plot)
     with show_progress() as progress:
-        result = prune_study(load(model), study, out=out, save_plan=save_plan, progress=progress)
+        result = prune_study(
+            load(model, device=device, dtype=dtype), study, out=out, save_plan=save_plan, progress=progress
+        )
     if plot is not None and result.curve is not None:
         draw_pruning(result.curve).save(plot)
     if as_json:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell.common_options import CorpusArgument, JsonOption, ModelArgument
+from headwise.cli.shell.common_options import CorpusArgument, DeviceOption, DtypeOption, JsonOption, ModelArgument
 
 
 def run(
@@ -50,6 +50,8 @@ def run(
         Path | None,
         typer.Option(help="Write a figure of the bits per head (.png, .svg, .pdf) or its data (.csv, .json)."),
     ] = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize weights, per head and part if wanted, and show the memory saved and the increase of the loss."""
@@ -61,8 +63,8 @@ def run(
     from headwise.errors import ArgumentError
     from headwise.text.corpus import Corpus
     from headwise.ui.figures.figure_with_data import check_path
+    from headwise.ui.print_quantization import draw_bits
     from headwise.ui.progress import show_progress
-    from headwise.ui.quantization_tables import draw_bits
     from headwise.weights import load
 
     if plot is not None:
@@ -74,7 +76,7 @@ def run(
             "--sensitivity: bits are allocated from a sensitivity file and a budget. Use --sensitivity FILE together with "
             "--mean-bits or --megabytes."
         )
-    loaded: Any = load(model)
+    loaded: Any = load(model, device=device, dtype=dtype)
     bits, allocation, allocation_report = _parse_bits(weights), None, None
     non_head_bits: dict[str, int] = {}
     if sensitivity is not None:
@@ -111,7 +113,7 @@ def run(
 
 
 def _print_result(report: Any, allocation_report: Any, out: Path | None, *, as_json: bool) -> None:
-    from headwise.ui.quantization_tables import show_allocation_losses, show_quantization
+    from headwise.ui.print_quantization import show_allocation_losses, show_quantization
 
     if as_json:
         extra = {

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headwise.cli.shell import completion
-from headwise.cli.shell.common_options import CorpusArgument, JsonOption, ModelArgument
+from headwise.cli.shell.common_options import CorpusArgument, DeviceOption, DtypeOption, JsonOption, ModelArgument
 
 
 def run(
@@ -45,6 +45,8 @@ def run(
     plot: Annotated[
         Path | None, typer.Option(help="Write a figure of all heads (.png, .svg, .pdf) or its data (.csv, .json).")
     ] = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize one head at a time and show the increase of the loss, with 95% confidence intervals."""
@@ -58,8 +60,8 @@ def run(
     from headwise.errors import ArgumentError
     from headwise.text.corpus import Corpus
     from headwise.ui.figures.figure_with_data import check_path
+    from headwise.ui.print_quantization import draw_quantization_costs
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
-    from headwise.ui.quantization_tables import draw_quantization_costs
     from headwise.ui.terminal_table import make_table
     from headwise.weights import load
 
@@ -69,7 +71,7 @@ def run(
         raise ArgumentError(
             f"--bits: not a comma-separated list of integers. Got {bits!r}. Use, for example, --bits 4,3."
         )
-    loaded: Any = load(model)
+    loaded: Any = load(model, device=device, dtype=dtype)
     tokenized = eval_corpus(loaded, Corpus.from_cli_arguments(corpus, None), max_length).first(max_texts)
     with resume_hint_on_interrupt() if out is not None else nullcontext(), show_progress() as progress:
         result = sensitivity(

@@ -47,9 +47,9 @@ def run(
     """Train one model per head count and seed and compare them. After Ctrl-C, run the same command again to resume."""
     from headwise.errors import ArgumentError
     from headwise.experiments.head_count_sweep import depth_vs_heads_sweep, head_sweep
-    from headwise.ui.experiment_tables import show_sweep
     from headwise.ui.figures.claim_charts import draw_sweep, draw_training_curves
     from headwise.ui.figures.figure_with_data import check_path
+    from headwise.ui.print_experiments import show_sweep
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
 
     if depth and (num_heads is not None or head_dim is not None):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.shell.common_options import JsonOption
+from headwise.cli.shell.common_options import DeviceOption, JsonOption
 from headwise.cli.shell.field_options import field_options
 from headwise.training import Recipe
 
@@ -68,7 +68,7 @@ def run(
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the initialization and the data order.")] = 0,
-    device: Annotated[str | None, typer.Option(help="Torch device. Default: cuda if available, else cpu.")] = None,
+    device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Train a transformer from scratch. Models of the synthetic language are evaluated at the end. Ctrl-C saves and stops."""
@@ -117,7 +117,7 @@ def _print_result(result: Any, history: Any, out: Path, *, is_synthetic: bool, a
     """Print the result. A model of the synthetic language is also evaluated on cloze probes."""
     from headwise.model import Transformer
     from headwise.training.synthetic_evaluation import supports_synthetic_eval, synthetic_eval
-    from headwise.ui.train_tables import show_train_result
+    from headwise.ui.print_training import show_train_result
 
     is_evaluated = is_synthetic and supports_synthetic_eval(result.model) and result.stop_reason != "interrupted"
     is_sharded = result.recipe.parallel != "ddp"  # a partition cannot be evaluated alone

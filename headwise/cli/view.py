@@ -10,6 +10,8 @@ import typer
 
 from headwise.cli.shell.common_options import (
     CorpusArgument,
+    DeviceOption,
+    DtypeOption,
     ModelArgument,
     PlanOption,
     SensitivityOption,
@@ -18,6 +20,7 @@ from headwise.cli.shell.common_options import (
 
 if TYPE_CHECKING:
     from headwise.analysis.roles.profile_result import Profile
+    from headwise.analysis.steering.steering import Steering
     from headwise.model import ModelProtocol
 
 DEFAULT_PORT = 8642
@@ -29,16 +32,25 @@ def run(
     corpus: CorpusArgument = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="Profile written by headwise profile --save. Default: compute one without causal tests."),
+        typer.Option(
+            help="Profile written by headwise profile --save. Default: the one in the store, or a new one without "
+            "causal tests."
+        ),
     ] = None,
     sensitivity: SensitivityOption = None,
     plan: PlanOption = None,
+    steering: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of a steering (headwise steer --out). Adds a slider to the page. Repeatable."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Host to listen on. Hosts other than this machine require a token.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(help="Port. 0 selects a free one.", min=0, max=65535)] = DEFAULT_PORT,
     token: Annotated[bool, typer.Option("--token", help="Require a token on this machine too.")] = False,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the URL without opening a browser.")] = False,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the URL as JSON once the server responds.")] = False,
 ) -> None:
     """Open an interactive page to inspect a text and to silence heads. Ctrl-C stops the server."""
@@ -52,8 +64,8 @@ def run(
     report_inputs = load_report_inputs(sensitivity, plan)
     auth_token = make_token() if token or not is_loopback(host) else None
     with bind_socket(host, port) as sock:  # fail early if the port is in use
-        loaded = load(model)
-        session = LiveSession(loaded)
+        loaded = load(model, device=device, dtype=dtype)
+        session = LiveSession(loaded, steerings=_load_steerings(steering))
         corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
         profile_result = _load_profile(loaded, corpus_input, profile)
         report_data = make_report_data(
@@ -80,17 +92,30 @@ def run(
     os._exit(0)
 
 
+def _load_steerings(folders: list[Path] | None) -> "dict[str, Steering]":
+    """Load steerings by name. A steering without a name has that of its folder."""
+    from headwise.analysis.steering.steering import Steering
+
+    loaded = [(folder, Steering.load(folder)) for folder in folders or ()]
+    return {steering.name or folder.name: steering for folder, steering in loaded}
+
+
 def _load_profile(model: "ModelProtocol", corpus: Any, profile_path: Path | None) -> "Profile":
-    """Load the profile, or compute one without causal tests."""
+    """Load the profile, read it from the store, or compute one without causal tests."""
     from headwise.analysis.recording.batching import reachable_hook_points
-    from headwise.analysis.roles.profile import profile
     from headwise.analysis.roles.profile_result import Profile
+    from headwise.analysis.stored_results import find_stored_profile, stored_profile
     from headwise.errors import ArgumentError
+    from headwise.io.result_store import ResultStore
     from headwise.ui.progress import show_progress
 
     if profile_path is None:
+        store = ResultStore(read_only=True)  # the live view never writes
+        stored = find_stored_profile(model, store) if corpus is None else None
+        if stored is not None:
+            return stored
         with show_progress() as progress:
-            return profile(model, corpus, causal=False, progress=progress)
+            return stored_profile(model, corpus, store=store, causal=False, progress=progress)
     loaded_profile = Profile.load(profile_path)
     if list(loaded_profile.addresses) != [
         address for hook_point in reachable_hook_points(model) for address in hook_point.head_addresses
@@ -106,7 +131,7 @@ def _initial_sentences(model: "ModelProtocol", corpus: Any) -> list[Any]:
     """Return the first texts of the corpus or of the default corpus. For a vision model, return images."""
     from itertools import islice
 
-    from headwise.analysis.recording.input_image import read_images
+    from headwise.analysis.recording.read_images import read_images
     from headwise.analysis.recording.tokenized_corpus import default_corpus
     from headwise.text.corpus import Corpus
 

@@ -27,7 +27,36 @@ from headwise.progress import Progress
 from headwise.weights import load
 
 if TYPE_CHECKING:
+    import torch
+
     from headwise.model import ModelProtocol
+
+
+@dataclass(frozen=True)
+class RerunCommand:
+    """Command that tests a claim on the given model again.
+
+    Attributes:
+        model: Name of the model, or the model.
+        corpus: Corpus, or None.
+        options: Further options of the command.
+    """
+
+    model: "ModelProtocol | str"
+    corpus: Any = None
+    options: str = ""
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model, or its class."""
+        return self.model if isinstance(self.model, str) else type(self.model).__name__
+
+    def for_claim(self, claim: str) -> str:
+        """Return the command, or the Python call, for one claim."""
+        if not isinstance(self.model, str):
+            return f'claims(["{claim}"], model=model{"" if self.corpus is None else ", corpus=corpus"})'
+        corpus = f" --corpus {shlex.quote(str(self.corpus))}" if self.corpus else ""
+        return f"headwise claims {claim} --model {shlex.quote(self.model)}{corpus}{self.options}"
 
 
 @dataclass(frozen=True)
@@ -88,6 +117,8 @@ def claims(
     first_seed: int = 0,
     model: "ModelProtocol | str | None" = None,
     corpus: Any = None,
+    device: "torch.device | str" = "cpu",
+    dtype: "torch.dtype | str | None" = None,
     size: ExperimentSize | None = None,
     cache: str | Path | None = None,
     processes: int | None = None,
@@ -106,6 +137,8 @@ def claims(
         first_seed: First seed. Seeds below 10 were used to design the rules, so that their verdicts are exploratory.
         model: Model or model name. Only the claims that apply to a given model are tested, without seeds.
         corpus: Corpus for `model`.
+        device: Device of a model given by name, as in `hw.load`.
+        dtype: Data type of a model given by name, as in `hw.load`.
         size: Size of the trained models and training settings.
         cache: Folder for models and results. Default: `$HEADWISE_CACHE` or the user's cache folder.
         processes: Number of worker processes.
@@ -133,7 +166,13 @@ def claims(
             "and a model. Omit them, or omit model."
         )
     if model is not None:
-        return _measure_on_model(_applicable_claims(selected, bool(names)), model, corpus, bool(names), progress, log)
+        applicable = _applicable_claims(selected, bool(names))
+        loaded = load(model, device=device, dtype=dtype) if isinstance(model, str) else model
+        load_options = (f" --device {device}" if str(device) != "cpu" else "") + (
+            f" --dtype {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
+        )
+        rerun = RerunCommand(model, corpus, load_options)
+        return _measure_on_model(applicable, loaded, rerun, corpus, bool(names), progress, log)
     if seeds is not None and seeds < 1:
         raise ArgumentError(f"seeds: an experiment needs at least one seed. Got {seeds}. Use seeds=1 or more.")
     if first_seed < 0:
@@ -250,37 +289,25 @@ def _applicable_claims(selected: tuple[Claim, ...], by_name: bool) -> list[Claim
 
 def _measure_on_model(
     selected: list[Claim],
-    model_or_name: "ModelProtocol | str",
+    model: "ModelProtocol",
+    rerun: RerunCommand,
     corpus: Any,
     by_name: bool,
     progress: Progress | None,
     log: Callable[[str], object] | None,
 ) -> list[ClaimResult]:
     """Measure each claim on the model. A claim that does not apply is skipped, or raises if it was requested by name."""
-    name = model_or_name if isinstance(model_or_name, str) else type(model_or_name).__name__
-    model = load(model_or_name) if isinstance(model_or_name, str) else model_or_name
     results = []
     for done, claim in enumerate(selected):
         if progress is not None:
-            progress(f"claims on {name}", done, len(selected))
+            progress(f"claims on {rerun.model_name}", done, len(selected))
         try:
             assert claim.measure_model is not None
-            results.append(
-                _apply_rule(
-                    claim, claim.measure_model(model, corpus), (0,), name, _rerun_command(claim, model_or_name, corpus)
-                )
-            )
+            statistics = claim.measure_model(model, corpus)
+            results.append(_apply_rule(claim, statistics, (0,), rerun.model_name, rerun.for_claim(claim.name)))
         except HeadwiseError as error:
             if by_name:
                 raise
             if log is not None:
                 log(f"{claim.name} is skipped: {error}")
     return results
-
-
-def _rerun_command(claim: Claim, model_or_name: "ModelProtocol | str", corpus: Any) -> str:
-    if not isinstance(model_or_name, str):
-        return f'claims(["{claim.name}"], model=model{"" if corpus is None else ", corpus=corpus"})'
-    return f"headwise claims {claim.name} --model {shlex.quote(model_or_name)}" + (
-        f" --corpus {shlex.quote(str(corpus))}" if corpus else ""
-    )

@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 from headwise.analysis.ablation.head_outputs import eval_corpus, mean_activations
 from headwise.analysis.ablation.quantization_sensitivity import Sensitivity, sensitivity
+from headwise.analysis.finding.head_search import find_heads
+from headwise.analysis.finding.head_search_result import HeadSearchResult
 from headwise.analysis.head_facts import kv_siblings
 from headwise.analysis.recording.attention_maps import AttentionView, attention_maps
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.head_profile import HeadProfile
-from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.stored_results import stored_profile
 from headwise.compression import PruneRequest
 from headwise.compression.head_compression_cost import cache_bytes_and_kv_head
 from headwise.compression.plan import apply, plan_pruning
@@ -25,6 +27,7 @@ from headwise.compression.plan_report import PlanReport, report
 from headwise.compression.recovery_finetune import recover
 from headwise.exporters import export, llama_cpp
 from headwise.io.atomic_write import atomic_folder
+from headwise.io.result_store import ResultStore
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.spec import Address, Plan
@@ -40,6 +43,7 @@ PROMPT = "Once upon a time, a teacher and her students"
 SENTENCE = "The teacher gave the students their homework because they wanted more practice."
 WORD = "their"
 DECODER, ENCODER = "smollm2", "minilm"  # the decoder generates text, the encoder is profiled
+MAPPER = "rxnmapper"  # a model with one head for one job
 DEMO_HEADS = ("16.0", "18.6")  # a previous-token head and an induction head
 BITS, PARTS = (4,), ("qk", "vo", "keys", "values")
 MISSING_MESSAGE = "llama.cpp is not installed. Run pip install 'headwise[deploy]' to see this stage."
@@ -81,17 +85,20 @@ class DemoPruneResult(NamedTuple):
 
 
 class Demo:
-    """Stages of the demo on pretrained models. Files are written to `folder`."""
+    """Stages of the demo on pretrained models, loaded with a device and a dtype. Files are written to `folder`."""
 
-    def __init__(self, folder: str | Path = DEFAULT_FOLDER, quick: bool = False) -> None:
+    def __init__(
+        self, folder: str | Path = DEFAULT_FOLDER, quick: bool = False, device: str = "cpu", dtype: str | None = None
+    ) -> None:
         self.folder, self.options = Path(folder), QUICK if quick else FULL
+        self._load = partial(load, device=device, dtype=dtype)
         self._decoder: ModelProtocol | None = None
 
     @property
     def decoder(self) -> ModelProtocol:
         """The decoder, loaded once."""
         if self._decoder is None:
-            self._decoder = load(DECODER)
+            self._decoder = self._load(DECODER)
         return self._decoder
 
     def generate(self, on_text: Callable[[str], object]) -> str:
@@ -115,12 +122,12 @@ class Demo:
 
     def profile_encoder(self, progress: Progress | None = None) -> tuple[Profile, HeadProfile]:
         """Profile the encoder and write its report and figures. Return the profile and the head with most roles."""
-        model = load(ENCODER)
+        model = self._load(ENCODER)
         documents = [item for item in Corpus.probe_set().items() if isinstance(item, Document)]
         corpus = (
             Corpus.probe_set() if self.options.documents is None else Corpus.of(documents[: self.options.documents])
         )
-        encoder_profile = profile(model, corpus, progress=progress)
+        encoder_profile = stored_profile(model, corpus, store=ResultStore(), progress=progress)
         best_head = max(encoder_profile, key=lambda head: (len(head.roles), head.score or 0.0))
         with atomic_folder(self.folder / ENCODER, ("report.html",)) as new_folder:
             encoder_profile.save(new_folder / "profile.npz")
@@ -185,6 +192,11 @@ def _step_counter(progress: Progress | None, task: str, total: int) -> Callable[
             progress(task, done, total)
 
     return count_step
+
+
+def search_mapper_heads() -> HeadSearchResult:
+    """Find the heads of RXNMapper that map atoms, with the examples that come with it."""
+    return find_heads(load(MAPPER))
 
 
 def measure_demo_head_sensitivity(

@@ -116,13 +116,13 @@ class DemoTrainResult:
 
 
 def run_train_prune_demo(
-    folder: Path, *, quick: bool = False, seed: int = 0, progress: Progress | None = None
+    folder: Path, *, quick: bool = False, seed: int = 0, device: str = "cpu", progress: Progress | None = None
 ) -> DemoTrainResult:
     """Train, profile and prune a model, and write the results to a folder atomically. Ctrl-C leaves no files."""
     options = QUICK if quick else FULL
     with atomic_folder(folder, ("report.html",)) as new_folder:  # raises before the work if the folder is not writable
         history = HeadHistory()
-        trained = _train(options, seed, history, progress)
+        trained = _train(options, seed, device, history, progress)
         model = trained.model
         documents = Corpus.synthetic("held-out", documents=options.documents, seed=1) if options.documents else None
         profile_result = profile(model, documents, causal=not quick, progress=progress)
@@ -171,7 +171,9 @@ def run_train_prune_demo(
     )
 
 
-def _train(options: DemoTrainOptions, seed: int, history: HeadHistory, progress: Progress | None) -> TrainResult:
+def _train(
+    options: DemoTrainOptions, seed: int, device: str, history: HeadHistory, progress: Progress | None
+) -> TrainResult:
     recipe = replace(options.recipe, seed=seed)
     texts, valid = default_corpora(recipe)
     snapshot_interval = max(1, recipe.steps // options.num_snapshots)
@@ -180,6 +182,7 @@ def _train(options: DemoTrainOptions, seed: int, history: HeadHistory, progress:
         texts,
         recipe,
         valid=valid,
+        device=device,
         callback=history,
         callback_every=snapshot_interval,
         progress=progress or False,

@@ -10,20 +10,29 @@ from typing import Any, NamedTuple
 
 from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect
-from headwise.analysis.head_facts import AblationSummary, ComposedHead, HeadFacts, OVSummary, measure_head_facts
+from headwise.analysis.head_facts import (
+    AblationSummary,
+    ComposedHead,
+    HeadFacts,
+    OVSummary,
+    measure_head_facts,
+    measure_related_heads,
+)
 from headwise.analysis.metrics.batch_context import SPECIAL
-from headwise.analysis.metrics.long_offsets import OUTSIDE_WINDOW, STREAMING_POLICY
+from headwise.analysis.metrics.outside_window_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.row_shape import FIRST_TOKEN, OUTPUT_SHARE, RELATIVE_ENTROPY
 from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.head_profile import HeadProfile
-from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD, streaming_candidate_mask
 from headwise.analysis.roles.roles import LEAD, SUPPRESSION_PROBE, RoleEvidence
+from headwise.analysis.stored_results import stored_head_profile
 from headwise.compression.head_compression_cost import CACHE_TOKENS, HeadCompressionCosts, measure_head_compression_cost
-from headwise.compression.streaming_cost import BOUND
+from headwise.compression.streaming_loss_evaluator import BOUND
+from headwise.io.result_store import ResultStore
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
+from headwise.spec import Address
 from headwise.ui.glossary import GLOSSARY, docs_anchor
 from headwise.ui.role_descriptions import describe_role
 
@@ -83,12 +92,42 @@ class HeadSummary:
         return f"<ul>{''.join(items)}</ul>"
 
 
+@dataclass(frozen=True)
+class HeadDescription:
+    """Measurements about one head, as far as they are finished.
+
+    Attributes:
+        profile: Profile of the model. None until it is measured.
+        head: Profile of the head. None until it is measured.
+        facts: Facts in addition to the profile.
+        cost: Costs of compressing the head.
+    """
+
+    profile: Profile | None
+    head: HeadProfile | None
+    facts: HeadFacts
+    cost: HeadCompressionCosts
+
+    @property
+    def lines(self) -> list[SummaryLine]:
+        """Sentences about the measurements that are finished."""
+        if self.profile is None or self.head is None:
+            return list(_partner_lines(self.facts))
+        return summary_lines(self.profile, self.head, self.facts, self.cost)
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Reasons why parts could not be measured."""
+        return (*self.facts.errors, *self.cost.errors)
+
+
 def describe(
     model: ModelProtocol,
     head: str,
     corpus: Any = None,
     *,
     prompts: bool = False,
+    store: bool = True,
     progress: Progress | None = None,
 ) -> HeadSummary:
     """Describe one head in sentences: its roles with their evidence, its output, its importance and its costs.
@@ -98,6 +137,7 @@ def describe(
         head: Address of the head, such as `"5.1"`.
         corpus: A text, a list of texts, a path or a `Corpus`. None uses the embedded probe set.
         prompts: Whether to test the roles that are defined on prompts of their own as well.
+        store: Whether to read results from the store on disk, and to keep new ones there (`headwise store`).
         progress: Function called with stage, done and total.
 
     Returns:
@@ -106,12 +146,32 @@ def describe(
     Raises:
         HeadwiseError: If the model has no such head.
     """
+    result_store = ResultStore() if store else None
+    *_, description = describe_steps(model, head, corpus, prompts=prompts, store=result_store, progress=progress)
+    return HeadSummary(tuple(description.lines))
+
+
+def describe_steps(
+    model: ModelProtocol,
+    head: str,
+    corpus: Any = None,
+    *,
+    prompts: bool = False,
+    store: ResultStore | None = None,
+    progress: Progress | None = None,
+) -> Iterator[HeadDescription]:
+    """Yield the description of a head after each measurement: related heads, profile, output and importance, costs."""
+    address = Address.parse(head)
     model.heads[head]  # an unknown address raises before the work begins
-    full_profile = profile(model, corpus, prompts=prompts, progress=progress)
+    facts, cost = measure_related_heads(model, address), HeadCompressionCosts()
+    yield HeadDescription(None, None, facts, cost)
+    full_profile = stored_head_profile(model, address, corpus, store=store, prompts=prompts, progress=progress)
     head_profile = full_profile[head]
-    facts = measure_head_facts(model, head_profile, corpus, progress)
+    yield HeadDescription(full_profile, head_profile, facts, cost)
+    facts = measure_head_facts(model, head_profile, corpus, progress, related=facts, store=store)
+    yield HeadDescription(full_profile, head_profile, facts, cost)
     cost = measure_head_compression_cost(model, head_profile, corpus, progress)
-    return HeadSummary(tuple(summary_lines(full_profile, head_profile, facts, cost)))
+    yield HeadDescription(full_profile, head_profile, facts, cost)
 
 
 def summarize_head(profile: Profile, head: HeadProfile, model: ModelProtocol | None = None) -> HeadSummary:

@@ -3,9 +3,9 @@
 Heads are silenced with gates of a single forward call. The model is not modified and concurrent requests are not affected.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from headwise.analysis.attribution.score_attribution import explain
 from headwise.analysis.recording.attention_maps import TokenGroups
 from headwise.analysis.recording.batching import tokenizer_of
+from headwise.analysis.steering.steering import Steering
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall
 from headwise.model import ModelProtocol, eval_mode
@@ -25,6 +26,8 @@ from headwise.ui.request_guard import RequestError
 MAX_CHARACTERS = 8192  # characters of a text
 MAX_TOKENS = 512  # tokens of a text; the model may have a smaller context
 TOP_TOKENS = 10  # predictions shown
+MAX_STRENGTH = 100.0  # largest strength of a steering
+CONTINUATION_TOKENS = 24  # tokens of a continuation
 MAX_PAIRS = 12  # pairs of components shown in an explanation
 MAX_TOKENS_PER_CHARACTER = 4  # a UTF-8 character has at most four bytes
 
@@ -36,6 +39,7 @@ class LiveSession:
     Attributes:
         model: The model.
         max_tokens: Maximum number of tokens of a text.
+        steerings: Steerings by name, which requests switch on with a strength.
 
     >>> from dataclasses import replace
     >>> from headwise.model import Transformer
@@ -50,8 +54,11 @@ class LiveSession:
 
     model: ModelProtocol
     max_tokens: int = MAX_TOKENS
+    steerings: Mapping[str, Steering] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for steering in self.steerings.values():
+            steering.check_model(self.model)
         if self.model.image_input is None:  # images come from the report, no text is typed
             tokenizer_of(self.model)
         if self.model.spec.kind == "encoder-decoder":
@@ -65,25 +72,80 @@ class LiveSession:
         self._ids(text)
         return make_sentence_data(self.model, text, max_tokens=self.max_tokens)
 
-    def predict(self, text: str, silenced: Sequence[str] = ()) -> dict[str, Any]:
+    def steering_list(self) -> list[dict[str, Any]]:
+        """Return name, strength and heads of each steering, for the page."""
+        return [
+            {"name": name, "strength": steering.strength, "heads": list(steering.vectors), "edit": steering.edit}
+            for name, steering in self.steerings.items()
+        ]
+
+    def continue_text(
+        self, text: str, silenced: Sequence[str] = (), strengths: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
+        """Continue a text by the most probable tokens.
+
+        Args:
+            text: The text.
+            silenced: Addresses of heads whose output is set to zero.
+            strengths: Strength of each steering by name.
+
+        Returns:
+            The added text.
+        """
+        if self.model.spec.kind != "decoder":
+            raise UnsupportedModelError("model: this is an encoder, which does not continue a text.")
+        ids, gates, tokenizer = self._ids(text), self._gates(silenced), tokenizer_of(self.model)
+        prompt, new_ids = torch.tensor([ids], device=self.model.device), []
+        count = min(CONTINUATION_TOKENS, self.model.spec.context - len(ids))
+        with self._steered(strengths):
+            for step in self.model.stream(prompt, count, gates=gates or None):
+                if int(step) == tokenizer.eos:
+                    break
+                new_ids.append(int(step))
+        return {"text": _added_text(tokenizer, ids, new_ids) if new_ids else ""}
+
+    @contextmanager
+    def _steered(self, strengths: Mapping[str, float] | None) -> Iterator[None]:
+        """Apply steerings with these strengths inside the context."""
+        with ExitStack() as stack:
+            for name, strength in (strengths or {}).items():
+                if name not in self.steerings:
+                    names = ", ".join(self.steerings) or "none"
+                    raise ArgumentError(f"steering: unknown name {name[:40]!r}. The view was started with: {names}.")
+                if not abs(strength) <= MAX_STRENGTH:
+                    raise ArgumentError(f"steering: the strength must be from -{MAX_STRENGTH:g} to {MAX_STRENGTH:g}.")
+                steering = self.steerings[name]
+                if steering.edit == "shift":
+                    stack.enter_context(steering.applied(self.model, strength, check=False))
+                elif strength:  # a projection or a clamp is on or off
+                    stack.enter_context(steering.applied(self.model, check=False))
+            yield
+
+    def predict(
+        self, text: str, silenced: Sequence[str] = (), strengths: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
         """Predict the next token, or the masked token.
 
         Args:
             text: The text. For an encoder it contains a mask token.
             silenced: Addresses of heads whose output is set to zero.
+            strengths: Strength of each steering by name.
 
         Returns:
-            The most probable tokens with their probabilities: "before" with all heads, "after" without the silenced ones.
+            The most probable tokens with their probabilities: "before" with all heads, "after" without the silenced ones and
+            with the steerings.
         """
         ids = self._ids(text)
         position, gates = self._target_position(ids), self._gates(silenced)
         before = self._top_tokens(self._probabilities(ids, position))
-        return {
-            "before": before,
-            "after": self._top_tokens(self._probabilities(ids, position, gates)) if gates else before,
-        }
+        if not gates and not any((strengths or {}).values()):
+            return {"before": before, "after": before}
+        with self._steered(strengths):
+            return {"before": before, "after": self._top_tokens(self._probabilities(ids, position, gates))}
 
-    def generate_next_token(self, text: str, silenced: Sequence[str] = ()) -> dict[str, Any]:
+    def generate_next_token(
+        self, text: str, silenced: Sequence[str] = (), strengths: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
         """Append the most probable token. Also return the attention of each head from the last token."""
         if self.model.spec.kind != "decoder":
             raise UnsupportedModelError(
@@ -93,6 +155,7 @@ class LiveSession:
         ids, gates = self._ids(text), self._gates(silenced)
         rows: dict[str, list[float]] = {}
         with ExitStack() as stack:
+            stack.enter_context(self._steered(strengths))
             for hook_point in self.model.gathered_hook_points():
                 if hook_point.head_ids:
                     stack.enter_context(hook_point.listen(lambda call: rows.update(_last_row_weights(call))))
@@ -105,7 +168,8 @@ class LiveSession:
             and len(new_ids) < MAX_TOKENS_PER_CHARACTER
         ):
             extended_ids = [*ids, *new_ids]  # the token is part of a character and cannot be shown alone
-            new_ids.append(int(self._probabilities(extended_ids, len(extended_ids) - 1, gates).argmax()))
+            with self._steered(strengths):
+                new_ids.append(int(self._probabilities(extended_ids, len(extended_ids) - 1, gates).argmax()))
         return {
             "token": _token_text(tokenizer, new_ids[0]) if len(new_ids) == 1 else _added_text(tokenizer, ids, new_ids),
             "text": text if ended else text + _added_text(tokenizer, ids, new_ids),

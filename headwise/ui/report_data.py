@@ -26,7 +26,7 @@ from headwise.ui.claims_page_data import REPORT_VERSION, claim_dicts
 from headwise.ui.glossary import GLOSSARY
 from headwise.ui.head_summary import summary_lines
 from headwise.ui.role_badges import role_badge
-from headwise.ui.role_descriptions import role_meaning
+from headwise.ui.role_descriptions import describe_role_name
 from headwise.ui.sentence_page_data import make_sentence_data
 
 __all__ = ["make_report_data", "make_sentence_data", "page_files"]
@@ -82,7 +82,7 @@ def make_report_data(
         "role_badges": {
             role: [
                 *role_badge(role),
-                role_meaning(role, relation=relation, pictures=bool(profile.metadata.get("image_grid"))),
+                describe_role_name(role, is_relation=relation, pictures=bool(profile.metadata.get("image_grid"))),
             ]
             for role, relation in sorted({(item.role, item.is_relation) for head in profile for item in head.roles})
         },

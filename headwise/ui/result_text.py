@@ -16,20 +16,22 @@ if TYPE_CHECKING:
     from headwise.analysis.ablation.importance import Importance
     from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
     from headwise.analysis.attribution.score_attribution import ScoreAttribution
+    from headwise.analysis.evaluation.evaluate import EvaluationResult
+    from headwise.analysis.finding.head_search_result import HeadSearchResult
     from headwise.analysis.recording.attention_maps import AttentionView
     from headwise.analysis.recording.recording import HeadCall, HeadRecording, ModelRecording
     from headwise.analysis.roles.head_history import HeadHistory
     from headwise.analysis.roles.head_profile import HeadProfile
     from headwise.analysis.roles.profile_result import Profile
     from headwise.analysis.roles.roles import RoleEvidence
-    from headwise.analysis.similarity.compare_heads import HeadComparison
+    from headwise.analysis.similarity.compare_heads import HeadSimilarityResult
     from headwise.analysis.similarity.match_heads import HeadMatching
     from headwise.attached.attached_model import AttachedModel
     from headwise.compression.allocate_bits import BitAllocation
     from headwise.compression.plan_report import PlanReport
     from headwise.compression.prune_study import PruneStudyResult
     from headwise.compression.pruning_curve import PruningCurves
-    from headwise.distributed.parallel_cost import ParallelCost
+    from headwise.distributed.parallel_strategy_cost import ParallelStrategyCost
     from headwise.heads.head import Head, Heads
     from headwise.spec import Plan
     from headwise.training.train_result import TrainResult
@@ -195,7 +197,46 @@ def importance_table(importance: "Importance") -> ResultTable:
     )
 
 
-def comparison_table(comparison: "HeadComparison") -> ResultTable:
+def head_search_table(result: "HeadSearchResult") -> ResultTable:
+    """Heads that do a job, best first."""
+    from headwise.ui.print_head_search import search_title
+
+    rows = tuple(
+        (
+            item.address, item.evidence_level, round(item.score, 3), _interval(*item.interval), round(item.baseline, 3),
+            item.baseline_name, float(f"{item.p:.2g}"),
+        )
+        for item in result
+    )  # fmt: skip
+    return ResultTable(
+        search_title(result),
+        ("head", "evidence", "score", "95% CI", "baseline", "baseline is", "p"),
+        rows,
+        'More: .supported_heads, .by_layer(), .control, .plot().save("heads.svg"), .to_json("heads.json"), .role()',
+    )
+
+
+def evaluation_table(result: "EvaluationResult") -> ResultTable:
+    """Metrics of each task, with the differences to the reference if there is one."""
+    hint = 'More: result["task"]["metric"].by_group, .to_dict()'
+    title = f"Evaluation: {len({item.task for item in result.metrics})} tasks, 95% intervals over items"
+    if not result.differences:
+        rows = tuple(
+            (item.task, item.metric, item.value, _interval(item.low, item.high), item.items) for item in result.metrics
+        )
+        return ResultTable(title, ("task", "metric", "value", "95% CI", "items"), rows, hint)
+    rows = tuple(
+        (
+            item.task, item.metric, item.value, item.reference, item.difference, _interval(item.low, item.high),
+            item.items,
+        )
+        for item in result.differences
+    )  # fmt: skip
+    columns = ("task", "metric", "value", "reference", "difference", "95% CI (paired)", "items")
+    return ResultTable(title, columns, rows, hint)
+
+
+def comparison_table(comparison: "HeadSimilarityResult") -> ResultTable:
     """Most similar pairs of heads by Jensen–Shannon divergence."""
     import numpy as np
 
@@ -445,7 +486,7 @@ def prune_study_table(result: "PruneStudyResult") -> ResultTable:
     )
 
 
-def parallel_cost_table(cost: "ParallelCost") -> ResultTable:
+def parallel_cost_table(cost: "ParallelStrategyCost") -> ResultTable:
     """Memory and traffic per process of one layout."""
     rows = [
         ("weights", cost.weight_bytes),
@@ -462,12 +503,12 @@ def parallel_cost_table(cost: "ParallelCost") -> ResultTable:
     return ResultTable(title, ("per process", "size"), table_rows, "More: .weight_bytes, .cache_bytes, .training_bytes")
 
 
-def parallel_cost_text(cost: "ParallelCost") -> str:
+def parallel_cost_text(cost: "ParallelStrategyCost") -> str:
     """One line, because `hw.layout` returns a tuple."""
     if cost.error:
-        return f"ParallelCost({cost.name}: not possible. {_truncate(cost.error, MAX_LINE_CHARACTERS)})"
+        return f"ParallelStrategyCost({cost.name}: not possible. {_truncate(cost.error, MAX_LINE_CHARACTERS)})"
     return (
-        f"ParallelCost({cost.name}, {cost.processes} processes, mesh {cost.mesh_shape}: weights "
+        f"ParallelStrategyCost({cost.name}, {cost.processes} processes, mesh {cost.mesh_shape}: weights "
         f"{_format_bytes(cost.weight_bytes)}, KV cache {_format_bytes(cost.cache_bytes)}, training state "
         f"{_format_bytes(cost.training_bytes)} per process)"
     )
@@ -477,6 +518,7 @@ def attached_model_table(attached: "AttachedModel") -> ResultTable:
     """Sizes of an attached model, and the heads of each layer."""
     name, heads = type(attached.model).__name__, attached.heads
     state = "" if attached.is_attached else ", detached"
+    family = "" if attached.family is None else f" ({attached.family})"
     rows = _layer_rows(heads.addresses)
     try:
         spec = attached.spec
@@ -484,7 +526,7 @@ def attached_model_table(attached: "AttachedModel") -> ResultTable:
     except HeadwiseError:
         sizes = ""
     return ResultTable(
-        f"Attached model: {name} ({attached.family}){state}, {len(heads)} heads in {len(rows)} layers{sizes}",
+        f"Attached model: {name}{family}{state}, {len(heads)} heads in {len(rows)} layers{sizes}",
         ("layer", "count", "heads"),
         rows,
         "More: .heads, .spec, .model, hw.profile(attached)",

@@ -110,19 +110,19 @@ def describe_role(support: RoleEvidence, *, pictures: bool = False) -> str:
     return f"{_pattern(support, pictures)} ({label}): {_score(support)}"
 
 
-def role_meaning(role: str, *, relation: bool = False, pictures: bool = False) -> str:
+def describe_role_name(role: str, *, is_relation: bool = False, pictures: bool = False) -> str:
     """Describe a role in both directions, for a list of roles.
 
-    >>> role_meaning("determiner-noun")
+    >>> describe_role_name("determiner-noun")
     '> attends from a determiner to its noun; < attends from a noun to its determiner'
-    >>> role_meaning("delimiter")
+    >>> describe_role_name("delimiter")
     'attends to punctuation marks and line breaks'
     """
     if pictures and role in PATCH_ROLES:
         return PATCH_ROLES[role]
     if role in TOKEN_ROLES:
         return TOKEN_ROLES[role]
-    if not relation and role not in RELATION_ROLES:
+    if not is_relation and role not in RELATION_ROLES:
         return f"has the role {role}"
     forward, backward = RELATION_ROLES.get(role) or _arc_patterns(role)
     return f"{FIRST_TO_SECOND} {forward}; {SECOND_TO_FIRST} {backward}"
@@ -130,7 +130,7 @@ def role_meaning(role: str, *, relation: bool = False, pictures: bool = False) -
 
 def _pattern(support: RoleEvidence, pictures: bool) -> str:
     if not support.is_relation:
-        return role_meaning(support.role, pictures=pictures)
+        return describe_role_name(support.role, pictures=pictures)
     patterns = RELATION_ROLES.get(support.role) or _arc_patterns(support.role)
     return patterns[support.detail == SECOND_TO_FIRST]
 

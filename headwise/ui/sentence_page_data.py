@@ -13,7 +13,7 @@ import torch
 
 from headwise.analysis.recording.attention_maps import TokenGroups
 from headwise.analysis.recording.batching import TextSample, tokenizer_of
-from headwise.analysis.recording.input_image import InputImage, image_sample, read_image
+from headwise.analysis.recording.read_images import InputImage, image_sample, read_image
 from headwise.analysis.recording.recording import select_heads
 from headwise.analysis.sentence_recording import (
     MAX_FULL_WEIGHTS,

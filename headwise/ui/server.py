@@ -45,14 +45,16 @@ def make_app(
     host: str = "127.0.0.1",
     token: str | None = None,
 ) -> ASGIApp:
-    """Build the ASGI app: files, GET api/report, POST api/sentence, api/predict, api/step, api/explain."""
+    """Build the ASGI app: files, GET api/report, POST api/sentence, api/predict, api/step, api/continue, api/explain."""
     request_queue = request_queue or RequestQueue()
-    report_json = _to_json(report_data)  # constant, serialized once
+    steerings = {"steerings": session.steering_list()} if session.steerings else {}
+    report_json = _to_json({**report_data, **steerings})  # constant, serialized once
     files = {**files, "index.html": files["index.html"].replace(b"<head>", LIVE_META_TAG, 1)}
     endpoints: dict[str, Callable[..., dict]] = {
         "sentence": session.sentence_data,
         "predict": session.predict,
         "step": session.generate_next_token,
+        "continue": session.continue_text,
         "explain": session.explain,
     }
 
@@ -201,13 +203,19 @@ def _parse_text(body: dict[str, Any], *allowed: str) -> str:
     return body["text"]
 
 
-def _parse_text_and_heads(body: dict[str, Any]) -> tuple[str, list[str]]:
-    text, silenced = _parse_text(body, "silenced"), body.get("silenced", [])
+def _parse_text_heads_and_steering(body: dict[str, Any]) -> tuple[str, list[str], dict[str, float]]:
+    text, silenced = _parse_text(body, "silenced", "steering"), body.get("silenced", [])
+    steering = body.get("steering", {})
+    if not isinstance(steering, dict) or not all(
+        isinstance(strength, int | float) and not isinstance(strength, bool) and abs(strength) < float("inf")
+        for strength in steering.values()
+    ):
+        raise RequestError(400, 'steering: must map names to strengths, for example {"sentiment": 1.5}.')
     if not isinstance(silenced, list) or not all(
         isinstance(head, str) and len(head) <= MAX_ADDRESS_CHARACTERS for head in silenced
     ):
         raise RequestError(400, 'silenced: must be a list of head addresses, for example ["5.1", "6.9"].')
-    return text, silenced
+    return text, silenced, {name: float(strength) for name, strength in steering.items()}
 
 
 def _parse_edge(body: dict[str, Any]) -> tuple[str, str, int, int, bool]:
@@ -223,8 +231,9 @@ def _parse_edge(body: dict[str, Any]) -> tuple[str, str, int, int, bool]:
 
 ARGUMENT_PARSERS: dict[str, Callable[[dict[str, Any]], tuple]] = {
     "sentence": lambda body: (_parse_text(body),),
-    "predict": _parse_text_and_heads,
-    "step": _parse_text_and_heads,
+    "predict": _parse_text_heads_and_steering,
+    "step": _parse_text_heads_and_steering,
+    "continue": _parse_text_heads_and_steering,
     "explain": _parse_edge,
 }
 

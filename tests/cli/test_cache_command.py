@@ -53,7 +53,7 @@ def test_cache_invalid_options_raise(files: Path) -> None:
         (("--fraction", 0.5, "--heads", "0.1"), "how to reduce the cache"),
         (("--bits", 5), "32, 16, 8, 4 bits"),
         (("--heads", "9.1"), "no such head"),
-        (("--fraction", 0.5, "--ranking", "magic"), "attention, gates, loss, output, random"),
+        (("--fraction", 0.5, "--ranking", "magic"), "attention, gates, loss, output, pattern, random"),
         (("--fraction", 0.5, "--fractions", "many", "--curve"), "comma-separated list of numbers"),
         (("--fraction", 0.5, "--plot", "curve.bmp"), "curve.bmp"),
     ):

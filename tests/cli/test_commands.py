@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import headwise as hw
-from headwise.ui.demo_tables import MAX_STAGE_LINES
+from headwise.ui.print_demo import MAX_STAGE_LINES
 from tests.runner import run_command, run_in_subprocess
 from tests.ui.test_demo import stage_lengths
 

@@ -60,7 +60,8 @@ def test_distill_existing_student_and_invalid_options(files: Path) -> None:
         "no head 7.0; it has 0.0 to 1.3"
         in run_command(*options, "--losses", "maps", "--head-pairs", "0.0:7.0").error_line
     )
-    assert "float32 or bfloat16" in run_command(*options, "--teacher-precision", "int3").error_line
+    assert "not a data type of weights. Got 'int3'" in run_command(*options, "--dtype", "int3").error_line
+    assert "not available on this machine" in run_command(*options, "--device", "cuda:77").error_line
     make_model(kind="encoder").save(files / "encoder")
     assert "a teacher of kind decoder" in run_command(*options, "--student", files / "encoder").error_line
 

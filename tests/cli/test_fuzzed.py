@@ -94,6 +94,7 @@ def test_commands_local_arguments_use_no_network(workdir: Path, monkeypatch: pyt
     for words in (
         ("info", "model"), ("generate", "model", "to be", "--max-new-tokens", "2"), ("maps", "model", "to be"), ("presets",),
         ("explain", "model", "to be", "--head", "0.1", "--query", "2"), ("corpus", "--documents", "2"),
+        ("scan", "model", "to be"),
         ("profile", "model", "text.txt", "--no-causal", "--save", "p.npz"), ("describe", "p.npz", "0.1"),
         ("plot", "roles", "p.npz"),
         ("importance", "model", "text.txt"), ("prune", "model", "--heads", "0.1", "--out", "small"),

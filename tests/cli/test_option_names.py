@@ -9,6 +9,7 @@ import pytest
 
 import headwise as hw
 from headwise.analysis.roles.sharded_profile import profile_shards
+from headwise.analysis.steering.steering_cases import run_steering_case
 from headwise.cli import app
 from headwise.compression.cache_study import CacheStudy
 from headwise.compression.prune_request import PruneRequest
@@ -25,7 +26,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "describe": (hw.describe,),
     "maps": (hw.attention_maps,),
     "explain": (hw.explain,),
+    "scan": (hw.scan,),
+    "evaluate": (hw.evaluate,),
     "importance": (hw.importance,),
+    "find": (hw.find_heads,),
+    "steer": (hw.find_steering, run_steering_case),
     "sensitivity": (hw.sensitivity,),
     "prune": (hw.prune, PruneRequest, PruneStudy),
     "cache": (hw.plan_streaming, CacheStudy),
@@ -34,22 +39,32 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "train": (hw.train, Recipe, TrainRequest, *SPECS),
     "export": (hw.export,),
     "layout": (hw.layout,),
+    "selftest": (hw.selftest,),
     "sweep": (head_sweep,),
     "claims": (claims,),
     "generate": (hw.Transformer.generate,),
     "presets": (hw.presets,),
 }
-WITHOUT_FUNCTION = {"corpus", "demo", "diff", "info", "plot", "view"}
-SHORT_FORMS = {"maps": "attention_maps", "cache": "plan_streaming", "sweep": "head_sweep"}
+WITHOUT_FUNCTION = {"corpus", "demo", "diff", "info", "plot", "store", "view"}
+SHORT_FORMS = {
+    "maps": "attention_maps",
+    "cache": "plan_streaming",
+    "sweep": "head_sweep",
+    "find": "find_heads",
+    "steer": "find_steering",
+}
 # Options about files, display and models by name; --num-heads is the one alias, for the spec field `heads`.
 SHARED_OPTIONS = {
     "as_json",
+    "no_store",
     "out",
     "plot",
     "max_rows",
     "max_texts",
     "max_length",
     "corpus",
+    "device",
+    "dtype",
     "model",
     "source",
     "num_heads",
@@ -57,6 +72,7 @@ SHARED_OPTIONS = {
 }
 COMMAND_OPTIONS = {
     "profile": {
+        "estimate",
         "as_csv",
         "no_causal",
         "plan",
@@ -69,12 +85,16 @@ COMMAND_OPTIONS = {
         "treebank",
     },
     "describe": {"show_all"},
+    "scan": {"report"},
+    "find": {"alignment_heads", "compare", "save"},
+    "steer": {"save"},
+    "evaluate": {"silence"},
     "maps": {"arcs", "heatmap", "key", "query", "no_words"},
     "prune": {"curve", "save_plan", "test_source"},
     "cache": {"curve", "save_plan"},
-    "distill": {"hidden_layers", "teacher_precision"},
+    "distill": {"hidden_layers"},
     "train": {"masked", "preset", "resume", "typer_context", "valid_source", "watch_heads"},
-    "export": {"dtype", "int8", "pooling", "tokenizer"},
+    "export": {"int8", "pooling", "tokenizer"},
     "sweep": {"depth"},
     "claims": {"list_only", "quick"},
     "generate": {"seed", "silence", "temperature", "top_k", "top_p"},
@@ -101,3 +121,13 @@ def test_options_have_the_names_of_parameters(command: str) -> None:
     names = set().union(*map(parameter_names, FUNCTIONS[command]))
     others = parameter_names(callback) - names - SHARED_OPTIONS
     assert others == COMMAND_OPTIONS.get(command, set())
+
+
+# Commands that read no weights. `train` creates them; `sweep` does too, in worker processes.
+WITHOUT_WEIGHTS = {"corpus", "diff", "info", "layout", "presets", "store", "sweep", "train"}
+
+
+def test_commands_that_load_a_model_take_device_and_dtype() -> None:
+    options = {name: parameter_names(callback) for name, callback in COMMANDS.items() if callback is not None}
+    assert {name for name in options if not {"device", "dtype"} <= options[name]} == WITHOUT_WEIGHTS
+    assert "device" in options["train"]

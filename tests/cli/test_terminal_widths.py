@@ -15,7 +15,7 @@ from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.corpus import Corpus
 from headwise.text.synthetic import VOCABULARY
-from headwise.ui.head_tables import show_head, show_profile, show_role
+from headwise.ui.print_profile import show_head, show_profile, show_role
 from headwise.ui.terminal_table import TextTable
 from tests.cli.test_experiment_commands import SWEEP
 from tests.runner import run_command
@@ -69,6 +69,8 @@ def table_commands(workdir: Path, cache: Path = Path("lab")) -> dict[str, tuple[
         "describe": ((profile_path, "0.1", "--all"),),
         "maps": ((model, TEXT), (model, TEXT, "--heads", "0.1"), (model, TEXT, "--query", "sees", "--key", "dog")),
         "explain": ((model, TEXT, "--head", "1.1", "--query", "sees"),),
+        "scan": ((model, TEXT),),
+        "evaluate": ((model, "--tasks", texts),),
         "layout": (("llama2-70b", "--processes", "8"),),
         "importance": ((model, texts, "--ranking", "gradient", "--max-texts", "2"),),
         "prune": ((model, texts, "--keep", "0.7", "--ranking", "gradient", "--max-texts", "4", "--seeds", "1",
@@ -88,6 +90,10 @@ def table_commands(workdir: Path, cache: Path = Path("lab")) -> dict[str, tuple[
 WITHOUT_TABLES = {
     "demo",
     "distill",
+    "find",  # tests/cli and tests/analysis read its table
+    "selftest",
+    "steer",
+    "store",  # its table has the files of this machine: tests/io/test_result_store.py
     "generate",
     "export",
     "plot",

@@ -77,7 +77,7 @@ def invalid_arguments(tmp_path: Path) -> dict[str, list[str | Path]]:
         "steps: must be at least 1": [words, "--steps", "0"],
         "learning_rate above 0": [words, "--learning-rate", "-1"],
         "precision: unknown value. Got 'float8'": [words, "--precision", "float8"],
-        "device: it cannot be used here": [words, "--device", "nonsense"],
+        "device: unknown, or not available": [words, "--device", "nonsense"],
         "not divisible by heads=3": [words, "--num-heads", "3"],
         "Use a divisor of batch_size": [words, "--accumulation-steps", "3"],
         "tiny-nothing": [words, "--preset", "tiny-nothing"],

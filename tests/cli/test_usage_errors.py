@@ -85,7 +85,7 @@ def test_completion_suggests_models_heads_and_roles(tmp_path, monkeypatch: pytes
     make_model().save(tmp_path / "mine")
     (tmp_path / "notes").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert complete_models("") == ["smollm2", "minilm", "mine/"]
+    assert complete_models("") == ["smollm2", "minilm", "rxnmapper", "mine/"]
     assert complete_models("mi") == ["minilm", "mine/"]
 
     class Context:

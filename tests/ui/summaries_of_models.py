@@ -11,13 +11,13 @@ from headwise.analysis.head_facts import HeadFacts, measure_head_facts
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.copy_suppression import CopySuppressionMetric
 from headwise.analysis.metrics.image_patches import image_metrics, patch_offsets
-from headwise.analysis.metrics.long_offsets import LENGTH, OUTSIDE_WINDOW
 from headwise.analysis.metrics.metric_runner import MetricRunner
+from headwise.analysis.metrics.outside_window_attention import LENGTH, OUTSIDE_WINDOW
 from headwise.analysis.metrics.query_focused_retrieval import FACTS
 from headwise.analysis.metrics.retrieval import RetrievalMetric
 from headwise.analysis.metrics.role_examples import ExampleStore, RoleExample
 from headwise.analysis.recording.batching import make_batch
-from headwise.analysis.recording.input_image import InputImage, image_sample
+from headwise.analysis.recording.read_images import InputImage, image_sample
 from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.image_profile import IMAGE_ROLES
@@ -44,12 +44,12 @@ from tests.analysis.constructed_heads import (
 from tests.analysis.constructed_word_models import BETA, WordModel, scores_to_offset, scores_to_position
 from tests.analysis.dense_reference import call_from_scores
 from tests.analysis.test_custom_metrics import DISJOINT_DOCUMENTS
-from tests.analysis.test_long_offsets import texts
+from tests.analysis.test_outside_window_attention import texts
 from tests.analysis.test_prompt_cases import people_with_a_suppressor
 from tests.analysis.test_prompts import FACT_WORDS, name_mover_model, successor_model
 from tests.analysis.test_prompts import successor_map as next_words
-from tests.compression.test_streaming_cost import build_induction
-from tests.compression.test_streaming_cost import texts as permuted_texts
+from tests.compression.test_streaming_loss_evaluator import build_induction
+from tests.compression.test_streaming_loss_evaluator import texts as permuted_texts
 from tests.ui.summaries import SHARP, summary
 
 Summaries = dict[str, list[str]]

@@ -12,10 +12,10 @@ from rich.console import Console
 import headwise as hw
 from headwise.analysis.roles.roles import RoleEvidence
 from headwise.compression import PruneRequest
-from headwise.ui.demo_pretrained import Demo
-from headwise.ui.demo_tables import MAX_STAGE_LINES, StageTimer, show_demo_head, show_demo_roles
+from headwise.ui.demo_pretrained import Demo, search_mapper_heads
 from headwise.ui.demo_training import MAX_LOSS_INCREASE, DemoTrainResult, run_train_prune_demo
 from headwise.ui.head_summary import summary_lines
+from headwise.ui.print_demo import MAX_STAGE_LINES, StageTimer, show_demo_head, show_demo_roles, show_demo_search
 from tests.runner import run_command
 
 
@@ -107,13 +107,17 @@ def test_demo_stages_run_on_real_models(tmp_path: Path) -> None:
     ]
     many_roles = replace(head_profile, evidence=[evidence, *head_profile.evidence[1:]])
     console = Console(file=StringIO(), width=80)
-    timer = StageTimer(console, 2)
+    timer = StageTimer(console, 3)
     timer.print_stage("Roles of all heads", "A sentence. " * 13)
     show_demo_roles(many_roles, Path("headwise-demo/minilm/profile.npz"), console)
     timer.print_stage("One head in words", "A sentence. " * 13)
     show_demo_head(many_roles, many_roles["0.0"], Path("report.html"), console)
+    timer.print_stage("Heads that do a job", "A sentence. " * 13)
+    search = search_mapper_heads()
+    assert {head.split(".")[1] for head in search.supported_heads} == {"5"}
+    show_demo_search(search, console)
     lengths = stage_lengths(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
-    assert len(lengths) == 2
+    assert len(lengths) == 3
     assert max(lengths.values()) <= MAX_STAGE_LINES, lengths
 
 
@@ -123,7 +127,7 @@ def test_demo_stages_print_at_most_25_lines(tmp_path: Path, monkeypatch: pytest.
     done = run_command("demo", "--quick", "--out", "demo", columns=80)
     assert done.code == 0, done.err
     lengths = stage_lengths(done.out)
-    assert len(lengths) == 11, "ten stages and the next steps"
+    assert len(lengths) == 12, "eleven stages and the next steps"
     assert max(lengths.values()) <= MAX_STAGE_LINES, lengths
 
 

@@ -11,7 +11,7 @@ import pytest
 import headwise as hw
 from headwise.analysis.roles.head_history import DEFAULT_METRICS, HeadHistory
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.similarity.compare_heads import HeadComparison
+from headwise.analysis.similarity.compare_heads import HeadSimilarityResult
 from headwise.compression.paired_evaluation import LossEstimate
 from headwise.compression.pruning_curve import CurvePoint, PruningCurves
 from headwise.errors import HeadwiseError
@@ -30,7 +30,7 @@ def profile() -> Profile:
 
 
 @pytest.fixture(scope="module")
-def comparison() -> HeadComparison:
+def comparison() -> HeadSimilarityResult:
     return hw.compare_heads(decoder(), [document.text for document in documents(12)], rows=64)
 
 
@@ -81,7 +81,7 @@ def test_plot_depth_equals_profile_metrics(profile: Profile) -> None:
         profile.plot.depth(("entropi",))
 
 
-def test_plot_map_distances_equal_comparison(profile: Profile, comparison: HeadComparison) -> None:
+def test_plot_map_distances_equal_comparison(profile: Profile, comparison: HeadSimilarityResult) -> None:
     saved_figure = profile.plot.embedding(comparison)
     positions = np.array([[row["x"], row["y"]] for row in saved_figure.rows])
     np.testing.assert_allclose(np.asarray(saved_figure.figure.axes[0].collections[0].get_offsets()), positions)
@@ -94,7 +94,7 @@ def test_plot_map_distances_equal_comparison(profile: Profile, comparison: HeadC
     }
 
 
-def test_plot_clusters_joins_equal_heads_first(profile: Profile, comparison: HeadComparison) -> None:
+def test_plot_clusters_joins_equal_heads_first(profile: Profile, comparison: HeadSimilarityResult) -> None:
     saved_figure = profile.plot.clusters(comparison)
     leaf = {row["head"]: row["leaf"] for row in saved_figure.rows}
     assert sorted(leaf) == sorted(DECODER)

@@ -14,13 +14,13 @@ from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
 from headwise.analysis.attribution.ov_analysis import TokenEffects
 from headwise.analysis.head_facts import AblationSummary, ComposedHead, HeadFacts, OVSummary, measure_head_facts
-from headwise.analysis.metrics.long_offsets import STREAMING_POLICY
+from headwise.analysis.metrics.outside_window_attention import STREAMING_POLICY
 from headwise.analysis.metrics.role_examples import RoleExample
 from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.roles import RoleEvidence
 from headwise.compression.head_compression_cost import HeadCompressionCosts, measure_head_compression_cost
 from headwise.compression.paired_evaluation import LossEstimate
-from headwise.compression.streaming_cost import BOUND, KINDS, StreamingTestResult, TextKindStreamingCost
+from headwise.compression.streaming_loss_evaluator import BOUND, KINDS, StreamingTestResult, TextKindStreamingCost
 from headwise.text.build_tokenizers import byte_tokenizer
 from headwise.ui.glossary import GLOSSARY
 from headwise.ui.head_summary import summary_lines

@@ -128,7 +128,7 @@ CASES = {
     "Importance, attribution": ResultCase(
         lambda: hw.importance(model(), TEXTS, ranking="attribution", heads="0-1.*"), lambda result: f"{result.mean.max():.4g}"
     ),
-    "HeadComparison": ResultCase(lambda: hw.compare_heads(model(), TEXTS, rows=16), lambda result: "96 heads"),
+    "HeadSimilarityResult": ResultCase(lambda: hw.compare_heads(model(), TEXTS, rows=16), lambda result: "96 heads"),
     "HeadMatching": ResultCase(
         lambda: hw.match_heads(model(), model(), TEXTS, max_texts=8), lambda result: f"{len(result.matched)} of 96 heads"
     ),
@@ -146,6 +146,8 @@ CASES = {
     "ScoreAttribution": ResultCase(
         lambda: hw.explain(model(), TEXTS[0], "5.1", 4, 1, words=False), lambda result: f"weight {result.weight:.3g}"
     ),
+    "Scan": ResultCase(lambda: hw.scan(model(), TEXTS[0]), lambda result: f"loss {result.loss:.3f}"),
+    "EvaluationResult": ResultCase(lambda: hw.evaluate(model(), max_items=3), lambda result: "minimal_pairs"),
     "ModelRecording": ResultCase(recording, lambda result: f"{result.nbytes / 1e6:.3g} MB"),
     "HeadRecording": ResultCase(lambda: recording()["5.1"], lambda result: "1 call"),
     "HeadCall": ResultCase(lambda: recording()["5.1"].only_call, lambda result: "3 queries, 3 keys"),
@@ -155,8 +157,8 @@ CASES = {
     "PruneStudyResult": ResultCase(prune_study, lambda result: "48 of 96 heads pruned"),
     "PlanReport": ResultCase(lambda: prune_study().report, lambda result: f"{result.loss_after.mean:.4g}"),
     "PruningCurve": ResultCase(lambda: prune_study().curve, lambda result: f"{result.full_loss.mean:.4g}"),
-    "ParallelCost": ResultCase(lambda: hw.layout(hw.preset("llama2-70b"), 8)[0], lambda result: "17.2 GB"),
-    "ParallelCost, error": ResultCase(lambda: hw.layout(model().spec, 7)[0], lambda result: "not possible"),
+    "ParallelStrategyCost": ResultCase(lambda: hw.layout(hw.preset("llama2-70b"), 8)[0], lambda result: "17.2 GB"),
+    "ParallelStrategyCost, error": ResultCase(lambda: hw.layout(model().spec, 7)[0], lambda result: "not possible"),
     "AttachedModel": ResultCase(attached, lambda result: "48 heads in 24 layers"),
     "AttachedModel, detached": ResultCase(detached, lambda result: "detached"),
     "Heads": ResultCase(lambda: model().heads, lambda result: "96 heads in 24 layers"),

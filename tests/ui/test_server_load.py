@@ -6,8 +6,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import headwise as hw
 from headwise.ui import server
 from headwise.ui.live_session import LiveSession
-from headwise.ui.request_queue import RequestQueue
+from headwise.ui.request_queue import MAX_REQUESTS, RequestQueue
 from tests.runner import run_command
 from tests.ui.live_model import TEXT, ViewProcess, make_folder, running_view
 
@@ -170,16 +171,42 @@ def test_serve_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> N
         assert send_request(port, "/")[::2] == (200, b"here")
 
 
-SLOW_PREDICT_CODE = """
-import time, headwise.ui.live_session as live
-def slow(*_): time.sleep({seconds}); return {{}}
-live.LiveSession.predict = slow
+# Runs in the server process. Files in `folder` are the events: one `request-…` per request that reached the queue, one
+# `started-…` per prediction, `closing` once the queue is closed. A prediction waits for the file `until`.
+BLOCKING_PREDICT_CODE = """
+import itertools, pathlib, time
+import headwise.ui.live_session as live, headwise.ui.request_queue as queue
+folder, number = pathlib.Path({folder!r}), itertools.count()
+queue.GRACE_SECONDS = {grace}
+run, close = queue.RequestQueue.run, queue.RequestQueue.close
+async def counted_run(self, *arguments):
+    (folder / f"request-{{next(number)}}").touch()
+    return await run(self, *arguments)
+def marked_close(self):
+    close(self)
+    (folder / "closing").touch()
+def predict(*_):
+    (folder / f"started-{{next(number)}}").touch()
+    while not (folder / {until!r}).exists():
+        time.sleep(0.005)
+    return {{}}
+queue.RequestQueue.run, queue.RequestQueue.close, live.LiveSession.predict = counted_run, marked_close, predict
 """
 
 
-@pytest.mark.parametrize("seconds", [0.5, 30])
-def test_server_interrupted_answers_waiting_requests(folder: Path, seconds: float) -> None:
-    with running_view(folder, code=SLOW_PREDICT_CODE.format(seconds=seconds)) as view:
+def wait_for_files(folder: Path, pattern: str, count: int) -> None:
+    """Wait until this many files of the pattern exist."""
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob(pattern))) < count:
+        assert time.monotonic() < deadline, f"{pattern}: fewer than {count}"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["prediction ends", "prediction hangs"])
+def test_server_interrupted_answers_waiting_requests(folder: Path, tmp_path: Path, ends: bool) -> None:
+    until, grace = ("closing", 60) if ends else ("never", 0.1)
+    code = BLOCKING_PREDICT_CODE.format(folder=str(tmp_path), until=until, grace=grace)
+    with running_view(folder, code=code) as view:
         responses: list[Response] = []
         threads = [
             Thread(target=lambda: responses.append(send_request(view.port, "/api/predict", {"text": TEXT})))
@@ -188,46 +215,50 @@ def test_server_interrupted_answers_waiting_requests(folder: Path, seconds: floa
         for thread in threads:
             thread.start()
         idle = socket.create_connection(("127.0.0.1", view.port))  # browsers keep connections open
-        time.sleep(0.3)
-        start = time.perf_counter()
+        wait_for_files(tmp_path, "request-*", 4)
+        wait_for_files(tmp_path, "started-*", 1)
         view.process.send_signal(signal.SIGINT)
-        assert view.process.wait(10) == 0
-        elapsed = time.perf_counter() - start
+        assert view.process.wait(60) == 0
         for thread in threads:
-            thread.join(5)
+            thread.join(60)
         idle.close()
-        print(f"ended after {elapsed:.2f} s")
-        assert elapsed < 3
         statuses = sorted(status for status, _, _ in responses)
-        assert statuses == ([200, 503, 503, 503] if seconds < 1 else [503] * 4)
+        assert statuses == ([200, 503, 503, 503] if ends else [503] * 4)
         assert all(b"shutting down" in body for status, _, body in responses if status == 503)
         assert view.process.stderr is not None
         assert "Traceback" not in view.process.stderr.read()
 
 
-def test_server_full_queue_returns_503(folder: Path) -> None:
-    with running_view(folder, code=SLOW_PREDICT_CODE.format(seconds=0.1)) as view, ThreadPoolExecutor(24) as pool:
-        responses = list(pool.map(lambda _: send_request(view.port, "/api/predict", {"text": TEXT}), range(24)))
-        assert {status for status, _, _ in responses} == {200, 503}
-        assert sum(status == 200 for status, _, _ in responses) >= 16
-        assert all(headers["retry-after"] == "1" for status, headers, _ in responses if status == 503)
+def test_server_full_queue_returns_503(folder: Path, tmp_path: Path) -> None:
+    code = BLOCKING_PREDICT_CODE.format(folder=str(tmp_path), until="release", grace=1)
+    with running_view(folder, code=code) as view, ThreadPoolExecutor(MAX_REQUESTS + 8) as pool:
+        waiting = [
+            pool.submit(send_request, view.port, "/api/predict", {"text": TEXT}) for _ in range(MAX_REQUESTS + 8)
+        ]
+        rejected = list(islice(as_completed(waiting, timeout=60), 8))
+        assert [request.result()[0] for request in rejected] == [503] * 8
+        assert all(request.result()[1]["retry-after"] == "1" for request in rejected)
+        (tmp_path / "release").touch()
+        assert sorted(request.result(60)[0] for request in waiting) == [200] * MAX_REQUESTS + [503] * 8
 
 
 def test_server_disconnected_requests_are_skipped(folder: Path, tmp_path: Path) -> None:
-    count = f"open({str(tmp_path / 'count')!r}, 'a').write('x')"
-    code = SLOW_PREDICT_CODE.format(seconds=0.3).replace("time.sleep", f"{count}; time.sleep")
-    with running_view(folder, code=code) as view:
+    code = BLOCKING_PREDICT_CODE.format(folder=str(tmp_path), until="release", grace=1)
+    with running_view(folder, code=code) as view, ThreadPoolExecutor(1) as pool:
         body = json.dumps({"text": TEXT})
         raw = (
             f"POST /api/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n{body}"
         )
-        for _ in range(8):
+        for sent in range(8):
             with socket.create_connection(("127.0.0.1", view.port)) as raw_socket:
                 raw_socket.sendall(raw.encode())
-                time.sleep(0.02)
-        assert send_request(view.port, "/api/predict", {"text": TEXT})[0] == 200
-        assert len((tmp_path / "count").read_text()) < 5
+                wait_for_files(tmp_path, "request-*", sent + 1)
+        answered = pool.submit(send_request, view.port, "/api/predict", {"text": TEXT})
+        wait_for_files(tmp_path, "request-*", 9)
+        (tmp_path / "release").touch()
+        assert answered.result(60)[0] == 200
+        assert len(list(tmp_path.glob("started-*"))) < 5
 
 
 def test_view_invalid_arguments_raise(folder: Path, view: ViewProcess) -> None:

@@ -10,7 +10,7 @@ from headwise.cli.shell import completion
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        help="Model: a bundle (smollm2, minilm), folder, file or hub id.",
+        help="Model: a bundle (smollm2, minilm, rxnmapper), folder, file or hub id.",
         autocompletion=completion.complete_models,
         metavar="MODEL",
     ),
@@ -36,6 +36,19 @@ SensitivityOption = Annotated[
 ]
 PlanOption = Annotated[
     Path | None, typer.Option("--plan", help="Saved plan. Marks the heads that it changes on the page.")
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option(help="Device: cpu, cuda, cuda:1, xpu, mps, or auto (the first available of CUDA, XPU, MPS and CPU)."),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Data type of the weights: float32, bfloat16, float16 or float64. Default: that of the file; float32 for GGUF."
+    ),
+]
+NoStoreOption = Annotated[
+    bool, typer.Option("--no-store", help="Neither read results from the store on disk nor keep new ones there.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 

@@ -70,7 +70,7 @@ def measure(experiment: ExperimentContext, rounds: int = ROUNDS) -> StatisticTab
     return _measure_sizes(4 * experiment.size.width, 4 * experiment.size.context, rounds)
 
 
-def measure_model(model: ModelProtocol, text: Any = None, rounds: int = ROUNDS) -> StatisticTable:
+def time_layers_of_model_width(model: ModelProtocol, text: Any = None, rounds: int = ROUNDS) -> StatisticTable:
     """Measure layers of the model's width on its context length, at most 512 tokens."""
     return _measure_sizes(model.spec.width, min(512, model.spec.context), rounds)
 
@@ -144,5 +144,5 @@ CLAIM = Claim(
         log_x=True,
     ),
     timed=True,
-    measure_model=measure_model,
+    measure_model=time_layers_of_model_width,
 )

@@ -107,7 +107,7 @@ def head_pair_interaction(costs: QuantizationCosts, text_weights: np.ndarray) ->
     return float(np.sqrt(max(0.0, deviation) / size)) if size > 0 else float("nan")
 
 
-def key_value_log2_ratio(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
+def key_to_value_drift_log2_ratio(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
     """Return log₂ of the drift by cached keys over the drift by cached values. Below 0 values drift further."""
     keys, values = (float((sums @ text_weights).sum()) for sums in (costs.key_drifts, costs.value_drifts))
     return float(np.log2(keys / values)) if keys > 0 and values > 0 else 0.0
@@ -122,7 +122,7 @@ def additivity(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
 COST_STATISTICS: dict[str, CostStatistic] = {
     SPREAD: cost_spread,
     COUPLING: head_pair_interaction,
-    KEY_VALUE: key_value_log2_ratio,
+    KEY_VALUE: key_to_value_drift_log2_ratio,
     "all at once, of the sum": additivity,
 }
 
@@ -131,7 +131,7 @@ def weight_and_cache_quantization_costs(
     model: ModelProtocol, texts: Any, bits: int = BITS, heads: int = HEADS, seed: int = 0
 ) -> QuantizationCosts:
     """Measure the cost of quantizing KV heads alone and in pairs. For a large model, heads are sampled."""
-    kv_heads = sampled_kv_heads(model, heads, seed)
+    kv_heads = sample_kv_heads(model, heads, seed)
     pairs = list(combinations(range(len(kv_heads)), 2))
     if not pairs:
         raise UnsupportedModelError(
@@ -165,13 +165,13 @@ def query_heads_by_kv(model: ModelProtocol) -> dict[str, tuple[str, ...]]:
     return heads_by_kv_head
 
 
-def sampled_kv_heads(model: ModelProtocol, heads: int = HEADS, seed: int = 0) -> list[str]:
-    """Return all KV heads, or a random sample that serves at most `heads` query heads, in order."""
+def sample_kv_heads(model: ModelProtocol, max_query_heads: int = HEADS, seed: int = 0) -> list[str]:
+    """Return all KV heads, or a random sample that serves at most `max_query_heads` query heads, in order."""
     heads_by_kv_head = query_heads_by_kv(model)
     names, selected, num_heads = list(heads_by_kv_head), set[str](), 0
     for index in np.random.default_rng(seed).permutation(len(names)):
         num_heads += len(heads_by_kv_head[names[index]])
-        if num_heads > heads:
+        if num_heads > max_query_heads:
             break
         selected.add(names[index])
     return [name for name in names if name in selected]

@@ -7,7 +7,7 @@ from scipy.cluster.hierarchy import dendrogram, linkage
 from scipy.spatial.distance import pdist, squareform
 
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.similarity.compare_heads import HeadComparison
+from headwise.analysis.similarity.compare_heads import HeadSimilarityResult
 from headwise.ui.figures.figure_with_data import MUTED_COLOR, TEXT_COLOR, FigureWithData, make_figure, style_axes
 from headwise.ui.role_badges import role_badge
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_LEAVES = 64  # leaves of the dendrogram; with more heads, a leaf is a cluster
 
 
-def draw_embedding(comparison: HeadComparison, profile: Profile | None = None) -> FigureWithData:
+def draw_embedding(comparison: HeadSimilarityResult, profile: Profile | None = None) -> FigureWithData:
     """Plot heads so that similar attention is close. With a profile, they are colored by role."""
     points = comparison.head_coordinates()  # (H, 2)
     roles, colors = _roles_and_colors(comparison, profile)
@@ -40,7 +40,7 @@ def draw_embedding(comparison: HeadComparison, profile: Profile | None = None) -
     return FigureWithData(figure, rows)
 
 
-def draw_clusters(comparison: HeadComparison, profile: Profile | None = None) -> FigureWithData:
+def draw_clusters(comparison: HeadSimilarityResult, profile: Profile | None = None) -> FigureWithData:
     """Plot the average-linkage dendrogram of heads. Heads that join at the left have similar attention.
 
     The dashed line is the baseline: the distance of a head to itself on other text. With many heads, a leaf is a cluster.
@@ -75,7 +75,7 @@ def draw_clusters(comparison: HeadComparison, profile: Profile | None = None) ->
     return FigureWithData(figure, rows)
 
 
-def _roles_and_colors(comparison: HeadComparison, profile: Profile | None) -> tuple[list[str], list[str]]:
+def _roles_and_colors(comparison: HeadSimilarityResult, profile: Profile | None) -> tuple[list[str], list[str]]:
     """Return role and color of every head; gray without a role or profile."""
     role_of = {} if profile is None else {head.address: head.role for head in profile}
     roles = [role_of.get(address, "unclear") for address in comparison.addresses]

@@ -5,7 +5,7 @@ from typing import Any
 
 from headwise.analysis.roles.head_history import HeadHistory
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.similarity.compare_heads import HeadComparison
+from headwise.analysis.similarity.compare_heads import HeadSimilarityResult
 from headwise.compression.pruning_curve import PruningCurves
 from headwise.heads.head import HeadPattern
 from headwise.spec import AttentionSpec, ModelSpec
@@ -37,11 +37,11 @@ class PlotAccessor:
         """Plot metrics from the first layer to the last."""
         return draw_depth(self.profile, metrics)
 
-    def embedding(self, comparison: HeadComparison) -> FigureWithData:
+    def embedding(self, comparison: HeadSimilarityResult) -> FigureWithData:
         """Plot heads in two dimensions by the similarity of their attention, a result of `hw.compare_heads`."""
         return draw_embedding(comparison, self.profile)
 
-    def clusters(self, comparison: HeadComparison) -> FigureWithData:
+    def clusters(self, comparison: HeadSimilarityResult) -> FigureWithData:
         """Plot the dendrogram of heads by the similarity of their attention."""
         return draw_clusters(comparison, self.profile)
 

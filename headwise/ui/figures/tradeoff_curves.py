@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from headwise.analysis.steering.steering_result import SteeringResult
 from headwise.compression.pruning_curve import PruningCurves
 from headwise.errors import ArgumentError
 from headwise.ui.figures.figure_with_data import (
@@ -65,6 +66,31 @@ def draw_tradeoff(
         axes.legend(fontsize=8, frameon=False, loc="best", labelcolor=TEXT_COLOR)
     axes.set_title(title, fontsize=8, color=TEXT_COLOR, loc="left")
     return FigureWithData(figure, row_dicts)
+
+
+def draw_steering(result: SteeringResult) -> FigureWithData:
+    """Plot the held-out effect of a steering and its side effects against the strength, with 95% intervals."""
+    lines = {"effect": ("effect", "effect_low", "effect_high"), "loss on other text": ("loss", "loss_low", "loss_high")}
+    lines["KL on other text"] = ("kl", "kl_low", "kl_high")
+    rows = [
+        {
+            "line": line,
+            "x": row["strength"],
+            "mean": row[mean],
+            "low": row[low],
+            "high": row[high],
+            "chosen": row["chosen"],
+        }
+        for row in result.curve_rows()
+        for line, (mean, low, high) in lines.items()
+    ]
+    low, high = min(result.random_effects), max(result.random_effects)
+    title = f"{result.num_texts[1]} held-out texts; gray: {len(result.random_effects)} random steerings"
+    figure_result = draw_tradeoff(rows, "strength", "nats per token", title)
+    axes = figure_result.figure.axes[0]
+    axes.axhline(0, color=TEXT_COLOR, linewidth=0.6)
+    axes.vlines(result.steering.strength, low, high, color=MUTED_COLOR, linewidth=5)
+    return FigureWithData(figure_result.figure, rows)
 
 
 def draw_pruning(curve: PruningCurves) -> FigureWithData:

@@ -11,6 +11,8 @@ const OFFERED = [
   "The teacher gave the students their homework", "The cat sat on the",
 ];
 const silenced = new Set();
+const strengths = new Map(); // strength of each steering that was moved, by name
+const continued = { key: "", plain: "", steered: "" };
 const written = { text: "", tokens: [], steps: [] };
 
 export function silenceButton(head) {
@@ -29,7 +31,8 @@ export function livePanel() {
     onkeydown: (event) => { if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); look(box.value); } } });
   const offers = OFFERED.map((offer) => press(offer, () => look(offer), { class: "small" }));
   return section("Live", box, el("div", { class: "chips tools" }, press("Run", () => look(box.value)), offers),
-    (store.report.model.output ?? "lm") !== "none" && predictions(text));
+    (store.report.model.output ?? "lm") !== "none" && predictions(text),
+    (store.report.steerings ?? []).length > 0 && (store.report.model.kind ?? "decoder") === "decoder" && steeringPanel(text));
 }
 
 async function look(text) {
@@ -42,6 +45,48 @@ async function look(text) {
   });
 }
 
+// A request with the silenced heads and, if a slider was moved, the strengths.
+function edited(text) {
+  const steering = strengths.size ? { steering: Object.fromEntries(strengths) } : {};
+  return { text, silenced: [...silenced], ...steering };
+}
+
+// One slider per steering. The continuation is computed again when a slider has rested for a moment.
+function steeringPanel(text) {
+  const plain = el("p", { class: "context" }), steered = el("p", { class: "context", "aria-live": "polite" });
+  const key = JSON.stringify([text, [...silenced]]);
+  let timer = 0, asked = 0;
+  const show = () => { plain.textContent = continued.plain.trimStart(); steered.textContent = continued.steered.trimStart(); };
+  const run = () => trying(async () => {
+    const request = ++asked;
+    steered.setAttribute("aria-busy", "true");
+    try {
+      if (continued.key !== key) Object.assign(continued, { key, plain: (await ask("api/continue", { text, silenced: [...silenced] })).text, steered: "" });
+      const moved = [...strengths.values()].some((strength) => strength !== 0);
+      const added = moved ? (await ask("api/continue", edited(text))).text : continued.plain;
+      if (request === asked) { continued.steered = added; show(); }
+    } finally {
+      if (request === asked) steered.removeAttribute("aria-busy");
+    }
+  });
+  const sliders = store.report.steerings.map(({ name, strength, heads, edit }, place) => {
+    const limit = edit === "shift" ? 2 * Math.abs(strength) || 2 : 1, value = el("output", {}, (strengths.get(name) ?? 0).toFixed(2));
+    const slider = el("input", { type: "range", id: `steering-${place}`, min: String(edit === "shift" ? -limit : 0), max: String(limit), step: String(edit === "shift" ? limit / 20 : 1),
+      value: String(strengths.get(name) ?? 0), "data-key": `steering ${name}`, oninput: (event) => {
+        strengths.set(name, Number(event.target.value));
+        value.textContent = Number(event.target.value).toFixed(2);
+        clearTimeout(timer);
+        timer = setTimeout(run, 250);
+      } });
+    return el("div", { class: "slider" }, el("label", { for: `steering-${place}` }, name), slider, value,
+      el("span", { class: "note" }, `${heads.length} head${heads.length > 1 ? "s" : ""}: ${heads.slice(0, 6).join(", ")}${heads.length > 6 ? " …" : ""}`));
+  });
+  if (continued.key === key) show();
+  return el("div", { class: "steering", id: "steering" }, el("h3", {}, "Steering"), sliders,
+    el("div", { class: "chips tools" }, press("Continue text", run)),
+    el("div", { class: "before-after" }, el("div", {}, el("h3", {}, "Plain"), plain), el("div", {}, el("h3", {}, "Steered"), steered)));
+}
+
 // Silenced heads, predictions with and without them, and generation.
 function predictions(text) {
   const chips = [...silenced].map((head) => el("span", { class: "chip" }, `${head} silenced`, el("button", { type: "button", "aria-label": `Enable ${head}`, onclick: () => { silenced.delete(head); change({}); } }, "×")));
@@ -51,7 +96,7 @@ function predictions(text) {
   } });
   const outcome = el("div", { class: "before-after", id: "outcome" }), steps = el("div", { id: "steps" });
   const predict = () => trying(async () => {
-    const { before, after } = await ask("api/predict", { text, silenced: [...silenced] });
+    const { before, after } = await ask("api/predict", edited(text));
     outcome.replaceChildren(predictionList("With all heads", before), predictionList(silenced.size ? `Without ${[...silenced].join(", ")}` : "No head is silenced", after));
   });
   if (silenced.size) predict();
@@ -69,7 +114,7 @@ async function step(text, box) {
   const sight = await store.sentences[state.sentence].sight;
   if (!written.text.startsWith(text) || written.steps.length === 0) Object.assign(written, { text, tokens: [...sight.tokens], steps: [] });
   await trying(async () => {
-    const made = await ask("api/step", { text: written.text, silenced: [...silenced] });
+    const made = await ask("api/step", edited(written.text));
     written.steps.push({ token: made.token, rows: made.rows, tokens: made.tokens ?? [...written.tokens] });
     Object.assign(written, { text: made.text, tokens: [...written.tokens, made.token] });
     showSteps(box, chosenHeads(sight));

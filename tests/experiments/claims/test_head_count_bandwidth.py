@@ -1,7 +1,12 @@
 import pytest
 
 from headwise.errors import HeadwiseError
-from headwise.experiments.claim_tests.head_count_bandwidth import CLAIM, measure, measure_model, relative_times
+from headwise.experiments.claim_tests.head_count_bandwidth import (
+    CLAIM,
+    measure,
+    relative_times,
+    time_layers_of_model_width,
+)
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
@@ -48,6 +53,6 @@ def test_bandwidth_small_experiment_gives_verdict(tmp_path):
 
 def test_bandwidth_given_model_gives_verdict():
     model = Transformer(ModelSpec(vocab=11, context=16, layers=1, attention=AttentionSpec(width=16, heads=2)))
-    statistics = measure_model(model, rounds=3)
+    statistics = time_layers_of_model_width(model, rounds=3)
     assert list(statistics.by_condition("batched forward")) == [1, 2, 4, 8, 16]
     assert CLAIM.judge(statistics)

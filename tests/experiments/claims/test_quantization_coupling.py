@@ -17,10 +17,10 @@ from headwise.experiments.claim_tests.quantization_coupling import (
     additivity,
     cost_spread,
     head_pair_interaction,
-    key_value_log2_ratio,
+    key_to_value_drift_log2_ratio,
     measure_model,
     query_heads_by_kv,
-    sampled_kv_heads,
+    sample_kv_heads,
     weight_and_cache_quantization_costs,
 )
 from headwise.experiments.engine.statistic import Statistic
@@ -69,7 +69,7 @@ def test_quantization_statistics_equal_closed_forms() -> None:
     costs, weights = make_costs(), np.ones(40)
     assert cost_spread(costs, weights) == pytest.approx(np.std([1, 2, 3, 4], ddof=1) / 2.5)
     assert head_pair_interaction(costs, weights) == pytest.approx(0.25)
-    assert key_value_log2_ratio(costs, weights) == pytest.approx(np.log2(3))
+    assert key_to_value_drift_log2_ratio(costs, weights) == pytest.approx(np.log2(3))
     assert additivity(costs, weights) == pytest.approx(2)
     statistic = costs.bootstrap_statistic(cost_spread)
     assert statistic.low == pytest.approx(statistic.high)  # texts all say the same
@@ -102,11 +102,11 @@ def test_coupling_excludes_noise() -> None:
 def test_drawn_keys_samples_kv_groups_together() -> None:
     model = make_model(kv_heads=2)
     assert query_heads_by_kv(model)["1.1"] == ("1.2", "1.3")
-    assert sampled_kv_heads(model, 8) == ["0.0", "0.1", "1.0", "1.1"]
-    sampled = sampled_kv_heads(model, 5)
+    assert sample_kv_heads(model, 8) == ["0.0", "0.1", "1.0", "1.1"]
+    sampled = sample_kv_heads(model, 5)
     assert len(sampled) == 2, "the heads of two key heads are four, of three six"
-    assert sampled_kv_heads(model, 5) == sampled
-    assert {tuple(sampled_kv_heads(model, 5, seed)) for seed in range(20)} != {tuple(sampled)}
+    assert sample_kv_heads(model, 5) == sampled
+    assert {tuple(sample_kv_heads(model, 5, seed)) for seed in range(20)} != {tuple(sampled)}
 
 
 def test_quantization_claim_tiny_experiment_gives_statistics(tmp_path) -> None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from headwise.ui.print_head_search import control_sentence, shared_layers_sentence
 from headwise.ui.role_badges import role_badge
 from headwise.ui.terminal_head_grid import make_head_grid
 from headwise.ui.terminal_table import make_table
 
 if TYPE_CHECKING:
     from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
+    from headwise.analysis.finding.head_search_result import HeadSearchResult
     from headwise.analysis.recording.attention_maps import AttentionEdge
     from headwise.analysis.roles.head_profile import HeadProfile
     from headwise.analysis.roles.profile_result import Profile
@@ -59,6 +61,26 @@ def show_demo_edges(edges: "Sequence[AttentionEdge]", console: Console) -> None:
     """Print the heads with the largest attention weights of one word."""
     rows = [(edge.head, edge.word, edge.attended, edge.weight) for edge in edges]
     console.print(make_table("", ["head", "word", "attends to", "weight"], rows))
+
+
+def show_demo_search(result: "HeadSearchResult", console: Console) -> None:
+    """Print the best heads of a search, the control and the shared layers."""
+    rows = [
+        (
+            item.address,
+            item.evidence_level,
+            item.score,
+            f"{item.interval[0]:.2f}–{item.interval[1]:.2f}",
+            item.baseline,
+            item.p,
+        )
+        for item in list(result)[:4]
+    ]
+    columns = ["head", "evidence", "score", "95% CI", "baseline", "p"]
+    console.print(make_table("", columns, rows))
+    console.print(control_sentence(result), highlight=False)
+    if result.supported_heads:
+        console.print(shared_layers_sentence(result), highlight=False)
 
 
 def show_demo_roles(profile: "Profile", profile_path: Path, console: Console) -> None:

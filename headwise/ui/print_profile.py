@@ -6,16 +6,16 @@ from rich.console import Console
 from rich.text import Text
 
 from headwise.analysis.head_facts import HeadFacts
-from headwise.analysis.metrics.long_offsets import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.offsets import OFFSET_SPECS
+from headwise.analysis.metrics.outside_window_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.role_examples import RoleExample
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD, streaming_candidate_mask
 from headwise.analysis.roles.roles import RoleEvidence
 from headwise.compression.head_compression_cost import HeadCompressionCosts
-from headwise.ui.glossary import docs_anchor
 from headwise.ui.head_summary import summary_lines
+from headwise.ui.print_summary import SummaryPrinter
 from headwise.ui.role_badges import role_badge
 from headwise.ui.terminal_head_grid import LEGEND, make_head_grid
 from headwise.ui.terminal_table import make_table
@@ -135,17 +135,9 @@ def show_summary(
     console: Console | None = None,
 ) -> None:
     """Print the summary of one head, each part with its documentation page, then the parts that were not measured."""
-    console = console or Console()
-    last_anchor = ""
-    for line in summary_lines(profile, head, facts, cost):
-        console.print(Text(line.text))
-        anchor = docs_anchor(line.term)
-        if anchor != last_anchor:
-            console.print(Text(f"  see {anchor}", "dim"))
-        last_anchor = anchor
-    errors = [error for part in (facts, cost) if part is not None for error in part.errors]
-    for error in dict.fromkeys(errors):
-        console.print(Text(f"Not measured: {error}", "dim"))
+    printer = SummaryPrinter(console or Console())
+    printer.print_lines(summary_lines(profile, head, facts, cost))
+    printer.print_errors(error for part in (facts, cost) if part is not None for error in part.errors)
 
 
 def show_head(
