@@ -6,6 +6,9 @@ addresses may depend on it. `make test-cpus` runs with it.
 
 import gc
 import os
+import shutil
+import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +56,19 @@ if SHIFT:  # wherever a weight comes into a module, changes its type or is copie
         return parameter
 
     Module.register_parameter, Module._apply, Parameter.__deepcopy__ = register_shifted, apply_shifted, copy_shifted
+
+
+STORES = Path(tempfile.gettempdir()) / f"headwise-test-results-{os.getpid()}"
+
+
+@pytest.fixture(autouse=True)
+def empty_result_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test a result store of its own, whose folder does not exist yet."""
+    monkeypatch.setenv("HEADWISE_STORE", str(STORES / uuid.uuid4().hex))
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(STORES, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -36,6 +36,8 @@ RESULT_MODULES = (
     "analysis/ablation/importance.py",
     "analysis/ablation/quantization_sensitivity.py",
     "analysis/attribution/score_attribution.py",
+    "analysis/finding/head_search_result.py",
+    "analysis/evaluation/evaluate.py",
     "analysis/recording/attention_maps.py",
     "analysis/recording/recording.py",
     "analysis/roles/head_history.py",
@@ -49,7 +51,7 @@ RESULT_MODULES = (
     "compression/plan_report.py",
     "compression/prune_study.py",
     "compression/pruning_curve.py",
-    "distributed/parallel_cost.py",
+    "distributed/parallel_strategy_cost.py",
     "heads/head.py",
     "spec/plan.py",
     "training/train_result.py",
@@ -57,21 +59,35 @@ RESULT_MODULES = (
 # Imports of later packages, all inside functions: objects show themselves, and a model saves, loads and exports itself.
 ALLOWED_UPWARD_IMPORTS = {
     *((module, "headwise.ui.result_text") for module in RESULT_MODULES),
+    ("analysis/attribution/scan.py", "headwise.ui.scan_page"),
+    ("analysis/attribution/scan.py", "headwise.ui.scan_text"),
     ("heads/head.py", "headwise.ui.notebook"),
     ("analysis/recording/attention_maps.py", "headwise.ui.notebook"),
     ("analysis/recording/attention_maps.py", "headwise.ui.widget"),
+    ("analysis/finding/head_search_result.py", "headwise.ui.figures.head_search_plot"),
     ("analysis/roles/profile_result.py", "headwise.ui.report_data"),
     ("analysis/roles/profile_result.py", "headwise.ui.figures.plot_accessor"),
     ("analysis/roles/profile_result.py", "headwise.ui.notebook"),
     ("analysis/roles/profile_result.py", "headwise.ui.report"),
     ("analysis/roles/profile_result.py", "headwise.ui.head_summary"),
     ("analysis/roles/profile_result.py", "headwise.ui.widget"),
+    ("attached/attached_model.py", "headwise.weights.to_native"),  # whether an error can advise to convert the model
     ("model/transformer.py", "headwise.weights.save"),
     ("model/transformer.py", "headwise.weights.load"),
     ("model/transformer.py", "headwise.weights.export"),
 }
 SUBPACKAGES = {
-    "analysis": ["recording", "metrics", "ablation", "roles", "attribution", "similarity"],
+    "analysis": [
+        "recording",
+        "metrics",
+        "ablation",
+        "roles",
+        "attribution",
+        "similarity",
+        "finding",
+        "evaluation",
+        "steering",
+    ],
     "experiments": ["engine", "claim_tests"],
 }
 SOURCES = sorted((ROOT / "headwise").rglob("*.py"))
@@ -89,22 +105,23 @@ BANNED_NAMES = frozenset(
 # Last words of class names. A new class ends in one of them, or adds its noun here.
 CLASS_NOUNS = frozenset(
     """
-    accessor accumulator accuracy activations address alignment allocation architecture arcs attachment attention
+    ablator accessor accumulator accuracy activations address alignment allocation architecture arcs attachment attention
     attribution axis batch batches bias bits block blocks buffer cache call capture case check checkpoint checkpoints
     choice chunk circuit claim collector command comparison components config context contexts converter copy corpus
     cost costs curve curves data demo description details difference display distance document dropout edge effect
     effects embedding emergence encoder ensemble entropy entry error estimate estimator evaluation evaluator evidence
     example executor experiment extractor facts family feature file files flops focus folder footprint forward
     fraction fragment function gates gather generation grad grid group groups guard head heads history hook hooks
-    image importance index info input kl labels language layer layout line linear log logits loop loss map mapping
-    maps mark mask match matching matrices means measurement mentions metric mixin mlp mode model module mover name
+    image importance index info input key kl labels language layer layout line linear log logits loop loss map mapping
+    maps mark mask match matching matrices matrix means measurement mentions metric mixin mlp mode model module mover name
     names norm noun observer offset offsets ops options output outputs pair pairs params partition parts pass patch
-    patches placement plan planner plot point points policy pool pooler position prefill preprocessor probe probs
+    patches placement plan planner plot point points policy pool pooler position prediction prefill preprocessor printer probe
+    probs
     profile projection projections prompt protocol provider proxy qkv quantize queue range rank ranker reader recipe
     record recorder recording relation report request rerun responses result results rng role rotary row rows rule
-    runner sample sampler samples sampling scaling score scores selection sensitivity sentence sequences server
-    session setup shape shard share signal size slice spec spread state states statistic stats step store strategy
-    stream streamer study sum summary sums suppression sweep table target targets task tensor term test text timer
+    runner sample sampler samples sampling scaling scan score scores search selection sensitivity sentence sequences server
+    session setup shape shard share signal size slice spec spread state states statistic stats steering step store
+    strategy stream streamer study sum summary sums suppression sweep table target targets task tensor term test text timer
     timing token tokenizer tokens totals trace trajectory transform transformer trend trial tuner verdict verifier
     view visibility weight weights widget word
     """.split()  # noqa: SIM905
@@ -118,12 +135,14 @@ PUBLIC_NAMES = [
     "Transformer",
     *("Corpus", "Tokenizer", "embed"),
     *("shard", "layout"),
-    *("attach", "load", "export"),
+    *("attach", "per_head_cache", "cached", "load", "to_native", "export"),
     *("Recipe", "train", "distill"),
     *(
         "TokenizedCorpus",
         "record",
         "attention_maps",
+        "scan",
+        "Scan",
         "profile",
         "Profile",
         "Role",
@@ -140,8 +159,23 @@ PUBLIC_NAMES = [
         "compare_heads",
         "match_heads",
         "HeadHistory",
+        "find_heads",
     ),
-    *("plan_pruning", "plan_streaming", "apply", "prune", "prune_study", "quantize", "dequantize", "allocate_bits"),
+    *("HarnessModel", "evaluate"),
+    *("Steering", "find_steering"),
+    *(
+        "plan_pruning",
+        "plan_streaming",
+        "apply",
+        "prune",
+        "prune_study",
+        "quantize",
+        "quantized",
+        "dequantize",
+        "allocate_bits",
+    ),
+    "fold_steering",
+    "selftest",
 ]
 COMMANDS = [
     *(
@@ -152,13 +186,31 @@ COMMANDS = [
         "describe",
         "diff",
         "distill",
+        "evaluate",
         "explain",
         "export",
+        "find",
         "generate",
         "importance",
         "info",
     ),
-    *("layout", "maps", "plot", "presets", "profile", "prune", "quantize", "sensitivity", "sweep", "train", "view"),
+    *(
+        "layout",
+        "maps",
+        "plot",
+        "presets",
+        "profile",
+        "prune",
+        "quantize",
+        "scan",
+        "selftest",
+        "sensitivity",
+        "steer",
+        "store",
+        "sweep",
+        "train",
+        "view",
+    ),
 ]
 
 

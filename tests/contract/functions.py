@@ -77,6 +77,11 @@ def _z(model: Any, inputs: dict[str, Any]) -> object:
     return record_z(model, **{part: ids.to(model.device) for part, ids in inputs.items()}).z
 
 
+def _scan(model: Any, name: str) -> list[float]:
+    result = hw.scan(model, TEXTS[0], source=TEXTS[1] if name in ENCODER_DECODERS else None, max_heads=4)
+    return [result.loss, *(head.loss for head in result.heads), *(item.probability for item in result.layers)]
+
+
 def _means(profile: hw.Profile) -> list[np.ndarray]:
     return [profile.metric(metric) for metric in profile.accumulator.fields]
 
@@ -107,6 +112,7 @@ ANALYSIS_FUNCTIONS: dict[str, ModelFunction] = {
         model, name, hw.patched(model, _head(model), _other_run(model, name))
     ),
     "linear_probe": lambda model, name: linear_probe(model, TEXTS * 4, targets="position"),
+    "scan": _scan,
     "logit_attribution": lambda model, name: logit_attribution(model, TEXTS[0], 3).parts,
     "copying_scores": lambda model, name: copying_scores(model),
     "token_effects": lambda model, name: token_effects(model, _head(model), TEXTS[0]),

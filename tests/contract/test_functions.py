@@ -36,7 +36,6 @@ from tests.contract.attached_models import (
 from tests.contract.functions import FUNCTIONS, corpus, flatten_numbers
 
 OTHERS = tuple(name for name in NAMES if name not in NATIVE)
-OWN_DECODERS = "own decoders"
 # Models that a function does not support, with the fragment of the error.
 ERROR_MESSAGES: dict[str, dict[str, str]] = {
     "match_heads": dict.fromkeys(ENCODER_DECODERS, "heads of an encoder-decoder cannot be"),
@@ -52,8 +51,7 @@ ERROR_MESSAGES: dict[str, dict[str, str]] = {
     "report": NOT_PRUNABLE,
     "curve": dict.fromkeys(NOT_PRUNABLE, "cannot be pruned"),
     "prune_study": dict.fromkeys(NOT_PRUNABLE, "cannot be pruned"),
-    "quantize": dict.fromkeys(OTHERS, "weights can be quantized per head only"),
-    "plan_streaming": dict.fromkeys(NAMES[1:], OWN_DECODERS),
+    "plan_streaming": dict.fromkeys((*ENCODERS, *ENCODER_DECODERS), "only in decoders"),
 }
 SLOW = ("profile, light", "importance, resample", "prune_study", "report")
 # All functions on one model of each kind, and one analysis and one pruning function on models attached in other ways.
@@ -66,6 +64,7 @@ UNPADDED = (
         "copying_scores",
         "quantize",
         "attention_maps",
+        "scan",
         "match_heads",
         "logit_attribution",
         "token_effects",

@@ -40,9 +40,15 @@ ALL = KERNELS | {"reference": oracle}
 each_kernel = pytest.mark.parametrize("name", KERNELS)
 each_kernel_and_reference = pytest.mark.parametrize("name", ALL)
 each_float = pytest.mark.parametrize("dtype", FLOATS, ids=["float64", "float32"])
+HALVES = [torch.bfloat16, torch.float16]
+each_dtype = pytest.mark.parametrize("dtype", [*FLOATS, *HALVES], ids=["float64", "float32", "bfloat16", "float16"])
+# Relative to the largest entry. Each operation of a kernel rounds once, to 8 or 11 bits.
+HALF_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
+TOLERANCES = TOLERANCE | HALF_TOLERANCE
 
 # `headwise.kernels.fused` is the function, so the module is imported by its path.
 fused_module = import_module("headwise.kernels.fused")
+batched_module = import_module("headwise.kernels.batched")
 
 
 def random_call(
@@ -65,6 +71,48 @@ def test_maps_of_rows_one_batch_row_equals_full_map(call: KernelCall, data: st.D
     torch.testing.assert_close(
         got, attention_weights(call.q, call.k, params)[batch_slice, :, row : row + 1], rtol=0, atol=1e-12
     )
+
+
+def blocks_of_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Compute maps of any size in blocks of this many rows."""
+    monkeypatch.setattr(batched_module, "MAX_ENTRIES", 0)
+    monkeypatch.setattr(batched_module, "BLOCK_ROWS", rows)
+
+
+def full_weights(call: KernelCall) -> Tensor:
+    """Return all maps, computed at once."""
+    params = make_score_params(call.q, call.k, call.v, **call.options)
+    return attention_weight_rows(call.q, call.k, params, range(call.q.shape[2]))
+
+
+@given(call=calls(), rows=st.integers(1, 5), grad=st.booleans())
+@FIXED_SETTINGS
+def test_maps_in_blocks_equal_maps_at_once(call: KernelCall, rows: int, grad: bool) -> None:
+    params = make_score_params(call.q, call.k, call.v, **call.options)
+    with pytest.MonkeyPatch.context() as monkeypatch, torch.set_grad_enabled(grad):
+        blocks_of_rows(monkeypatch, rows)
+        weights = attention_weights(call.q, call.k, params)
+    torch.testing.assert_close(weights, full_weights(call), rtol=0, atol=1e-12)
+
+
+@given(call=calls(), rows=st.integers(1, 5))
+@FIXED_SETTINGS
+def test_maps_in_blocks_gradients_equal_maps_at_once(call: KernelCall, rows: int) -> None:
+    expected = full_weights(call)
+    factors = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(0))
+    params = make_score_params(call.q, call.k, call.v, **call.options)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        blocks_of_rows(monkeypatch, rows)
+        grads = torch.autograd.grad((attention_weights(call.q, call.k, params) * factors).sum(), (call.q, call.k))
+    for grad, reference in zip(grads, torch.autograd.grad((expected * factors).sum(), (call.q, call.k)), strict=True):
+        torch.testing.assert_close(grad, reference, rtol=1e-10, atol=1e-10)
+
+
+def test_maps_in_blocks_second_derivative_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = random_call(2, 2, 5, 7, d=3, mask=causal())
+    params = make_score_params(call.q, call.k, call.v, **call.options)
+    blocks_of_rows(monkeypatch, 2)
+    assert torch.autograd.gradgradcheck(lambda q, k: attention_weights(q, k, params), (call.q, call.k))
 
 
 # The reference kernel against independent implementations.
@@ -177,13 +225,13 @@ FEATURES: dict[str, dict] = {
 KERNEL_FEATURES = [(name, feature) for name in KERNELS for feature in FEATURES if (name, feature) != ("fused", "cap")]
 
 
-@each_float
+@each_dtype
 @pytest.mark.parametrize(("name", "feature"), KERNEL_FEATURES)
 def test_kernel_single_feature_equals_reference(name: str, feature: str, dtype: torch.dtype) -> None:
     q, k, v = (random_tensor(*shape).requires_grad_() for shape in ((B, H, T, 5), (B, 3, S, 5), (B, 3, S, 13)))
     call = KernelCall(q, k, v, **FEATURES[feature]).to(dtype)
     want = forward_and_backward(oracle, call.to(torch.float64))
-    assert_close(forward_and_backward(KERNELS[name], call), want, TOLERANCE[dtype])
+    assert_close(forward_and_backward(KERNELS[name], call), want, TOLERANCES[dtype])
 
 
 @each_kernel
@@ -203,6 +251,17 @@ def test_kernel_any_call_equals_reference(name: str, dtype: torch.dtype, data: s
     assert_close(forward_and_backward(KERNELS[name], call), want, TOLERANCE[dtype])
     with torch.no_grad():  # without gradients nothing is recomputed, which is another code path
         assert_close({"z": KERNELS[name](call)}, {"z": want["z"]}, TOLERANCE[dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
+@each_kernel
+@settings(FIXED_SETTINGS, max_examples=50)
+@given(data=st.data())
+def test_kernel_any_call_in_half_precision_equals_reference(name: str, dtype: torch.dtype, data: st.DataObject) -> None:
+    call = data.draw(calls(capped=name != "fused")).to(dtype)
+    want = forward_and_backward(oracle, call.to(torch.float64))
+    assert_close(forward_and_backward(KERNELS[name], call), want, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("sizes", [(2, 0, 7, 11), (2, 3, 0, 11), (2, 3, 7, 0), (0, 3, 7, 11)], ids=str)
@@ -254,7 +313,7 @@ def empty_rows(options: dict) -> Tensor:
     return ~(visible & (options.get("bias", torch.zeros(1)) > -torch.inf)).any(-1)  # (B, H, T)
 
 
-@each_float
+@each_dtype
 @pytest.mark.parametrize("sink", [None, 0.0, "learned"])
 @pytest.mark.parametrize("options", EMPTY_ROW_CALLS.values(), ids=EMPTY_ROW_CALLS)
 @each_kernel_and_reference
@@ -303,12 +362,12 @@ def test_fused_row_blocks_equal_reference(
     assert_close(got, forward_and_backward(oracle, call.to(torch.float64)), TOLERANCE[dtype])
 
 
-@each_float
+@each_dtype
 def test_fused_fully_masked_key_tile_equals_reference(dtype: torch.dtype) -> None:
     """Left padding longer than the 512 keys of a flash kernel tile, so that the first tile is all −inf."""
     call = random_call(1, 2, 3, 1031, mask=padding_mask(torch.arange(1031)[None] >= 1019)).to(dtype)
     want = forward_and_backward(oracle, call.to(torch.float64))
-    assert_close(forward_and_backward(KERNELS["fused"], call), want, TOLERANCE[dtype])
+    assert_close(forward_and_backward(KERNELS["fused"], call), want, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("name", ["fused", "blockwise", "blockwise, 3 rows", "blockwise, 3 rows, 2 heads"])

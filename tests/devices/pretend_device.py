@@ -12,7 +12,8 @@ With `float64=False` every float64 tensor on the device raises, as on MPS.
 
 Limits: data pointers are those of the CPU tensor inside. `torch.compile`, pinned memory and streams are not covered. Autocast
 casts nothing. Results are those of the CPU kernels, so rounding on a real accelerator differs. Quantized tensors of other
-libraries are tensor subclasses too, so `attach` takes every tensor on this device as dense. It is slow.
+libraries are tensor subclasses too, so `attach` takes every tensor on this device as dense. It is slow. A pruned attached
+model must be detached inside the block, because restoring it needs the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,6 +37,11 @@ from headwise.kernels.rounding_tolerance import has_float64
 NAME = "pretend"
 COPIES = {"aten::_to_copy", "aten::copy_", "aten::set_.source_Storage"}
 SCALAR_READS = {"aten::_local_scalar_dense", "aten::item"}
+# The host waits for the size of the result, or for one value.
+SIZE_READS = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::equal",
+    "aten::bincount", "aten::repeat_interleave.Tensor", "aten::is_nonzero",
+}  # fmt: skip
 
 
 @dataclass
@@ -51,6 +57,10 @@ class DeviceState:
     float64: bool = True
     transfers: int = 0
     sites: dict[str, int] = field(default_factory=dict)
+
+    def reset_counts(self) -> None:
+        """Start counting again."""
+        self.transfers, self.sites = 0, {}
 
     def count_transfer(self) -> None:
         """Count one copy, and the innermost line of the package that caused it."""
@@ -88,6 +98,10 @@ class PretendTensor(Tensor):
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"PretendTensor({self.cpu_data})"
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage of the CPU tensor. Hooks of autograd run outside of the function mode."""
+        return self.cpu_data.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
@@ -110,12 +124,20 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         STATE.count_transfer()
     if name == "aten::copy_" and on_device[1] and not on_device[0]:
         STATE.count_transfer()
+    if (any(on_device) and name in SIZE_READS) or _is_mask_index(name, args):
+        STATE.count_transfer()
     arguments, keywords = pytree.tree_unflatten([_to_cpu(leaf) for leaf in leaves], spec)
     result = func(*arguments, **keywords)
     if not to_device or (name == "aten::copy_" and not on_device[0]):
         return args[0] if name == "aten::copy_" else result
     result = pytree.tree_map(lambda leaf: PretendTensor(leaf) if _is_plain(leaf) else leaf, result)
     return _restore_written(func, args, kwargs, result)
+
+
+def _is_mask_index(name: str, args: Any) -> bool:
+    """Return whether an operation indexes with a mask on the device, which the device first turns into positions."""
+    index = args[1] if name.startswith(("aten::index.Tensor", "aten::index_put", "aten::_index_put")) else ()
+    return any(isinstance(part, PretendTensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
 
 
 def _restore_written(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:

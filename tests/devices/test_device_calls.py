@@ -1,5 +1,6 @@
 """Calls on the pretend device that the list of public functions does not cover."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import headwise as hw
 from headwise.errors import HeadwiseError
+from tests.contract.layers import MODELS
 from tests.devices.pretend_device import pretend_device
 from tests.devices.test_pretend_device import make_model
 
@@ -62,3 +64,108 @@ def test_blockwise_backward_on_device_equals_cpu(dropout: float) -> None:
     with pretend_device(float64=False):
         result = gradient("pretend")
     torch.testing.assert_close(result, gradient("cpu"), rtol=1e-4, atol=1e-5)
+
+
+POLICIES = {
+    "streaming": hw.CachePolicy(sink_tokens=1, window=3),
+    "8 bits": hw.CachePolicy(bits=8),
+    "4 bits, streaming": hw.CachePolicy(bits=4, sink_tokens=1, window=3),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_generate_per_head_cache_on_device_equals_cpu(policy: str) -> None:
+    def generated(device: str) -> torch.Tensor:
+        model = make_model("decoder", device)
+        cache = model.cache(hw.plan_pruning(model, cache={"*.0": POLICIES[policy]}))
+        return model.generate(IDS.to(device), max_new_tokens=6, cache=cache).cpu()
+
+    expected = generated("cpu")
+    with pretend_device(float64=False):
+        assert torch.equal(generated("pretend"), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_model_on_device_equals_cpu_after_loading(bits: Any, tmp_path: Any) -> None:
+    with pretend_device(float64=False):
+        hw.quantize(make_model("decoder", "pretend"), bits).save(tmp_path / "small")
+        result = hw.load(tmp_path / "small").eval().to("pretend")(IDS.to("pretend")).cpu()
+    torch.testing.assert_close(result, hw.load(tmp_path / "small").eval()(IDS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("float64", [True, False])
+@pytest.mark.parametrize("relative_to_mean", [False, True])
+@pytest.mark.parametrize("name", ["decoder", "llama"])
+def test_explain_on_device_equals_cpu(name: str, relative_to_mean: bool, float64: bool) -> None:
+    def explained(device: str) -> torch.Tensor:
+        attribution = hw.explain(
+            make_model(name, device), IDS[0].to(device), "1.1", query=4, key=2, relative_to_mean=relative_to_mean
+        )
+        assert attribution.is_complete
+        return attribution.pair_scores.cpu()
+
+    expected = explained("cpu")
+    with pretend_device(float64=float64):
+        torch.testing.assert_close(explained("pretend"), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_save_pruned_attached_model_on_device_reopens_same_logits(tmp_path: Any) -> None:
+    with pretend_device(float64=False):
+        small = hw.prune(make_model("llama", "pretend"), heads="0.1", fold_mean=False).eval()
+        small.save(tmp_path / "small")
+        expected = small(IDS.to("pretend")).cpu()
+        small.detach()
+        del small
+        gc.collect()  # a handle that is dropped restores its model, which needs the device
+    torch.testing.assert_close(hw.load(tmp_path / "small").eval()(IDS), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["decoder", "llama"])
+def test_training_step_on_device_equals_cpu(name: str) -> None:
+    def gradients(device: str) -> list[torch.Tensor]:
+        model = make_model(name, device)
+        model(IDS.to(device)).log_softmax(-1)[..., 3].sum().backward()
+        return [weight.grad.cpu() for weight in model.parameters() if weight.grad is not None]
+
+    expected = gradients("cpu")
+    with pretend_device(float64=False):
+        result = gradients("pretend")
+    assert len(result) == len(expected) > 0
+    for gradient, want in zip(result, expected, strict=True):
+        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-4)
+
+
+def test_profile_of_images_on_device_equals_cpu() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
+
+    def metrics(device: str) -> dict[str, Any]:
+        torch.manual_seed(0)
+        config = transformers.ViTConfig(image_size=16, patch_size=4, num_labels=2, **sizes)
+        model = hw.attach(transformers.ViTForImageClassification(config).eval().to(device))
+        pictures = torch.linspace(0, 1, 4 * 3 * 16 * 16).reshape(4, 3, 16, 16).sin()
+        profile = hw.profile(model, list(pictures), causal=False)
+        return {name: profile.metric(name) for name in profile.accumulator.fields}
+
+    expected = metrics("cpu")
+    with pretend_device(float64=False):
+        result = metrics("pretend")
+    for name, values in expected.items():
+        torch.testing.assert_close(
+            torch.tensor(result[name]), torch.tensor(values), rtol=1e-3, atol=1e-4, equal_nan=True
+        )
+
+
+def test_shift_on_pretend_device_equals_cpu() -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = hw.Transformer(MODELS["decoder, rotary"]).eval().to(device)
+        steering = hw.Steering({"1.2": torch.ones(6)}, strength=2.0).for_model(model)
+        with steering.applied(model), torch.no_grad():
+            hooked = model(torch.tensor([[3, 5, 7]], device=device))
+        folded = hw.fold_steering(model, steering)(torch.tensor([[3, 5, 7]], device=device)).detach()
+        return [hooked.cpu(), folded.cpu()]
+
+    expected = run("cpu")
+    with pretend_device(float64=False):
+        torch.testing.assert_close(run("pretend"), expected, rtol=1e-5, atol=1e-5)

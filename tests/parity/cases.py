@@ -78,6 +78,10 @@ def bert(name: str, model: str, output: str, options: dict[str, Any] | None = No
     return Case(name, model, sizes | config, options or {}, output)
 
 
+def albert(name: str, model: str, output: str, options: dict[str, Any] | None = None, **config: Any) -> Case:
+    return bert(name, model, output, options, **{"embedding_size": 14, "hidden_act": "gelu"} | config)
+
+
 def llama(name: str, model: str = "LlamaForCausalLM", output: str = "logits", **config: Any) -> Case:
     sizes = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": LAYERS}
     sizes |= {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "intermediate_size": HIDDEN}
@@ -103,6 +107,11 @@ CASES = (
     bert("bert, masked tokens", "BertForMaskedLM", "logits"),
     bert("bert, masked tokens, untied", "BertForMaskedLM", "logits", tie_word_embeddings=False, layer_norm_eps=1e-3),
     bert("bert, pretraining", "BertForPreTraining", "prediction_logits", hidden_act="gelu_new"),
+    albert("albert, pooler", "AlbertModel", "last_hidden_state"),
+    albert("albert, no pooler", "AlbertModel", "last_hidden_state", {"add_pooling_layer": False}, hidden_act="relu"),
+    albert("albert, masked tokens", "AlbertForMaskedLM", "logits", hidden_act="gelu_new"),
+    albert("albert, masked tokens, untied", "AlbertForMaskedLM", "logits", tie_word_embeddings=False),
+    albert("albert, embeddings as wide as the model", "AlbertForMaskedLM", "logits", embedding_size=24),
     llama("llama, 9 heads on 3", hidden_size=54, num_attention_heads=9, rms_norm_eps=1e-2),
     llama("llama, one key head, tied", num_key_value_heads=1, tie_word_embeddings=True),
     llama("llama, head_dim of its own", head_dim=10, num_key_value_heads=6),
