@@ -24,6 +24,12 @@ BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 TIMEOUT_SECONDS = 400  # per architecture
 ARCHITECTURES_PER_PROCESS = 24
 # Preferred model classes of an architecture: those with a vocabulary output first.
+GENERATING = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+# Columns of the table, and the checks that they show. A check without a finding passed.
+COLUMNS = {
+    "one head pruned": "prune", "layer pruned": "prune layers", "per-head cache": "per-head cache", "quantized": "quantized",
+}  # fmt: skip
+COLUMNS_BEGIN, COLUMNS_END = "<!-- columns: begin -->", "<!-- columns: end -->"
 PREFERRED = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
 
 
@@ -41,7 +47,14 @@ def architectures() -> dict[str, str]:
             if entry is not None:
                 classes[kind] = entry if isinstance(entry, str) else entry[0]
                 break
-    return classes
+    return dict(sorted(classes.items(), key=lambda item: not _generates(item[0])))
+
+
+def _generates(name: str) -> bool:
+    """Return whether an architecture has a class that generates text. These are run first."""
+    from transformers.models.auto import modeling_auto
+
+    return any(name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}) for kind in GENERATING)
 
 
 def run_architecture(name: str, on_built: Callable[[], object] = lambda: None) -> dict[str, Any]:
@@ -136,13 +149,43 @@ def markdown_table(results: list[dict[str, Any]]) -> str:
     for result in results:
         if result["verdict"] == "refused":
             refused.setdefault(refusal_category(result["reason"]), []).append(result["name"])
-    unprunable = sorted(
-        result["name"] for result in results if result["verdict"] == "right" and "prune" in result["findings"]
-    )
-    rows += ["", f"**Right, but not cut:** {', '.join(unprunable)}."] if unprunable else []
     rows += ["", "| refused because | architectures |", "|---|---|"]
     rows += [f"| {category} | {', '.join(sorted(names))} |" for category, names in sorted(refused.items())]
     return "\n".join(rows)
+
+
+def column_table(results: list[dict[str, Any]]) -> list[str]:
+    """Return one row per architecture that attaches, or that is wrong or crashes."""
+    attached = [result for result in results if result["verdict"] == "right"]
+    counts = [sum(column_entry(result, column) == "yes" for result in attached) for column in COLUMNS]
+    totals = ", ".join(f"{column} {count}" for column, count in zip(COLUMNS, counts, strict=True))
+    rows = [
+        f"{len(results)} of {len(architectures())} architectures were run with these checks, those that generate text first: "
+        f"{', '.join(f'{verdict} {count}' for verdict, count in count_verdicts(results).items())}. Of those that are right: "
+        f"{totals}.",
+        "",
+    ]
+    rows += [f"| architecture | attached | {' | '.join(COLUMNS)} |", f"|---|---|{'---|' * len(COLUMNS)}"]
+    for result in sorted(results, key=lambda result: result["name"]):
+        if result["verdict"] in ("right", "looking only", "wrong", "crash"):
+            entries = [column_entry(result, column) for column in COLUMNS]
+            rows.append(f"| {result['name']} | {result['verdict']} | {' | '.join(entries)} |")
+    return rows
+
+
+def column_entry(result: dict[str, Any], column: str) -> str:
+    """Return the entry of one architecture in one column: yes, no, wrong, a dash if it does not apply, or not run.
+
+    Results of earlier versions name their `checks`; newer ones have run all.
+    """
+    if result["verdict"] not in ("right", "looking only", "wrong"):
+        return "–"
+    checks = ("prune", COLUMNS[column]) if column == "layer pruned" else (COLUMNS[column],)
+    if COLUMNS[column] not in result.get("checks", [COLUMNS[column]]):
+        return "not run"
+    findings = [result["findings"].get(check, "") for check in checks]
+    kind = next((finding.partition(":")[0] for finding in findings if finding), "")
+    return {"": "yes", "refused": "no", "not applicable": "–"}.get(kind, kind)
 
 
 def refusal_category(message: str) -> str:
@@ -166,9 +209,16 @@ def refusal_category(message: str) -> str:
 
 def write_table(results: list[dict[str, Any]]) -> None:
     """Write the table to the docs page, between its markers."""
+    tables = {(COLUMNS_BEGIN, COLUMNS_END): "\n".join(column_table(results))}
+    if len(results) == len(
+        architectures()
+    ):  # a walk that is not complete does not replace the counts of a complete one
+        tables[BEGIN, END] = markdown_table(results)
     page = DOCS_PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    DOCS_PAGE.write_text(f"{before}{BEGIN}\n{markdown_table(results)}\n{END}{rest.split(END)[1]}")
+    for (begin, end), table in tables.items():
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+    DOCS_PAGE.write_text(page)
 
 
 def main() -> None:

@@ -1,14 +1,22 @@
 """Time and peak memory of the attention layer compared with other libraries, forward and backward.
 
+Two comparisons, each between layers that do the same work: layers that return the output, and layers that return the output
+and the attention maps of all heads. The outputs and the maps of both libraries are checked to be equal.
+
 python -m bench.layer              all sizes, 31 rounds per size
 python -m bench.layer --rounds 7   faster
+python -m bench.layer --maps       only the layers that return maps
+python -m bench.layer --busy       one thread and processor time, for a machine with other work
 """
 
 import argparse
 import importlib.util
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +24,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import headwise as hw
-from bench.measure import interleaved_timing, machine, process_peak_memory
+from bench.measure import Timing, interleaved_timing, machine, process_peak_memory
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.ui.terminal_table import make_table
 
@@ -54,17 +62,10 @@ def hand_written(width: int, heads: int, T: int) -> BuiltLayer:
     return layer, layer
 
 
-def torch_layer(width: int, heads: int, T: int, weights: bool = False) -> BuiltLayer:
+def torch_layer(width: int, heads: int, T: int) -> BuiltLayer:
     layer = nn.MultiheadAttention(width, heads, bias=False, batch_first=True)
     causal_mask = nn.Transformer.generate_square_subsequent_mask(T)
-
-    def plain(x: Tensor) -> Tensor:
-        return layer(x, x, x, attn_mask=causal_mask, is_causal=True, need_weights=False)[0]
-
-    def with_weights(x: Tensor) -> Tensor:
-        return layer(x, x, x, attn_mask=causal_mask, need_weights=True, average_attn_weights=False)[0]
-
-    return layer, with_weights if weights else plain
+    return layer, lambda x: layer(x, x, x, attn_mask=causal_mask, is_causal=True, need_weights=False)[0]
 
 
 def x_transformers(width: int, heads: int, T: int) -> BuiltLayer:
@@ -87,13 +88,71 @@ BUILDERS: dict[str, Callable[[int, int, int], BuiltLayer]] = {
     BASE: headwise_layer,
     "hand-written SDPA": hand_written,
     "nn.MultiheadAttention": torch_layer,
-    "the same, with weights": partial(torch_layer, weights=True),
 }
 if importlib.util.find_spec("x_transformers"):
     BUILDERS["x-transformers"] = x_transformers
 if importlib.util.find_spec("transformers"):
     BUILDERS["transformers GPT-2"] = gpt2
 KERNEL_BUILDERS = {name: partial(headwise_layer, backend=name) for name in ("fused", "blockwise", "batched")}
+
+
+def maps_layer(layer_class: Callable[..., Any], width: int, heads: int, T: int, causal: bool) -> Any:
+    """Return a layer whose forward returns (output, maps of all heads), with torch's weights of seed 0."""
+    torch.manual_seed(0)
+    layer = layer_class(width, heads, bias=False, batch_first=True)
+    options = {"attn_mask": nn.Transformer.generate_square_subsequent_mask(T)} if causal else {}
+    call = layer.forward
+    layer.forward = lambda x: call(x, x, x, need_weights=True, average_attn_weights=False, **options)
+    return layer
+
+
+def squares_of_results(layer: Any, x: Tensor) -> Tensor:
+    output, maps = layer(x)
+    return output.square().sum() + maps.square().sum()
+
+
+MAPS_BUILDERS: dict[str, Callable[..., Any]] = {
+    BASE: hw.MultiHeadAttention.like_torch,
+    "nn.MultiheadAttention": nn.MultiheadAttention,
+}
+
+
+def time_maps(rounds: int, console: Console, clock: Callable[[], float]) -> None:
+    """Print the time of layers that return the output and the maps of all heads."""
+    for (B, T, width, heads), causal in product(SIZES[:3], (True, False)):
+        layers = {name: maps_layer(build, width, heads, T, causal) for name, build in MAPS_BUILDERS.items()}
+        x = torch.randn(B, T, width)
+        with torch.inference_mode():
+            for actual, expected in zip(*(layer.eval()(x) for layer in layers.values()), strict=True):
+                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        passes = {
+            "forward": {name: forward(layer, x) for name, layer in layers.items()},
+            "forward + backward through output and maps": {
+                name: backward(layer, partial(squares_of_results, layer), x) for name, layer in layers.items()
+            },
+        }
+        for mode, candidates in passes.items():
+            for layer in layers.values():
+                layer.train(mode != "forward")
+            mask = "causal mask" if causal else "no mask"
+            title = f"Output and maps, {mode}, {mask}, batch {B}, {T} tokens, width {width}, {heads} heads"
+            print_timings(title, interleaved_timing(candidates, BASE, rounds, clock), console)
+
+
+def maps_memory(console: Console) -> None:
+    """Print the peak memory of the layers that return maps, forward, causal mask, in separate processes."""
+    rows = [
+        [name, *(process_peak_memory("bench.layer", "--maps-memory-of", name, str(T)) for T in LENGTHS[:2])]
+        for name in MAPS_BUILDERS
+    ]
+    title = "Peak memory above the idle process, MB, forward with maps, causal mask, batch 1, width 768, 12 heads"
+    console.print(make_table(title, ["layer", *(f"T={T}" for T in LENGTHS[:2])], rows))
+
+
+def maps_memory_of(name: str, T: int) -> float:
+    warm_up, layer = (maps_layer(MAPS_BUILDERS[name], 768, 12, n, causal=True).eval() for n in (64, T))
+    forward(warm_up, torch.randn(1, 64, 768))()  # one-time setup of torch
+    return peak_memory(forward(layer, torch.randn(1, T, 768)))
 
 
 def forward(call: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
@@ -112,7 +171,15 @@ def backward(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> 
     return step
 
 
-def time_layers(rounds: int, console: Console) -> None:
+def print_timings(title: str, timings: dict[str, Timing], console: Console) -> None:
+    rows = [
+        [name, 1e3 * t.best, 1e3 * t.median, 1 / t.speed, f"{1 / t.high:.2f} – {1 / t.low:.2f}"]
+        for name, t in timings.items()
+    ]
+    console.print(make_table(title, ["layer", "best ms", "median ms", "times ours", "quartiles"], rows))
+
+
+def time_layers(rounds: int, console: Console, clock: Callable[[], float]) -> None:
     for B, T, width, heads in SIZES:
         torch.manual_seed(0)
         layers = {name: build(width, heads, T) for name, build in BUILDERS.items()}
@@ -125,16 +192,9 @@ def time_layers(rounds: int, console: Console) -> None:
         for mode, candidates in passes.items():
             for module, _ in layers.values():
                 module.train(mode != "forward")
-            if T >= 8192:
-                candidates.pop("the same, with weights")  # 3 GB of maps
-            timings = interleaved_timing(candidates, BASE, num_rounds)
-            rows = [
-                [name, 1e3 * t.best, 1e3 * t.median, 1 / t.speed, f"{1 / t.high:.2f} – {1 / t.low:.2f}"]
-                for name, t in timings.items()
-            ]
+            timings = interleaved_timing(candidates, BASE, num_rounds, clock)
             title = f"{mode}, batch {B}, {T} tokens, width {width}, {heads} heads ({num_rounds} rounds)"
-            columns = ["layer", "best ms", "median ms", "times ours", "quartiles"]
-            console.print(make_table(title, columns, rows))
+            print_timings(title, timings, console)
 
 
 def memory(console: Console) -> None:
@@ -160,14 +220,24 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=31)
     arguments.add_argument("--memory-of", nargs=2, metavar=("LAYER", "T"), help=argparse.SUPPRESS)
+    arguments.add_argument("--maps-memory-of", nargs=2, metavar=("LAYER", "T"), help=argparse.SUPPRESS)
+    arguments.add_argument("--maps", action="store_true", help="only the layers that return maps")
+    arguments.add_argument("--busy", action="store_true", help="one thread and processor time")
     args = arguments.parse_args()
-    if args.memory_of:
-        print(memory_of(args.memory_of[0], int(args.memory_of[1])))
-        return
+    for option, measure in ((args.memory_of, memory_of), (args.maps_memory_of, maps_memory_of)):
+        if option:
+            print(measure(option[0], int(option[1])))
+            return
+    if args.busy:
+        torch.set_num_threads(1)
+    clock = time.process_time if args.busy else time.perf_counter
     console = Console(file=sys.stdout, width=110)
     console.print(f"{machine()}. 'times ours' above 1: slower than Headwise.")
-    time_layers(args.rounds, console)
-    memory(console)
+    time_maps(args.rounds, console, clock)
+    maps_memory(console)
+    if not args.maps:
+        time_layers(args.rounds, console, clock)
+        memory(console)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from headwise.compression.recovery_finetune import recover
 from headwise.io.atomic_write import write_atomic
 from headwise.model import ModelProtocol
 from headwise.ui.figures.tradeoff_curves import draw_pruning
+from headwise.ui.print_pruning import show_prune_report, show_pruning_curve
 from headwise.ui.progress import show_progress
-from headwise.ui.prune_tables import show_prune_report, show_pruning_curve
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "../shared/data")) / "wikitext-2"
 HALF = 0.5

@@ -18,8 +18,8 @@ import torch
 import headwise as hw
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.causal_test import causal_test
-from headwise.analysis.roles.collect import RetainedTextCollector
 from headwise.analysis.roles.profile_result import Profile
+from headwise.analysis.roles.profile_sums import RetainedTextCollector
 from headwise.model import ModelProtocol, eval_mode
 
 SEEDS = (501, 502, 503, 504, 505)  # the table shows the first

@@ -45,11 +45,11 @@ from bench.measure import machine
 from headwise.cache import ModelCache, PerHeadCache, SharedKVCache
 from headwise.compression import StreamingRequest
 from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
-from headwise.compression.streaming_selection import streaming
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.experiments.engine.statistic import Statistic
 from headwise.io.atomic_write import write_atomic
 from headwise.model import Transformer
+from headwise.model.streaming_forward import streaming
 from headwise.spec import Address, ModelSpec
 from headwise.ui.progress import show_progress
 

@@ -38,7 +38,7 @@ from headwise.training.loop import TrainLoop
 from headwise.training.recipe import Recipe
 from headwise.training.run_setup import RunSetup
 from headwise.training.token_file import TokenFiles
-from headwise.training.train_loss import LanguageLoss
+from headwise.training.training_losses import LanguageLoss
 from headwise.ui.terminal_table import make_table
 
 BASE, GPT2 = "headwise", "transformers GPT-2"

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from bench.tried_cache import CacheNotApplicable, check_cache
 from bench.tried_cut import LayerPruneUnsupported, check_prune
+from bench.tried_quantize import check_quantize
 from bench.tried_with import (
     TOLERANCE,
     VERDICTS,
@@ -64,7 +66,7 @@ def check_architecture(
 
 def _check_towers(report: AttachReport, model: Any, inputs: dict[str, Tensor], parts: list[str]) -> AttachReport:
     """Check the full model for equal bits, silencing and pruning, then each tower alone."""
-    report = _check_all(report, model, model, inputs, ("bitwise", "silence", "copying", "prune"))
+    report = _check_all(report, model, model, inputs, ("bitwise", "silence", "copying", "prune", "per-head cache"))
     for path in parts:
         part = model.get_submodule(path)
         try:
@@ -123,6 +125,8 @@ def _check_all(
         except CheckFailed as error:
             report.findings[name] = f"wrong: {error}"
             report.verdict = "wrong" if report.verdict != "crash" else "crash"
+        except CacheNotApplicable as error:
+            report.findings[name] = f"not applicable: {error}"
         except LayerPruneUnsupported as error:
             report.findings["prune layers"] = f"refused: {one_line(error)}"
         except hw.HeadwiseError as error:
@@ -415,4 +419,5 @@ CHECKS: dict[str, Callable[[Any, Any, dict[str, Tensor]], None]] = {
     "bitwise": _bitwise, "maps": _maps, "silence": _silence, "output projection": _output_projection,
     "qkv projection": _qkv_projection, "gradients": _gradients, "checkpointing": _checkpointing, "importance": _importance,
     "compare heads": _compare_heads, "switching": _attention_switch, "copying": _copying, "prune": check_prune,
+    "per-head cache": check_cache, "quantized": check_quantize,
 }  # fmt: skip

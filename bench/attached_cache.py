@@ -1,0 +1,263 @@
+"""Per-head cache of SmolLM2 in transformers, half of the KV heads streaming, beside transformers' DynamicCache and kvpress.
+
+python -m bench.attached_cache plan --folder F --out P.json            rank KV heads on the WikiText-2 validation text
+python -m bench.attached_cache memory --folder F --plan P.json --length 4096
+python -m bench.attached_cache loss --folder F --plan P.json --length 4096 --texts 8
+python -m bench.attached_cache passkeys --folder F --plan P.json --length 4096 --count 5
+python -m bench.attached_cache speed --folder F --plan P.json --length 4096
+python -m bench.attached_cache continuation --folder F --plan P.json --length 4096 --texts 8
+ENV/bin/python bench/attached_cache_kvpress.py …        the same continuation with kvpress, in another environment
+
+`--folder` is SmolLM2 as transformers reads it: `hw.export(hw.load("smollm2"), folder)`. Each part prints one line of JSON.
+Losses are on WikiText-2 test texts that follow each other. Intervals are 95% bootstrap intervals over texts, paired by text.
+Memory is that of a fresh process above its memory after loading, in which the prompt comes in chunks of 512 tokens.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+import headwise as hw
+from bench.distil import DATA
+from headwise.analysis.metrics.statistics import bootstrap_difference_interval
+from headwise.compression import StreamingRequest
+from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
+from headwise.experiments.engine.peak_memory import peak_memory
+
+SINK_TOKENS, WINDOW = 4, 128
+CHUNK = 512  # tokens of a prompt per call
+CONTINUATION = 256  # tokens after the prompt in `continuation`
+DECODED = 12  # tokens per round of `speed`
+ROUNDS = 9
+Caches = dict[str, Callable[[], Any]]
+
+
+def load(folder: Path) -> Any:
+    """Load the model in float32 and attach to it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return hw.attach(model, transformers.AutoTokenizer.from_pretrained(folder))
+
+
+def make_caches(attached: Any, plan: Path) -> Caches:
+    """Return functions that make the two caches."""
+    policies = {
+        ",".join(rule["heads"]): hw.CachePolicy(**rule["policy"]) for rule in json.loads(plan.read_text())["cache"]
+    }
+    return {
+        "dynamic": lambda: transformers.DynamicCache(config=attached.model.config),
+        "per head": lambda: hw.per_head_cache(attached, policies),
+    }
+
+
+def cache_nbytes(cache: Any) -> int:
+    """Return the bytes that a cache holds."""
+    if hasattr(cache, "nbytes"):
+        return cache.nbytes
+    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+def wikitext(attached: Any, split: str, length: int, texts: int) -> Tensor:
+    """Return consecutive texts of WikiText-2, (texts, length)."""
+    text = (DATA / "wikitext-2" / f"{split}.txt").read_text(encoding="utf-8")
+    ids = attached.tokenizer.encode(text[: 8 * length * texts], add_special_tokens=False)
+    if len(ids) < length * texts:
+        raise ValueError(f"{split}: {len(ids)} tokens are fewer than {texts} texts of {length}")
+    return torch.tensor(ids[: length * texts]).view(texts, length)
+
+
+@torch.no_grad()
+def prefill(model: Any, ids: Tensor, cache: Any) -> Tensor:
+    """Pass a prompt, (1, T), to a cache in chunks. Return the logits of its last token."""
+    logits = torch.empty(0)
+    for start in range(0, ids.shape[1], CHUNK):
+        logits = model(ids[:, start : start + CHUNK], past_key_values=cache, logits_to_keep=1).logits
+    return logits[:, -1]
+
+
+@torch.no_grad()
+def token_losses(model: Any, ids: Tensor, cache: Any, skip: int) -> np.ndarray:
+    """Return the loss of each token after `skip` tokens, in nats; the text, (1, T), comes in chunks."""
+    losses = []
+    for start in range(0, ids.shape[1] - 1, CHUNK):
+        chunk = ids[:, start : min(start + CHUNK, ids.shape[1] - 1)]
+        logits = model(chunk, past_key_values=cache).logits[0]
+        targets = ids[0, start + 1 : start + 1 + chunk.shape[1]]
+        losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+    return torch.cat(losses)[skip:].double().numpy()
+
+
+def make_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """Rank KV heads on validation text and let half of them stream."""
+    attached = load(args.folder)
+    text = (DATA / "wikitext-2" / "valid.txt").read_text(encoding="utf-8")[:24000]
+    request = StreamingRequest(
+        0.5, sink_tokens=SINK_TOKENS, window=WINDOW, ranking=args.ranking, corpus=text, max_length=1024,
+        protected_fraction=args.protected_fraction,
+    )  # fmt: skip
+    start = time.process_time()
+    plan = hw.plan_streaming(attached, request)
+    plan.save(args.out)
+    return {"part": "plan", "ranking": args.ranking, "protected": args.protected_fraction,
+            "streaming": sum(len(rule.heads) for rule in plan.cache), "seconds": time.process_time() - start}  # fmt: skip
+
+
+def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the bytes of both caches and the peak memory of a process with each."""
+    result: dict[str, Any] = {"part": "memory", "length": args.length}
+    for name in ("dynamic", "per head"):
+        command = [sys.executable, "-m", "bench.attached_cache", "memory-of", "--folder", str(args.folder)]
+        command += ["--plan", str(args.plan), "--length", str(args.length), "--cache", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        result[name] = json.loads(done.stdout.splitlines()[-1])
+    result["bytes ratio"] = result["dynamic"]["cache bytes"] / result["per head"]["cache bytes"]
+    return result
+
+
+def measure_memory_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one cache, in this process: a prompt and 16 tokens."""
+    attached = load(args.folder)
+    make = make_caches(attached, args.plan)[args.cache]
+    ids, caches = wikitext(attached, "test", args.length, 1), []
+    prefill(attached.model, ids[:, :600], make())  # one-time setup
+
+    def run() -> None:
+        cache = make()
+        logits = prefill(attached.model, ids, cache)
+        for _ in range(16):
+            token = logits.argmax(-1, keepdim=True)
+            with torch.no_grad():
+                logits = attached.model(token, past_key_values=cache).logits[:, -1]
+        caches.append(cache)
+
+    peak = peak_memory(run)
+    return {"cache bytes": cache_nbytes(caches[0]), "peak MB above loaded model": round(peak, 1)}
+
+
+def measure_loss(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the loss of tokens after the first eviction with both caches."""
+    attached = load(args.folder)
+    caches, texts = make_caches(attached, args.plan), wikitext(attached, "test", args.length, args.texts)
+    losses = {name: [] for name in caches}
+    for ids in texts:
+        for name, make in caches.items():
+            losses[name].append(token_losses(attached.model, ids[None], make(), SINK_TOKENS + WINDOW).sum())
+    return {"part": "loss", "length": args.length, "texts": args.texts} | summarize(
+        losses, args.length - 1 - SINK_TOKENS - WINDOW
+    )
+
+
+def summarize(losses: dict[str, list[float]], tokens: int) -> dict[str, Any]:
+    """Return mean losses per token and their difference with its interval over texts."""
+    full, small = np.array(losses["dynamic"]), np.array(losses["per head"])
+    counts = np.full(len(full), tokens)
+    low, high = bootstrap_difference_interval(small, counts, full, counts)
+    mean = float((small - full).sum() / counts.sum())
+    return {
+        "dynamic": float(full.sum() / counts.sum()), "per head": float(small.sum() / counts.sum()),
+        "difference": mean, "interval": [float(low), float(high)], "per text": ((small - full) / tokens).round(4).tolist(),
+    }  # fmt: skip
+
+
+def measure_passkeys(args: argparse.Namespace) -> dict[str, Any]:
+    """Count the pass keys that are found with both caches."""
+    attached = load(args.folder)
+    text = (DATA / "wikitext-2" / "test.txt").read_text(encoding="utf-8")
+    cases = make_passkey_cases(attached, text[: 16 * args.length], args.length, args.count, args.seed)
+    caches = make_caches(attached, args.plan)
+    correct = {name: list(run_passkeys(attached, cases, make).correct) for name, make in caches.items()}
+    return {"part": "passkeys", "length": args.length, "depths": [case.depth for case in cases]} | correct
+
+
+def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure processor time per token with both caches, taking turns."""
+    attached = load(args.folder)
+    ids = wikitext(attached, "test", args.length, 1)
+    caches, tokens = {name: make() for name, make in make_caches(attached, args.plan).items()}, {}
+    for name, cache in caches.items():
+        tokens[name] = prefill(attached.model, ids, cache).argmax(-1, keepdim=True)
+    seconds: dict[str, list[float]] = {name: [] for name in caches}
+    for turn in range(args.rounds + 1):
+        for name in list(caches) if turn % 2 else reversed(caches):
+            start = time.process_time()
+            for _ in range(DECODED):
+                with torch.no_grad():
+                    logits = attached.model(tokens[name], past_key_values=caches[name]).logits[:, -1]
+                tokens[name] = logits.argmax(-1, keepdim=True)
+            if turn:  # the first round is a warm-up
+                seconds[name].append((time.process_time() - start) / DECODED)
+    ratios = sorted(a / b for a, b in zip(seconds["dynamic"], seconds["per head"], strict=True))
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    speeds = {name: 1 / statistics.median(values) for name, values in seconds.items()}
+    result: dict[str, Any] = {"part": "speed", "length": args.length, "tokens per CPU second": speeds}
+    return result | {"speed-up": middle, "quartiles": [low, high]}
+
+
+def measure_continuation(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the loss of the last tokens of texts, one call per token, after a prompt in a single call."""
+    attached = load(args.folder)
+    texts, caches = wikitext(attached, "test", args.length, args.texts), make_caches(attached, args.plan)
+    if args.ids_out is not None:
+        args.ids_out.write_text(json.dumps(texts.tolist()))
+    losses: dict[str, list[float]] = {name: [] for name in caches}
+    nbytes = {}
+    for ids in texts:
+        for name, make in caches.items():
+            cache = make()
+            losses[name].append(continuation_loss(attached.model, ids[None], cache))
+            nbytes[name] = cache_nbytes(cache)
+    return {"part": "continuation", "length": args.length, "texts": args.texts, "cache bytes": nbytes} | summarize(
+        losses, CONTINUATION
+    )
+
+
+@torch.no_grad()
+def continuation_loss(model: Any, ids: Tensor, cache: Any) -> float:
+    """Return the summed loss of the last CONTINUATION tokens, (1, T)."""
+    start = ids.shape[1] - CONTINUATION
+    logits, loss = prefill(model, ids[:, :start], cache), 0.0
+    for position in range(start, ids.shape[1]):
+        loss += float(torch.nn.functional.cross_entropy(logits, ids[:, position]))
+        logits = model(ids[:, position : position + 1], past_key_values=cache).logits[:, -1]
+    return loss
+
+
+PARTS = {"plan": make_plan, "memory": measure_memory, "memory-of": measure_memory_of, "loss": measure_loss,
+         "passkeys": measure_passkeys, "speed": measure_speed, "continuation": measure_continuation}  # fmt: skip
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("part", choices=PARTS)
+    options.add_argument("--folder", type=Path, required=True)
+    options.add_argument("--plan", type=Path)
+    options.add_argument("--out", type=Path)
+    options.add_argument("--length", type=int, default=4096)
+    options.add_argument("--texts", type=int, default=8)
+    options.add_argument("--count", type=int, default=5)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--rounds", type=int, default=ROUNDS)
+    options.add_argument("--cache", default="dynamic")
+    options.add_argument("--ranking", default="output")
+    options.add_argument("--protected-fraction", type=float, default=0.25)
+    options.add_argument(
+        "--ids-out", type=Path, help="write the token ids of the texts, for bench/attached_cache_kvpress.py"
+    )
+    args = options.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    print(json.dumps(PARTS[args.part](args)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
