@@ -1,6 +1,16 @@
 """Model configuration: frozen dataclasses that do not import torch."""
 
-from headwise.spec.address import Address, LayerAddress, select
+from headwise.spec.address import (
+    Address,
+    InputAddress,
+    KVAddress,
+    LayerAddress,
+    MLPAddress,
+    NodeAddress,
+    StreamEndAddress,
+    parse_node,
+    select,
+)
 from headwise.spec.attention import AttentionSpec, Rotary, RotaryScaling
 from headwise.spec.cache_policy import CachePolicy, CacheRule
 from headwise.spec.json_spec import JSONSpec
@@ -14,14 +24,20 @@ __all__ = [
     "AttentionSpec",
     "CachePolicy",
     "CacheRule",
+    "InputAddress",
     "JSONSpec",
+    "KVAddress",
     "LayerAddress",
     "LayerBits",
+    "MLPAddress",
     "ModelSpec",
+    "NodeAddress",
     "Plan",
     "Rotary",
     "RotaryScaling",
+    "StreamEndAddress",
     "WeightRule",
+    "parse_node",
     "preset",
     "presets",
     "select",

@@ -3,18 +3,29 @@
 The address of a head is `layer.head`, counted from 0: `5.1`. In an encoder-decoder the stack comes first: `enc.5.1`,
 `dec.5.1`, `cross.5.1`. In a model with several towers the tower comes first: `vision.5.1`, `text.5.1`, `audio.5.1`.
 Addresses never change: if a head is pruned, the other heads of its layer keep their numbers.
+
+Paths and circuits also name other parts of a model, and single inputs of heads:
+
+    18.6        query head 6 of layer 18          18.6.k      its keys, as read by this head only (also .q and .v)
+    18.kv2      KV head 2 of layer 18             18.kv2.k    its keys, for all query heads that read them (also .v)
+    mlp.18      MLP of layer 18                   embedding, logits     the two ends of the residual stream
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 from headwise.errors import ArgumentError
 
 STACKS = ("enc", "dec", "cross", "vision", "text", "audio", "query")
 
 _NUMBERS = r"\*|\d+(?:-\d+)?"
-_PATTERN = re.compile(rf"(?:((?:{'|'.join(STACKS)})[2-9]?)\.)?({_NUMBERS})(?:\.({_NUMBERS}))?")
+_STACK = rf"(?:((?:{'|'.join(STACKS)})[2-9]?)\.)?"
+_PATTERN = re.compile(rf"{_STACK}({_NUMBERS})(?:\.({_NUMBERS}))?")
+_KV_PATTERN = re.compile(rf"{_STACK}(\d+)\.kv(\d+)")
+_MLP_PATTERN = re.compile(rf"{_STACK}mlp\.(\d+)")
+PROJECTIONS = ("q", "k", "v")
 
 
 @dataclass(frozen=True, order=True)
@@ -95,6 +106,161 @@ class Address:
         return Address(match[1] or "", int(match[2]), int(match[3]))
 
 
+@dataclass(frozen=True, order=True)
+class KVAddress:
+    """Address of one KV head: `18.kv2`. In grouped-query attention several query heads read its keys and values.
+
+    Attributes:
+        stack: Name of the stack or tower. Empty if the model has only one.
+        layer: Index of the layer in its stack, counted from 0.
+        kv_head: Original index of the KV head in its layer, counted from 0.
+
+    >>> KVAddress.parse("18.kv2")
+    KVAddress(stack='', layer=18, kv_head=2)
+    """
+
+    stack: str
+    layer: int
+    kv_head: int
+
+    def __str__(self) -> str:
+        return f"{self.layer_address}.kv{self.kv_head}"
+
+    @property
+    def layer_address(self) -> LayerAddress:
+        """Address of the layer that the KV head belongs to."""
+        return LayerAddress(self.stack, self.layer)
+
+    @staticmethod
+    def parse(text: str) -> "KVAddress":
+        """Parse `18.kv2` or `cross.18.kv2`."""
+        match = _KV_PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise ArgumentError(
+                f"{text!r}: not the address of one KV head. Use layer.kv and its number, for example 18.kv2 or cross.18.kv2."
+            )
+        return KVAddress(match[1] or "", int(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True)
+class InputAddress:
+    """Address of one input of a head: `18.6.k` are the keys as read by query head 6 only.
+
+    `18.kv2.k` are the keys of KV head 2 for all query heads that read them.
+
+    Attributes:
+        head: Address of the query head or the KV head.
+        projection: "q", "k" or "v".
+
+    >>> str(InputAddress.parse("18.6.k").head), InputAddress.parse("18.kv2.v").head
+    ('18.6', KVAddress(stack='', layer=18, kv_head=2))
+    """
+
+    head: Address | KVAddress
+    projection: str
+
+    def __str__(self) -> str:
+        return f"{self.head}.{self.projection}"
+
+    @property
+    def layer_address(self) -> LayerAddress:
+        """Address of the layer that the head belongs to."""
+        return self.head.layer_address
+
+    @staticmethod
+    def parse(text: str) -> "InputAddress":
+        """Parse `18.6.q`, `18.6.k`, `18.6.v`, `18.kv2.k` or `18.kv2.v`."""
+        head_text, _, projection = text.strip().rpartition(".")
+        match, kv_match = _PATTERN.fullmatch(head_text), _KV_PATTERN.fullmatch(head_text)
+        is_head = match is not None and match[2].isdigit() and (match[3] or "").isdigit()
+        if projection not in PROJECTIONS or not (is_head or kv_match):
+            raise ArgumentError(
+                f"{text!r}: not the address of one input of a head. Use 18.6.q, 18.6.k or 18.6.v for a query head, and "
+                f"18.kv2.k or 18.kv2.v for a KV head."
+            )
+        if kv_match and projection == "q":
+            raise ArgumentError(
+                f"{text!r}: a KV head has keys and values, but no queries. Use {head_text}.k, {head_text}.v, or the queries "
+                f"of a query head, for example {kv_match[2]}.0.q."
+            )
+        return InputAddress(KVAddress.parse(head_text) if kv_match else Address.parse(head_text), projection)
+
+
+@dataclass(frozen=True, order=True)
+class MLPAddress:
+    """Address of the MLP of one layer: `mlp.18`, or `dec.mlp.18` in a model with several stacks.
+
+    Attributes:
+        stack: Name of the stack or tower. Empty if the model has only one.
+        layer: Index of the layer in its stack, counted from 0.
+    """
+
+    stack: str
+    layer: int
+
+    def __str__(self) -> str:
+        return f"{self.stack}.mlp.{self.layer}" if self.stack else f"mlp.{self.layer}"
+
+    @property
+    def layer_address(self) -> LayerAddress:
+        """Address of the layer that the MLP belongs to."""
+        return LayerAddress(self.stack, self.layer)
+
+    @staticmethod
+    def parse(text: str) -> "MLPAddress":
+        """Parse `mlp.18` or `dec.mlp.18`."""
+        match = _MLP_PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise ArgumentError(f"{text!r}: not the address of an MLP. Use mlp and its layer, for example mlp.18.")
+        return MLPAddress(match[1] or "", int(match[2]))
+
+
+class StreamEndAddress(Enum):
+    """The two ends of the residual stream: the embedding that starts it and the logits that are read from it."""
+
+    EMBEDDING = "embedding"
+    LOGITS = "logits"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+NodeAddress = Address | KVAddress | MLPAddress | StreamEndAddress
+
+
+def parse_node(text: str) -> NodeAddress | InputAddress:
+    """Parse the address of any part of a model that a path or a circuit can name.
+
+    Args:
+        text: `18.6`, `18.kv2`, `18.6.k`, `18.kv2.k`, `mlp.18`, `embedding` or `logits`, with the stack first in a model with
+            several stacks: `dec.18.6`.
+
+    Returns:
+        The address as an object, whose text is the address again.
+
+    Raises:
+        ArgumentError: The text is not the address of one part.
+
+    >>> [type(parse_node(text)).__name__ for text in ("18.6", "18.kv2", "18.6.k", "mlp.18", "logits")]
+    ['Address', 'KVAddress', 'InputAddress', 'MLPAddress', 'StreamEndAddress']
+    """
+    stripped = text.strip()
+    if stripped in {end.value for end in StreamEndAddress}:
+        return StreamEndAddress(stripped)
+    if _KV_PATTERN.fullmatch(stripped):
+        return KVAddress.parse(stripped)
+    if _MLP_PATTERN.fullmatch(stripped):
+        return MLPAddress.parse(stripped)
+    if stripped.rpartition(".")[2] in PROJECTIONS:
+        return InputAddress.parse(stripped)
+    if is_single_head(stripped):
+        return Address.parse(stripped)
+    raise ArgumentError(
+        f"{text!r}: not the address of one part of a model. Use 18.6 (query head), 18.kv2 (KV head), 18.6.k or 18.kv2.k (an "
+        f"input of a head: q, k or v), mlp.18, embedding or logits."
+    )
+
+
 def select(pattern: "str | Address | Iterable[Address | str]", available: Iterable[Address]) -> tuple[Address, ...]:
     """Return the heads that a pattern selects, in the order of `available`.
 
@@ -136,6 +302,11 @@ def is_single_head(pattern: object) -> bool:
 
 def _match_pattern(part: str, available: tuple[Address, ...]) -> list[Address]:
     match = _PATTERN.fullmatch(part)
+    if match is None and _names_other_part(part):
+        raise ArgumentError(
+            f"heads={part!r}: this names a KV head, an input of a head, or a part that is not a head, and query heads are "
+            f"needed here. Use layer.head, for example 5.1. Paths and circuits accept this address: hw.patched(path=…)."
+        )
     if match is None:
         raise ArgumentError(
             f"heads={part!r}: not a valid head pattern. Use 5.1, 5.*, 0-3.*, or several separated by commas: 5.1,6.9."
@@ -157,6 +328,14 @@ def _match_pattern(part: str, available: tuple[Address, ...]) -> list[Address]:
             f"Put the stack first, for example '{available[0].stack}.{part}'."
         )
     raise ArgumentError(f"heads={part!r}: the model has no such head. {_describe_heads(available)}")
+
+
+def _names_other_part(part: str) -> bool:
+    """Return True for the address of a part that is not a query head, such as `18.kv2`, `18.6.k` or `mlp.18`."""
+    try:
+        return not isinstance(parse_node(part), Address)
+    except ArgumentError:
+        return False
 
 
 def _covers(pattern: str, value: int) -> bool:

@@ -5,7 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.errors import HeadwiseError
-from headwise.spec import Address, AttentionSpec, LayerAddress, ModelSpec, select
+from headwise.spec import (
+    Address,
+    AttentionSpec,
+    InputAddress,
+    KVAddress,
+    LayerAddress,
+    MLPAddress,
+    ModelSpec,
+    StreamEndAddress,
+    parse_node,
+    select,
+)
 from headwise.spec.address import is_single_head
 from tests.contract.variants import FIXED_SETTINGS
 
@@ -151,3 +162,71 @@ def test_select_absent_address_raises() -> None:
 def test_select_no_heads_at_all_raises() -> None:
     with pytest.raises(HeadwiseError, match="The model has no heads"):
         select("0.1", ())
+
+
+# Other parts of a model: KV heads, inputs of heads, MLPs, and the ends of the residual stream.
+
+numbers = st.integers(0, 200)
+kv_addresses = st.builds(KVAddress, stacks, numbers, numbers)
+nodes = st.one_of(
+    addresses,
+    kv_addresses,
+    st.builds(InputAddress, addresses, st.sampled_from("qkv")),
+    st.builds(InputAddress, kv_addresses, st.sampled_from("kv")),
+    st.builds(MLPAddress, stacks, numbers),
+    st.sampled_from(StreamEndAddress),
+)
+
+
+@FIXED_SETTINGS
+@given(node=nodes)
+def test_node_parse_of_str_round_trips(
+    node: Address | KVAddress | InputAddress | MLPAddress | StreamEndAddress,
+) -> None:
+    assert parse_node(f" {node} ") == node
+
+
+def test_node_text_is_short() -> None:
+    assert str(KVAddress("", 18, 2)) == "18.kv2"
+    assert str(InputAddress(Address("", 18, 6), "k")) == "18.6.k"
+    assert str(InputAddress(KVAddress("cross", 18, 2), "v")) == "cross.18.kv2.v"
+    assert str(MLPAddress("dec", 3)) == "dec.mlp.3"
+    assert [str(end) for end in StreamEndAddress] == ["embedding", "logits"]
+    assert InputAddress.parse("18.kv2.k").layer_address == LayerAddress("", 18)
+    assert KVAddress("", 1, 9) < KVAddress("", 1, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("18.kv2.q", r"a KV head has keys and values, but no queries\. Use 18\.kv2\.k"),
+        ("18.*.k", "not the address of one input of a head"),
+        ("18.k", "not the address of one input of a head"),
+        ("18.kv", r"not the address of one part of a model\. Use 18\.6 \(query head\)"),
+        ("18.kv*", "not the address of one part of a model"),
+        ("18.6.x", "not the address of one part of a model"),
+        ("18", "not the address of one part of a model"),
+        ("18.6,18.7", "not the address of one part of a model"),
+        ("mlp", "not the address of one part of a model"),
+        ("logit", "not the address of one part of a model"),
+        ("", "not the address of one part of a model"),
+    ],
+)
+def test_parse_node_without_one_part_raises(text: str, message: str) -> None:
+    with pytest.raises(HeadwiseError, match=message):
+        parse_node(text)
+
+
+def test_parse_of_another_kind_of_part_raises() -> None:
+    with pytest.raises(HeadwiseError, match=r"not the address of one KV head\. Use layer\.kv"):
+        KVAddress.parse("18.2")
+    with pytest.raises(HeadwiseError, match="not the address of an MLP"):
+        MLPAddress.parse("18.2")
+    with pytest.raises(HeadwiseError, match="not the address of one head"):
+        Address.parse("18.kv2")
+
+
+@pytest.mark.parametrize("pattern", ["0.kv1", "0.1.k", "mlp.0", "logits", "0.*,0.kv1"])
+def test_select_part_that_is_not_a_query_head_raises(pattern: str) -> None:
+    with pytest.raises(HeadwiseError, match=r"query heads are needed here.*hw\.patched\(path=…\)"):
+        select(pattern, THREE_BY_FOUR)
