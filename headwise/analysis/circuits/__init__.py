@@ -1,0 +1,1 @@
+"""Circuits: the set of heads, MLPs and embeddings that carries a task, judged on held-out prompts."""
