@@ -190,6 +190,15 @@ def word_errors(tokenizer: Any, ids: list[int], times: list[float], words: list[
     return [abs(time - start) * 1000 for start, time in matches if start is not None]
 
 
+def print_difference(errors: dict[str, list[list[float]]], first: str, second: str) -> None:
+    """Print the mean error of the second list minus that of the first, with an interval paired by recording."""
+    both = [(a, b) for a, b in zip(errors[first], errors[second], strict=True) if a]
+    sums, counts = np.array([[sum(b) - sum(a)] for a, b in both], float), np.array([[len(a)] for a, _ in both], float)
+    low, high = bootstrap_interval(sums, counts)
+    mean = float(sums.sum() / counts.sum())
+    print(f"{second} minus {first}: {mean:+.0f} ms ({low[0]:+.0f} to {high[0]:+.0f})", flush=True)
+
+
 def main() -> int:
     """Find the heads, then compare the word times of four kinds of lists."""
     parser = argparse.ArgumentParser()
@@ -241,6 +250,8 @@ def main() -> int:
         ]
         best, worst = min(random_means), max(random_means)
         print(f"random lists of {size}: mean {np.mean(random_means):.0f} ms, best {best:.0f}, worst {worst:.0f}")
+        for label in list(errors)[1:]:
+            print_difference(errors, "found", label)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import pytest
 
 import headwise as hw
 from headwise.ui.live_session import LiveSession
-from tests.ui.browser import find_browser
+from tests.ui.browser import enter_text, open_live_page
 from tests.ui.live_model import ViewProcess, make_folder, running_view
 
 if TYPE_CHECKING:
@@ -32,32 +31,8 @@ def view(folder: Path) -> Iterator[ViewProcess]:
 
 @pytest.fixture
 def page(view: ViewProcess) -> "Iterator[Page]":
-    """The live page at the printed URL. Any browser error and any request to another host fails the test."""
-    chromium = find_browser()
-    missing = "chromium" if chromium is None else "playwright" if find_spec("playwright") is None else None
-    if missing is not None:
-        assert os.environ.get("CI") != "true", f"{missing} is missing"
-        pytest.skip(f"{missing} is missing")
-    from playwright.sync_api import sync_playwright
-
-    problems: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 1000})
-        page.on(
-            "console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None
-        )
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on(
-            "request",
-            lambda request: None if request.url.startswith(view.url.split("?")[0]) else problems.append(request.url),
-        )
-        page.goto(view.url)
-        page.wait_for_selector("html[data-ready=true]")
-        yield page
-        browser.close()
-    refused = "Failed to load resource: the server responded with a status of 413"  # message of the browser
-    assert not [problem for problem in problems if not problem.startswith(("data:", refused))]
+    with open_live_page(view.url) as opened:
+        yield opened
 
 
 def test_live_page_silence_predict_and_step(page: "Page", folder: Path) -> None:
@@ -112,15 +87,6 @@ def test_live_page_server_error_is_shown(page: "Page") -> None:
         page.get_by_role("button", name="Run", exact=True).click()
     assert response.value.status == 413
     page.wait_for_selector("#status >> text=200 tokens. Send at most 128")
-
-
-def enter_text(page: "Page", text: str) -> None:
-    """Type a text and wait for its display."""
-    page.get_by_role("button", name="Sentence", exact=True).click()
-    page.fill("#live-text", text)
-    page.get_by_role("button", name="Run", exact=True).click()
-    is_shown = "text => document.querySelector('[aria-label=\"The sentence\"]')?.textContent === text"
-    page.wait_for_function(is_shown, arg=text.replace(" ", ""))
 
 
 def shown_predictions(page: "Page", side: int) -> list[tuple[str, float]]:

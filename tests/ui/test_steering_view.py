@@ -1,6 +1,8 @@
 """Steerings in the live view: sliders of the page, and requests with strengths."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.ui.live_session import LiveSession
-from tests.ui.live_model import FILES, TEXT, make_app, make_model
+from tests.ui.browser import enter_text, open_live_page
+from tests.ui.live_model import FILES, TEXT, make_app, make_folder, make_model, running_view
 
 starlette_testclient = pytest.importorskip("starlette.testclient")
 
@@ -76,3 +79,28 @@ def test_session_with_steering_of_other_model_raises() -> None:
     next(iter(model.heads.select("0.1"))).W_O.data.mul_(3)
     with pytest.raises(HeadwiseError, match="another model"):
         LiveSession(model, steerings={"test": steering})
+
+
+def test_live_page_slider_changes_continuation(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    model = hw.load(folder / "small")
+    torch.manual_seed(1)
+    vectors = {"0.1": torch.randn(6), "1.0": torch.randn(6)}
+    hw.Steering(vectors, strength=20.0, name="test").for_model(model).save(tmp_path / "steering")
+    session = LiveSession(model, steerings={"test": hw.Steering.load(tmp_path / "steering")})
+    expected = {
+        strength: session.continue_text(TEXT, strengths={"test": strength})["text"] for strength in (0, 30, -40)
+    }
+    assert len(set(expected.values())) == 3
+    with running_view(folder, "--steering", str(tmp_path / "steering")) as view, open_live_page(view.url) as page:
+        enter_text(page, TEXT)
+        slider = page.get_by_label("test", exact=True)
+        assert [slider.get_attribute(name) for name in ("min", "max")] == ["-40", "40"]
+        for strength in (30, 0, -40):
+            slider.fill(str(strength))
+            shown = "([side, text]) => document.querySelectorAll('#steering p.context')[side].textContent === text"
+            page.wait_for_function(shown, arg=[1, expected[strength].strip()])
+            page.wait_for_function(shown, arg=[0, expected[0].strip()])
+            assert page.text_content("#steering output") == f"{strength:.2f}"
+        if screenshots := os.environ.get("SCREENSHOTS"):
+            page.screenshot(path=Path(screenshots) / "steering.png", full_page=True)
