@@ -29,8 +29,12 @@ def run(
     num_heads: Annotated[int, typer.Option(help="Number of heads to steer.", min=1)] = 16,
     strengths: Annotated[str, typer.Option(help="Strengths to try, comma-separated.")] = "1,2,4,8",
     max_kl: Annotated[
-        float, typer.Option(help="Maximum KL divergence on other text of the chosen strength, nats per token.")
+        float,
+        typer.Option(help="Maximum KL divergence on other text of the chosen strength, nats per token. For decoders."),
     ] = 0.2,
+    max_distance: Annotated[
+        float, typer.Option(help="Maximum distance between plain and steered embeddings of other text. For encoders.")
+    ] = 0.1,
     corpus: Annotated[
         Path | None, typer.Option(help="Other text for side effects. Default: the embedded probe set.")
     ] = None,
@@ -82,8 +86,8 @@ def run(
         else:
             case_result = None
             result = find_steering(
-                loaded, texts[0], texts[1], method=method, heads=heads, max_kl=max_kl, corpus=corpus,  # pyright: ignore[reportArgumentType]
-                max_texts=max_texts, max_length=max_length,
+                loaded, texts[0], texts[1], method=method, heads=heads, max_kl=max_kl, max_distance=max_distance,  # pyright: ignore[reportArgumentType]
+                corpus=corpus, max_texts=max_texts, max_length=max_length,
                 name=name, progress=progress, **common,
             )  # fmt: skip
             data = result.to_dict()

@@ -1,6 +1,7 @@
 """find_steering on a built model: one head reads whether words are good or bad, and writes it to the output."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ def test_side_effects_equal_kl_and_loss_computed_directly(model: hw.Transformer)
         kl += float((plain.exp() * (plain - steered)).sum())
         loss += float((plain - steered).gather(-1, ids[0, 1:, None]).sum())
         count += ids.shape[1] - 1
-    assert result.side_effect.kl.mean == pytest.approx(kl / count, abs=1e-9)
+    assert result.side_effect.divergence.mean == pytest.approx(kl / count, abs=1e-9)
+    assert result.side_effect.loss is not None
     assert result.side_effect.loss.mean == pytest.approx(loss / count, abs=1e-9)
 
 
@@ -159,6 +161,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"num_heads": 0}, "num_heads"),
     "strengths": ({"strengths": ()}, "strengths"),
     "kl": ({"max_kl": 0.0}, "max_kl"),
+    "distance": ({"max_distance": -1.0}, "max_distance"),
     "long": ({"positive": [" ".join(FILLERS * 3) + f" {word}" for word in FILLERS]}, "context"),
 }
 
@@ -170,12 +173,88 @@ def test_wrong_arguments_raise(model: hw.Transformer, change: dict[str, Any], me
         hw.find_steering(model, **arguments)
 
 
-def test_encoder_is_not_supported() -> None:
+def built_encoder() -> hw.Transformer:
+    """Build an encoder in which only head 0.1 has outputs. It writes the mean sign of the words to one channel."""
+    torch.manual_seed(0)
+    tokenizer = word_tokenizer([*GOOD, *BAD, *FILLERS])
     spec = hw.ModelSpec(
-        vocab=20, context=8, layers=1, mlp_width=4, attention=hw.AttentionSpec(width=8, heads=2), kind="encoder"
-    )
-    with pytest.raises(HeadwiseError, match="decoder"):
-        hw.find_steering(hw.Transformer(spec), POSITIVE, NEGATIVE)
+        vocab=len(tokenizer), context=16, layers=2, mlp_width=4, positions="none", tied=False, norm="rms", kind="encoder",
+        output="none", attention=hw.AttentionSpec(width=16, heads=4),
+    )  # fmt: skip
+    model = hw.Transformer(spec).eval().double()
+    model.tokenizer = tokenizer
+    with torch.no_grad():
+        for layer in model.attention_layers():
+            layer.qkv.weight_by_head("v").zero_()
+            layer.qkv.weight_by_head("q").zero_()  # uniform attention
+            layer.output_projection.weight.zero_()
+        for block in model.blocks:
+            block.mlp.down.weight.zero_()  # pyright: ignore
+        embedding = model.embed.tokens.weight
+        embedding.normal_(std=0.5)
+        for words, sign in ((GOOD, 1.0), (BAD, -1.0), (FILLERS, 0.0)):
+            for word in words:
+                embedding[tokenizer.encode(word)[0], SIGN_CHANNEL] = sign
+        head: Any = model.heads["0.1"]
+        head.W_V[SIGN_CHANNEL, READ_CHANNEL] = 1.0
+        head.W_O[READ_CHANNEL, 5] = 1.0
+    return model
+
+
+@pytest.mark.parametrize("method", ["mean_difference", "ridge_probe"])
+def test_find_steering_built_encoder_moves_embeddings_as_computed_directly(method: Any) -> None:
+    model = built_encoder()
+    options: dict[str, Any] = {**OPTIONS, "max_distance": 0.9}
+    result = hw.find_steering(model, POSITIVE, NEGATIVE, method=method, **options)
+    assert list(result.steering.vectors) == ["0.1"]
+    vector = result.steering.vectors["0.1"].double()
+    assert vector[READ_CHANNEL] / vector.norm() > 1 - 1e-6
+    assert result.is_effective
+    np.testing.assert_allclose(result.random_effects, 0.0, atol=1e-12)  # W_O of the other heads is zero
+    assert result.residual_effect is not None
+    halves = split_halves(tokenize_sets(model, POSITIVE, NEGATIVE), 0)
+
+    def embeddings(texts: Any) -> torch.Tensor:  # one text at a time, without padding
+        with torch.no_grad():
+            rows = [model(torch.tensor([text.ids]), hidden=True)[0].mean(0) for text in texts]
+        return torch.nn.functional.normalize(torch.stack(rows), dim=-1)
+
+    chosen, is_positive = embeddings(halves[0]), torch.tensor([text.is_positive for text in halves[0]])
+    axis = chosen[is_positive].mean(0) / chosen[is_positive].mean(0).norm()
+    axis = axis - chosen[~is_positive].mean(0) / chosen[~is_positive].mean(0).norm()
+    plain = embeddings(halves[1])
+    with result.steering.applied(model):
+        steered = embeddings(halves[1])
+    assert result.effect.mean == pytest.approx(float(((steered - plain) @ axis).mean()), abs=1e-9)
+    assert result.unit.startswith("embedding margin")
+
+
+def test_encoder_side_effect_equals_distance_of_embeddings(tmp_path: Path) -> None:
+    model = built_encoder()
+    result = hw.find_steering(model, POSITIVE, NEGATIVE, **OPTIONS)
+    plain = hw.embed(model, OTHER[1::2]).double()
+    with result.steering.applied(model):
+        steered = hw.embed(model, OTHER[1::2]).double()
+    distance = result.side_effect.distance
+    assert distance is not None
+    assert result.side_effect.kl is None
+    assert distance.mean == pytest.approx(1 - float((plain * steered).sum(-1).mean()), abs=1e-6)  # embed: float32
+    header = result.to_csv(tmp_path / "a.csv").read_text().splitlines()[0]
+    assert "distance_low" in header
+    assert "kl" not in header
+    assert json.loads(result.to_json(tmp_path / "a.json").read_text())["side_effect"]["kl"] is None
+
+
+def test_function_vector_of_encoder_raises() -> None:
+    with pytest.raises(HeadwiseError, match="function vector"):
+        hw.find_steering(built_encoder(), POSITIVE, NEGATIVE, method="function_vector", **OPTIONS)
+
+
+def test_decoder_without_output_layer_raises(model: hw.Transformer) -> None:
+    headless = hw.Transformer(replace(model.spec, output="none"))
+    headless.tokenizer = model.tokenizer
+    with pytest.raises(HeadwiseError, match="encoder"):
+        hw.find_steering(headless, POSITIVE, NEGATIVE)
 
 
 def test_halves_keep_groups_together_and_cover_all_texts(model: hw.Transformer) -> None:
@@ -225,7 +304,9 @@ def test_find_steering_attached_llama_equals_native_copy(method: Any, monkeypatc
         torch.testing.assert_close(result.steering.vectors[address], vector, rtol=1e-6, atol=0)  # stored in float32
     for of_attached, of_native in zip(result.points, expected.points, strict=True):
         assert of_attached.effect.mean == pytest.approx(of_native.effect.mean, rel=1e-8, abs=1e-10)
-        assert of_attached.side_effect.kl.mean == pytest.approx(of_native.side_effect.kl.mean, rel=1e-8, abs=1e-10)
+        assert of_attached.side_effect.divergence.mean == pytest.approx(
+            of_native.side_effect.divergence.mean, rel=1e-8, abs=1e-10
+        )
     assert result.p_value == expected.p_value
 
 

@@ -26,7 +26,8 @@ class ContrastText:
 
     Attributes:
         ids: Token ids.
-        start: Index of the first token of the completion. Its tokens are scored, and their head outputs are averaged.
+        start: Index of the first token of the completion. Its tokens are scored, and their head outputs are averaged. In a
+            decoder it is at least 1, because the first token is not predicted.
         is_positive: Whether the text is from the positive set.
         group: Key that copies of a text share, and the two texts of a pair. A group is never split between halves.
     """
@@ -35,6 +36,21 @@ class ContrastText:
     start: int
     is_positive: bool
     group: str
+
+
+@dataclass(frozen=True, eq=False)
+class ContrastBatch:
+    """Texts of one forward pass, padded on the right.
+
+    Attributes:
+        ids: Token ids, (B, T).
+        scored: True at completion tokens, (B, T).
+        real_tokens: True at real tokens, (B, T).
+    """
+
+    ids: Tensor
+    scored: Tensor
+    real_tokens: Tensor
 
 
 def tokenize_sets(model: ModelProtocol, positive: Sequence[Any], negative: Sequence[Any]) -> list[ContrastText]:
@@ -50,10 +66,11 @@ def tokenize_sets(model: ModelProtocol, positive: Sequence[Any], negative: Seque
     if is_paired:
         groups = dict.fromkeys(groups, _joined_groups(groups["positive"], groups["negative"]))
     tokenizer, texts = tokenizer_of(model), []
+    first = 1 if model.spec.kind == "decoder" else 0
     for name, pairs in items.items():
         for (prompt, completion), group in zip(pairs, groups[name], strict=True):
             ids = tokenizer.encode(prompt + completion)
-            start = max(1, _common_prefix(tokenizer.encode(prompt), ids) if prompt else 1)
+            start = max(first, _common_prefix(tokenizer.encode(prompt), ids) if prompt else first)
             if len(ids) <= start:
                 raise ArgumentError(
                     f"{name}: a text has no token to predict. Got {prompt + completion!r:.60}. Use longer texts."
@@ -120,19 +137,20 @@ def split_halves(texts: Sequence[ContrastText], seed: int) -> tuple[list[Contras
     return halves
 
 
-def text_batches(texts: Sequence[ContrastText], device: torch.device) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """Yield indices of texts, their ids (B, T), padded on the right, and True at completion tokens (B, T)."""
+def text_batches(texts: Sequence[ContrastText], device: torch.device) -> Iterator[tuple[list[int], ContrastBatch]]:
+    """Yield indices of texts and their batch. Texts of similar lengths share a batch."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
     group: list[int] = []
     for i in [*order, -1]:
         if i < 0 or (group and (len(group) + 1) * len(texts[i].ids) > BATCH_TOKENS):
             T = max(len(texts[j].ids) for j in group)
             ids = torch.zeros(len(group), T, dtype=torch.long)
-            scored = torch.zeros(len(group), T, dtype=torch.bool)
+            scored, real_tokens = torch.zeros(2, len(group), T, dtype=torch.bool)
             for row, j in enumerate(group):
                 ids[row, : len(texts[j].ids)] = torch.tensor(texts[j].ids)
                 scored[row, texts[j].start : len(texts[j].ids)] = True
-            yield group, ids.to(device), scored.to(device)
+                real_tokens[row, : len(texts[j].ids)] = True
+            yield group, ContrastBatch(ids.to(device), scored.to(device), real_tokens.to(device))
             group = []
         group.append(i)
 
@@ -143,8 +161,8 @@ def mean_outputs(
 ) -> tuple[dict[Address, np.ndarray], dict[str, np.ndarray]]:
     """Return the mean z of each head over each completion, (texts, e), and the mean residual stream of each layer.
 
-    With `last_prompt_token`, z is taken at the token before the completion. The residual stream of a layer is the
-    input of its norm, (texts, D); layers without a norm in front are left out.
+    With `last_prompt_token`, z is taken at the token before the completion. The residual stream of a layer is the input of
+    its norm, (texts, D), or the input of its attention if the norm comes after the residual sum.
     """
     z: dict[Address, np.ndarray] = {}
     streams: dict[str, np.ndarray] = {}
@@ -167,6 +185,7 @@ def mean_outputs(
         store(streams, layer, torch.einsum("bt,btd->bd", weights[0].to(wide), wide))
 
     norms = model.input_norms() or {}
+    layers = {str(layer.hook_point.address): layer for layer in model.attention_layers()}
     with eval_mode(model), ExitStack() as stack:
         for hook_point in model.gathered_hook_points():
             if hook_point.head_ids:
@@ -174,14 +193,24 @@ def mean_outputs(
         for layer, (norm, _) in norms.items():
             if norm is not None:
                 stack.enter_context(_hooked(norm, partial(listen_stream, layer)))
-        for indices, ids, scored in text_batches(texts, model.device):
+            elif isinstance(layers.get(layer), nn.Module):
+                stack.enter_context(_hooked(layers[layer], partial(listen_stream, layer)))  # pyright: ignore[reportArgumentType]
+        for indices, batch in text_batches(texts, model.device):
+            scored = batch.scored
             if last_prompt_token:
                 starts = scored.long().argmax(1)
                 scored = torch.zeros_like(scored).scatter(1, starts[:, None] - 1, True)
             weights[:] = [(scored / scored.sum(1, keepdim=True)).to(torch.float32)]
             rows[:] = indices
-            model(ids, hidden=True)
+            _run(model, batch)
     return z, streams
+
+
+def _run(model: ModelProtocol, batch: ContrastBatch) -> Tensor:
+    """Return the hidden states of a batch, (B, T, D). In a causal model no real token sees the padding after it."""
+    if model.spec.kind == "decoder":
+        return model(batch.ids, hidden=True)
+    return model(batch.ids, attention_mask=batch.real_tokens, hidden=True)
 
 
 @contextmanager
@@ -202,14 +231,24 @@ def completion_log_probs(model: ModelProtocol, texts: Sequence[ContrastText]) ->
     sums = [0.0] * len(texts)
     assert model.output is not None
     with eval_mode(model):
-        for indices, ids, scored in text_batches(texts, model.device):
-            states = model(ids, hidden=True)[:, :-1][scored[:, 1:]]  # (rows, D)
+        for indices, batch in text_batches(texts, model.device):
+            ids, scored = batch.ids, batch.scored
+            states = _run(model, batch)[:, :-1][scored[:, 1:]]  # (rows, D)
             targets = ids[:, 1:][scored[:, 1:]]
             log_probs = at_least_float32(model.output(states)).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
             counts = scored[:, 1:].sum(1).tolist()
             for index, values in zip(indices, log_probs.split(counts), strict=True):
                 sums[index] = float(values.double().sum())
     return sums
+
+
+def mean_sums(texts: Sequence[ContrastText], changes: Sequence[float]) -> tuple[np.ndarray, ...]:
+    """Return sums and counts of all texts per group, and zeros and ones, for an interval of the mean change per text."""
+    groups = {group: i for i, group in enumerate(dict.fromkeys(text.group for text in texts))}
+    tables = np.zeros((2, len(groups)))
+    for text, change in zip(texts, changes, strict=True):
+        tables[:, groups[text.group]] += change, 1.0
+    return tables[0], tables[1], np.zeros(len(groups)), np.ones(len(groups))
 
 
 def margin_sums(texts: Sequence[ContrastText], changes: Sequence[float]) -> tuple[np.ndarray, ...]:

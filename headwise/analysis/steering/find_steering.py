@@ -1,7 +1,8 @@
 """Find heads and directions that steer a model from one set of texts to another.
 
 Directions are found on one half of the texts and judged on the other, against random heads with random directions of the same
-norms and against one direction of the residual stream. Side effects on other text are part of the result.
+norms and against one direction of the residual stream. Side effects on other text are part of the result. Decoders are judged
+by log-probabilities of texts, encoders by sentence embeddings (embedding_scores.py).
 
 - Mean difference of head outputs and ridge probes: inference-time intervention, https://arxiv.org/abs/2306.03341
 - Function vectors of in-context examples: https://arxiv.org/abs/2310.15213
@@ -28,9 +29,16 @@ from headwise.analysis.steering.contrast_texts import (
     completion_log_probs,
     margin_sums,
     mean_outputs,
+    mean_sums,
     random_directions,
     split_halves,
     tokenize_sets,
+)
+from headwise.analysis.steering.embedding_scores import (
+    EmbeddingAxis,
+    embedding_axis,
+    embedding_distances,
+    text_embeddings,
 )
 from headwise.analysis.steering.steering import Steering
 from headwise.analysis.steering.steering_result import SideEffect, SteeringEffect, SteeringPoint, SteeringResult
@@ -50,7 +58,7 @@ MAX_CAUSAL_TEXTS = 12  # prompts on which each head alone is tested for a functi
 
 @dataclass(frozen=True, eq=False)
 class SteeringSearch:
-    """Checked arguments of `find_steering` and the texts of both halves."""
+    """Checked arguments of `find_steering` and the texts of both halves. An encoder is judged along an embedding axis."""
 
     model: ModelProtocol
     method: Method
@@ -60,6 +68,14 @@ class SteeringSearch:
     heads: tuple[Address, ...]
     seed: int
     steps: StepRunner
+    axis: EmbeddingAxis | None
+    max_divergence: float
+
+    def text_scores(self, texts: Sequence[ContrastText]) -> list[float]:
+        """Return the log-probability of each completion in nats, or the embedding margin of each text."""
+        if self.axis is None:
+            return completion_log_probs(self.model, texts)
+        return self.axis.margins(text_embeddings(self.model, texts))
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,7 @@ class SteeringConfig:
     num_heads: int
     strengths: tuple[float, ...]
     max_kl: float
+    max_distance: float
     corpus: Any
     max_texts: int
     max_length: int
@@ -91,8 +108,9 @@ class SteeringConfig:
             raise ArgumentError(
                 f"strengths: must be different positive numbers, such as (1.0, 2.0). Got {self.strengths!r}."
             )
-        if not self.max_kl > 0:
-            raise ArgumentError(f"max_kl: must be above 0. Got {self.max_kl!r}.")
+        for name in ("max_kl", "max_distance"):
+            if not getattr(self, name) > 0:
+                raise ArgumentError(f"{name}: must be above 0. Got {getattr(self, name)!r}.")
 
 
 def find_steering(
@@ -105,6 +123,7 @@ def find_steering(
     num_heads: int = 16,
     strengths: Sequence[float] = (0.5, 1.0, 2.0, 4.0, 8.0),
     max_kl: float = 0.2,
+    max_distance: float = 0.1,
     corpus: Any = None,
     max_texts: int = 24,
     max_length: int = 48,
@@ -116,14 +135,15 @@ def find_steering(
 ) -> SteeringResult:
     """Find heads and directions that make a model prefer the positive texts, and judge them on held-out texts.
 
-    The effect is the change of the log-probability of positive texts minus that of negative texts, in nats per token. Heads,
-    directions and strength are chosen on one half of the texts. The other half gives the effect with its interval,
-    the effects of random heads with random directions of the same norms, and the effect of a residual-stream
-    direction whose norm is that of the sum of all steered heads' contributions. Loss and KL divergence on other text
-    are the side effects.
+    The effect on a decoder is the change of the log-probability of positive texts minus that of negative texts, in nats per
+    token. The effect on an encoder is the change of the embedding margin of all texts: the cosine with the mean positive
+    text minus that with the mean negative text. Heads, directions and strength are chosen on one half of the texts. The other
+    half gives the effect with its interval, the effects of random heads with random directions of the same norms, and the
+    effect of a residual-stream direction whose norm is that of the sum of all steered heads' contributions. Side effects
+    on other text are the loss and the KL divergence, or the distance between plain and steered embeddings of an encoder.
 
     Args:
-        model: A decoder with an output layer and a tokenizer, native or attached.
+        model: A decoder with an output layer, or an encoder, with a tokenizer, native or attached.
         positive: Texts, or pairs (prompt, completion) of which only the completion counts. With as many negative as positive
             texts, they are pairs by position. For function vectors: prompts with in-context examples, and answers.
         negative: Texts of the opposite set. For function vectors: the prompts without correct examples, and the same answers.
@@ -133,7 +153,8 @@ def find_steering(
         heads: Heads to choose from, by address or pattern.
         num_heads: Number of heads to steer.
         strengths: Strengths to try.
-        max_kl: Maximum KL divergence on other text of the chosen strength, in nats per token.
+        max_kl: Maximum KL divergence on other text of the chosen strength, in nats per token. For decoders.
+        max_distance: Maximum cosine distance between plain and steered embeddings of other text. For encoders.
         corpus: Other text for side effects. None uses the embedded texts.
         max_texts: Maximum number of other texts.
         max_length: Maximum number of tokens per other text.
@@ -148,7 +169,7 @@ def find_steering(
 
     Raises:
         ArgumentError: An argument is out of range, or a set has fewer than 8 different texts.
-        UnsupportedModelError: The model is not a decoder with an output layer and a tokenizer.
+        UnsupportedModelError: The model is an encoder-decoder, a decoder without an output layer, or has no tokenizer.
 
     >>> from dataclasses import replace
     >>> from headwise.model import Transformer
@@ -162,8 +183,8 @@ def find_steering(
     (2, 3)
     """
     settings = SteeringConfig(
-        method, heads, num_heads, tuple(strengths) if isinstance(strengths, list | tuple) else (), max_kl, corpus, max_texts,
-        max_length, num_random, seed,
+        method, heads, num_heads, tuple(strengths) if isinstance(strengths, list | tuple) else (), max_kl, max_distance,
+        corpus, max_texts, max_length, num_random, seed,
     )  # fmt: skip
     search = _prepare(model, positive, negative, settings, steps, progress)
     z, streams = mean_outputs(model, search.halves[0], last_prompt_token=method == "function_vector")
@@ -181,9 +202,9 @@ def find_steering(
     }  # fmt: skip
     steering = Steering(vectors, 1.0, name=name, origin=origin).for_model(model)
     points = _curve(search, steering)
-    strength = _choose_strength(points, max_kl)
+    strength = _choose_strength(points, search.max_divergence)
     steering = steering.at_strength(strength)
-    return _judge(search, steering, points, streams, is_positive, num_random, max_kl)
+    return _judge(search, steering, points, streams, is_positive, num_random)
 
 
 def _prepare(
@@ -196,12 +217,19 @@ def _prepare(
 ) -> SteeringSearch:
     """Check the arguments before long work, tokenize and split the texts."""
     check_model(model)
-    if model.spec.kind != "decoder" or model.output is None or model.is_sharded:
+    is_encoder = model.spec.kind == "encoder"
+    if model.is_sharded or not (is_encoder or (model.spec.kind == "decoder" and model.output is not None)):
         raise UnsupportedModelError(
             f"model: steering is judged by the log-probability of texts, which needs an unsharded decoder with an output "
-            f"layer. Got kind {model.spec.kind!r}, output {model.spec.output!r}. heads[…].shifted works on every model."
+            f"layer, or by the embeddings of an encoder. Got kind {model.spec.kind!r}, output {model.spec.output!r}. "
+            f"heads[…].shifted works on every model."
         )
     settings.check()
+    if is_encoder and settings.method == "function_vector":
+        raise ArgumentError(
+            "method: a function vector is taken at the token before an answer, which an encoder does not have. Got an "
+            "encoder. Use mean_difference or ridge_probe."
+        )
     addresses = model.heads.select(settings.heads).addresses
     for hook_point in model.gathered_hook_points():
         if set(hook_point.head_addresses) & set(addresses):
@@ -221,7 +249,11 @@ def _prepare(
     count += len(addresses) if settings.method == "function_vector" else 0
     runner = StepRunner(steps, stored_settings, progress, count)
     strengths = tuple(sorted(settings.strengths))
-    return SteeringSearch(model, settings.method, halves, others, strengths, addresses, settings.seed, runner)
+    axis = embedding_axis(model, halves[0]) if is_encoder else None
+    return SteeringSearch(
+        model, settings.method, halves, others, strengths, addresses, settings.seed, runner, axis,
+        settings.max_distance if is_encoder else settings.max_kl,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -299,22 +331,25 @@ def _folds(texts: Sequence[ContrastText]) -> np.ndarray:
 
 
 def _changes(search: SteeringSearch, half: int, step: str, change: Any) -> list[float]:
-    """Return the change of the log-probability of each text of a half inside a context."""
+    """Return the change of the score of each text of a half inside a context."""
     texts = search.halves[half]
-    plain = search.steps.run(f"plain texts {half}", lambda: completion_log_probs(search.model, texts))
+    plain = search.steps.run(f"plain texts {half}", lambda: search.text_scores(texts))
 
     def compute() -> list[float]:
         with change():
-            return completion_log_probs(search.model, texts)
+            return search.text_scores(texts)
 
     return list(np.subtract(search.steps.run(f"{step}, texts {half}", compute), plain))
 
 
 def _effect(search: SteeringSearch, half: int, changes: Sequence[float]) -> SteeringEffect:
-    """Return the change of positive minus that of negative texts per token, with a 95% interval over groups."""
-    if (
-        search.method == "function_vector"
-    ):  # the in-context examples are in the positive prompts: steering replaces them
+    """Return the change of positive minus that of negative texts per token, with a 95% interval over groups.
+
+    For an encoder it is the mean change over all texts, because a steering moves every text to the positive side.
+    """
+    if search.axis is not None:
+        sums = mean_sums(search.halves[half], changes)
+    elif search.method == "function_vector":  # steering replaces the in-context examples of the positive prompts
         texts = [t for t in search.halves[half] if not t.is_positive]
         kept_changes = [c for c, t in zip(changes, search.halves[half], strict=True) if not t.is_positive]
         sums = margin_sums([replace(t, is_positive=True) for t in texts], kept_changes)
@@ -328,8 +363,10 @@ def _effect(search: SteeringSearch, half: int, changes: Sequence[float]) -> Stee
 
 @torch.no_grad()
 def _side_effect(search: SteeringSearch, half: int, change: Any) -> list[list[float]]:
-    """Return sums of loss change, KL divergence and targets for each other text of a half."""
+    """Return sums of loss change, KL divergence and targets for each other text of a half. For encoders: of distances."""
     model, rows = search.model, []
+    if search.axis is not None:
+        return embedding_distances(model, search.others[half], change)
     assert model.output is not None
     with eval_mode(model):
         for sample in search.others[half]:
@@ -346,16 +383,15 @@ def _side_effect(search: SteeringSearch, half: int, change: Any) -> list[list[fl
     return rows
 
 
-def _side_effect_summary(rows: Sequence[Sequence[float]]) -> SideEffect:
+def _side_effect_summary(search: SteeringSearch, rows: Sequence[Sequence[float]]) -> SideEffect:
     table = np.array(rows).reshape(-1, 3)
     zeros, ones = np.zeros(len(table)), np.ones(len(table))
-    loss = bootstrap_difference_interval(table[:, 0], table[:, 2], zeros, ones)
-    kl = bootstrap_difference_interval(table[:, 1], table[:, 2], zeros, ones)
-    total = table[:, 2].sum()
-    return SideEffect(
-        SteeringEffect(float(table[:, 0].sum() / total), float(loss[0]), float(loss[1])),
-        SteeringEffect(float(table[:, 1].sum() / total), float(kl[0]), float(kl[1])),
-    )
+
+    def mean_of(column: int) -> SteeringEffect:
+        low, high = bootstrap_difference_interval(table[:, column], table[:, 2], zeros, ones)
+        return SteeringEffect(float(table[:, column].sum() / table[:, 2].sum()), float(low), float(high))
+
+    return SideEffect(distance=mean_of(1)) if search.axis is not None else SideEffect(mean_of(0), mean_of(1))
 
 
 def _curve(search: SteeringSearch, steering: Steering) -> list[SteeringPoint]:
@@ -366,19 +402,20 @@ def _curve(search: SteeringSearch, steering: Steering) -> list[SteeringPoint]:
         effects = [_effect(search, half, _changes(search, half, f"strength {strength}", change)) for half in (0, 1)]
         sides = [
             _side_effect_summary(
+                search,
                 search.steps.run(
                     f"strength {strength}, other texts {half}", partial(_side_effect, search, half, change)
-                )
+                ),
             )
             for half in (0, 1)
         ]
-        points.append(SteeringPoint(strength, effects[0], sides[0].kl.mean, effects[1], sides[1]))
+        points.append(SteeringPoint(strength, effects[0], sides[0].divergence.mean, effects[1], sides[1]))
     return points
 
 
-def _choose_strength(points: Sequence[SteeringPoint], max_kl: float) -> float:
-    """Return the strength with the largest effect on the selection half whose KL divergence is within the limit."""
-    allowed = [point for point in points if point.selection_kl <= max_kl] or list(points[:1])
+def _choose_strength(points: Sequence[SteeringPoint], max_divergence: float) -> float:
+    """Return the strength with the largest effect on the selection half whose side effect is within the limit."""
+    allowed = [point for point in points if point.selection_divergence <= max_divergence] or list(points[:1])
     return max(allowed, key=lambda point: point.selection_effect.mean).strength
 
 
@@ -389,7 +426,6 @@ def _judge(
     streams: dict[str, np.ndarray],
     is_positive: np.ndarray,
     num_random: int,
-    max_kl: float,
 ) -> SteeringResult:
     """Compare the steering with its baselines on the held-out half."""
     model, strength = search.model, steering.strength
@@ -419,7 +455,8 @@ def _judge(
         residual_layer=layer,
         above_residual=compared[1] if len(compared) > 1 else None,
         num_texts=(len(search.halves[0]), len(search.halves[1])),
-        max_kl=max_kl,
+        max_divergence=search.max_divergence,
+        unit="nats per token" if search.axis is None else "embedding margin (cosine)",
     )
 
 

@@ -13,7 +13,7 @@ from headwise.io.atomic_write import write_atomic
 
 @dataclass(frozen=True)
 class SteeringEffect:
-    """A mean in nats per token with its 95% interval over texts.
+    """A mean with its 95% interval over texts.
 
     Attributes:
         mean: Mean.
@@ -31,15 +31,29 @@ class SteeringEffect:
 
 @dataclass(frozen=True)
 class SideEffect:
-    """Changes on other text.
+    """Changes on other text. A decoder has a loss and a KL divergence, an encoder a distance.
 
     Attributes:
-        loss: Increase of the loss.
-        kl: KL divergence of the steered from the plain model.
+        loss: Increase of the loss, in nats per token.
+        kl: KL divergence of the steered from the plain model, in nats per token.
+        distance: Cosine distance between the steered and the plain embedding of a text.
     """
 
-    loss: SteeringEffect
-    kl: SteeringEffect
+    loss: SteeringEffect | None = None
+    kl: SteeringEffect | None = None
+    distance: SteeringEffect | None = None
+
+    @property
+    def divergence(self) -> SteeringEffect:
+        """KL divergence of a decoder, distance of an encoder."""
+        divergence = self.kl or self.distance
+        assert divergence is not None
+        return divergence
+
+    def __str__(self) -> str:
+        if self.loss is None:
+            return f"embedding distance {self.divergence}"
+        return f"loss {self.loss}, KL {self.divergence.mean:.3f}"
 
 
 @dataclass(frozen=True)
@@ -49,21 +63,24 @@ class SteeringPoint:
     Attributes:
         strength: Strength.
         selection_effect: Effect on the half on which heads and strength are chosen.
-        selection_kl: KL divergence on the other texts of that half.
+        selection_divergence: KL divergence, or embedding distance of an encoder, on the other texts of that half.
         effect: Effect on the held-out half.
         side_effect: Side effects on the other texts of the held-out half.
     """
 
     strength: float
     selection_effect: SteeringEffect
-    selection_kl: float
+    selection_divergence: float
     effect: SteeringEffect
     side_effect: SideEffect
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SteeringResult:
-    """A steering and its evaluation on held-out texts. Effects are in nats per token.
+    """A steering and its evaluation on held-out texts.
+
+    Effects of a decoder are changes of log-probabilities in nats per token. Effects of an encoder are changes of the
+    embedding margin: the cosine with the mean positive text minus that with the mean negative text.
 
     Attributes:
         steering: The steering with the chosen strength.
@@ -77,7 +94,8 @@ class SteeringResult:
         residual_layer: Layer of the residual-stream direction.
         above_residual: Effect minus the residual effect, or None.
         num_texts: Number of texts of the selection half and of the held-out half.
-        max_kl: Limit of the KL divergence when the strength was chosen.
+        max_divergence: Limit of the KL divergence, or of the embedding distance, when the strength was chosen.
+        unit: Unit of the effects.
     """
 
     steering: Steering
@@ -91,7 +109,8 @@ class SteeringResult:
     residual_layer: str
     above_residual: SteeringEffect | None
     num_texts: tuple[int, int]
-    max_kl: float
+    max_divergence: float
+    unit: str = "nats per token"
 
     @property
     def is_effective(self) -> bool:
@@ -102,7 +121,7 @@ class SteeringResult:
         random = f"{min(self.random_effects):+.3f} to {max(self.random_effects):+.3f}"
         lines = [
             str(self.steering),
-            f"effect on {self.num_texts[1]} held-out texts  {self.effect} nats per token",
+            f"effect on {self.num_texts[1]} held-out texts  {self.effect} {self.unit}",
             f"{len(self.random_effects)} random steerings           {random}, p = {self.p_value:.3f}",
             f"effect above random           {self.above_random}",
         ]
@@ -111,23 +130,24 @@ class SteeringResult:
                 f"residual stream, layer {self.residual_layer:<6} {self.residual_effect}",
                 f"effect above residual stream  {self.above_residual}",
             ]
-        lines.append(f"other text                    loss {self.side_effect.loss}, KL {self.side_effect.kl.mean:.3f}")
+        lines.append(f"other text                    {self.side_effect}")
         verdict = "effective" if self.is_effective else "no effect beyond random directions is shown"
         return "\n".join([*lines, f"verdict                       {verdict}"])
 
     def curve_rows(self) -> list[dict[str, Any]]:
-        """Return a row per strength: effect, loss increase and KL divergence with intervals, on held-out texts."""
-        return [
-            {
-                "strength": point.strength, "effect": point.effect.mean, "effect_low": point.effect.low,
-                "effect_high": point.effect.high, "loss": point.side_effect.loss.mean,
-                "loss_low": point.side_effect.loss.low, "loss_high": point.side_effect.loss.high,
-                "kl": point.side_effect.kl.mean, "kl_low": point.side_effect.kl.low, "kl_high": point.side_effect.kl.high,
-                "selection_effect": point.selection_effect.mean, "selection_kl": point.selection_kl,
+        """Return a row per strength: effect and side effects with intervals, on held-out texts."""
+        rows = []
+        for point in self.points:
+            row: dict[str, Any] = {"strength": point.strength} | _columns("effect", point.effect)
+            for name in ("loss", "kl", "distance"):
+                effect = getattr(point.side_effect, name)
+                row |= {} if effect is None else _columns(name, effect)
+            row |= {
+                "selection_effect": point.selection_effect.mean, "selection_divergence": point.selection_divergence,
                 "chosen": point.strength == self.steering.strength,
-            }
-            for point in self.points
-        ]  # fmt: skip
+            }  # fmt: skip
+            rows.append(row)
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data, without the vectors."""
@@ -142,7 +162,8 @@ class SteeringResult:
             "residual_effect": None if self.residual_effect is None else asdict(self.residual_effect),
             "residual_layer": self.residual_layer,
             "above_residual": None if self.above_residual is None else asdict(self.above_residual),
-            "side_effect": asdict(self.side_effect), "num_texts": list(self.num_texts), "max_kl": self.max_kl,
+            "side_effect": asdict(self.side_effect), "num_texts": list(self.num_texts),
+            "max_divergence": self.max_divergence, "unit": self.unit,
             "curve": self.curve_rows(),
         }  # fmt: skip
 
@@ -166,3 +187,7 @@ class SteeringResult:
         writer.writeheader()
         writer.writerows(rows)
         return write_atomic(path, buffer.getvalue().encode())
+
+
+def _columns(name: str, effect: SteeringEffect) -> dict[str, float]:
+    return {name: effect.mean, f"{name}_low": effect.low, f"{name}_high": effect.high}

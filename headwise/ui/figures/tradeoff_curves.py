@@ -70,8 +70,14 @@ def draw_tradeoff(
 
 def draw_steering(result: SteeringResult) -> FigureWithData:
     """Plot the held-out effect of a steering and its side effects against the strength, with 95% intervals."""
-    lines = {"effect": ("effect", "effect_low", "effect_high"), "loss on other text": ("loss", "loss_low", "loss_high")}
-    lines["KL on other text"] = ("kl", "kl_low", "kl_high")
+    names = {
+        "effect": "effect",
+        "loss": "loss on other text",
+        "kl": "KL on other text",
+        "distance": "distance on other text",
+    }
+    curve = result.curve_rows()
+    lines = {label: (name, f"{name}_low", f"{name}_high") for name, label in names.items() if name in curve[0]}
     rows = [
         {
             "line": line,
@@ -81,12 +87,12 @@ def draw_steering(result: SteeringResult) -> FigureWithData:
             "high": row[high],
             "chosen": row["chosen"],
         }
-        for row in result.curve_rows()
+        for row in curve
         for line, (mean, low, high) in lines.items()
     ]
     low, high = min(result.random_effects), max(result.random_effects)
     title = f"{result.num_texts[1]} held-out texts; gray: {len(result.random_effects)} random steerings"
-    figure_result = draw_tradeoff(rows, "strength", "nats per token", title)
+    figure_result = draw_tradeoff(rows, "strength", result.unit, title)
     axes = figure_result.figure.axes[0]
     axes.axhline(0, color=TEXT_COLOR, linewidth=0.6)
     axes.vlines(result.steering.strength, low, high, color=MUTED_COLOR, linewidth=5)
