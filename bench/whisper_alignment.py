@@ -192,8 +192,8 @@ def word_errors(tokenizer: Any, ids: list[int], times: list[float], words: list[
 
 def print_difference(errors: dict[str, list[list[float]]], first: str, second: str) -> None:
     """Print the mean error of the second list minus that of the first, with an interval paired by recording."""
-    both = [(a, b) for a, b in zip(errors[first], errors[second], strict=True) if a]
-    sums, counts = np.array([[sum(b) - sum(a)] for a, b in both], float), np.array([[len(a)] for a, _ in both], float)
+    pairs = [(a, b) for a, b in zip(errors[first], errors[second], strict=True) if a]
+    sums, counts = np.array([[sum(b) - sum(a)] for a, b in pairs], float), np.array([[len(a)] for a, _ in pairs], float)
     low, high = bootstrap_interval(sums, counts)
     mean = float(sums.sum() / counts.sum())
     print(f"{second} minus {first}: {mean:+.0f} ms ({low[0]:+.0f} to {high[0]:+.0f})", flush=True)

@@ -98,9 +98,11 @@ def test_live_page_slider_changes_continuation(tmp_path: Path) -> None:
         assert [slider.get_attribute(name) for name in ("min", "max")] == ["-40", "40"]
         for strength in (30, 0, -40):
             slider.fill(str(strength))
-            shown = "([side, text]) => document.querySelectorAll('#steering p.context')[side].textContent === text"
-            page.wait_for_function(shown, arg=[1, expected[strength].strip()])
-            page.wait_for_function(shown, arg=[0, expected[0].strip()])
+            is_displayed = (
+                "([side, text]) => document.querySelectorAll('#steering p.context')[side].textContent === text"
+            )
+            page.wait_for_function(is_displayed, arg=[1, expected[strength].strip()])
+            page.wait_for_function(is_displayed, arg=[0, expected[0].strip()])
             assert page.text_content("#steering output") == f"{strength:.2f}"
         if screenshots := os.environ.get("SCREENSHOTS"):
             page.screenshot(path=Path(screenshots) / "steering.png", full_page=True)
