@@ -132,7 +132,7 @@ def forward_flops_per_token(spec: ModelSpec, context: int | None = None) -> int:
     143
     """
     tables = spec.vocab * spec.width * (1 if spec.tied or spec.output == "none" else 2)
-    tables += spec.context * spec.width * (spec.positions == "learned")
+    tables += spec.position_rows * spec.width
     visible_tokens = (spec.context if context is None else context) // (1 if spec.kind == "encoder" else 2)
     attention_macs = 0
     for layer_address in spec.layer_addresses:
@@ -240,7 +240,7 @@ def _block_parameters(spec: ModelSpec) -> list[int]:
     """Return the number of parameters of each block."""
     norm = spec.width * (2 if spec.norm == "layer" else 1)
     up, down = spec.mlp_width * (spec.width + spec.mlp_bias), spec.width * (spec.mlp_width + spec.mlp_bias)
-    mlp = up * (2 if spec.activation == "swiglu" else 1) + down + norm * (spec.norm_placement != "parallel")
+    mlp = up * (2 if spec.has_gated_mlp else 1) + down + norm * (spec.norm_placement != "parallel")
     sizes: dict[tuple[bool, int], int] = {}
     for layer_address in spec.layer_addresses:
         key = (layer_address.stack == "enc", layer_address.layer)

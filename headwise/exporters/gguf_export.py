@@ -33,7 +33,7 @@ SIZE_FIELDS = dict.fromkeys(
 MODEL_FIELDS = {
     **SIZE_FIELDS, "encoder_layers": 0, "windows": ANY_VALUE, "embed_scale": 1.0, "tied": ANY_VALUE, "cache": (),
     "weight_rules": (), "activation_bits": 32, "stacks": (),
-    "embed_width": 0, "shared_layers": False,
+    "embed_width": 0, "shared_layers": False, "position_offset": ANY_VALUE, "output_activation": ANY_VALUE,
 }  # fmt: skip
 ATTENTION_FIELDS = {
     **dict.fromkeys(("width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width"), ANY_VALUE),

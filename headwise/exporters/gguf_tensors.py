@@ -378,7 +378,7 @@ def _projection_rows(spec: ModelSpec, state: State, prefix: str, projection: str
 def _position_table(spec: ModelSpec, state: State) -> Tensor:
     """Return one row per position for learned, sinusoidal or no positions."""
     if spec.positions == "learned":
-        return state["embed.positions.weight"]
+        return state["embed.positions.weight"][spec.position_offset :]
     if spec.positions == "sinusoidal":
         return sinusoidal(torch.arange(spec.context)[None], spec.width)[0]
     return torch.zeros(spec.context, spec.width)

@@ -22,6 +22,9 @@ ACTIVATIONS = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
+    "reglu": F.relu,
 }
 
 
@@ -50,7 +53,7 @@ class VocabShardProtocol(Protocol):
 
 
 class MLP(nn.Module):
-    """Up projection, activation, down projection. SwiGLU has a second up projection (https://arxiv.org/abs/2002.05202).
+    """Up projection, activation, down projection. Gated MLPs have a second up projection (https://arxiv.org/abs/2002.05202).
 
     If the channels are split over several processes, their outputs are summed before the bias is added.
     """
@@ -60,7 +63,7 @@ class MLP(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[spec.activation]
-        self.gate = _linear(spec, spec.width, spec.mlp_width) if spec.activation == "swiglu" else None
+        self.gate = _linear(spec, spec.width, spec.mlp_width) if spec.has_gated_mlp else None
         self.up = _linear(spec, spec.width, spec.mlp_width)
         self.down = _linear(spec, spec.mlp_width, spec.width)
         self.down.writes_to_residual = True  # pyright: ignore[reportArgumentType]  # read by initialize
@@ -98,7 +101,7 @@ class Embedding(nn.Module):
         self.tokens = (
             QuantizedEmbedding(spec.vocab, width, bits, group_size) if is_quantized else _table(spec.vocab, width)
         )
-        self.positions = _table(spec.context, width) if spec.positions == "learned" else None
+        self.positions = _table(spec.position_rows, width) if spec.position_rows else None
         self.types = _table(spec.token_types, width) if spec.token_types else None
         self.norm = make_norm(spec, width) if spec.embed_norm else None
         self.projection = Linear(width, spec.width) if spec.embed_width else None  # ALBERT's narrow embeddings
@@ -124,7 +127,8 @@ class Embedding(nn.Module):
         elif types is not None:
             raise ArgumentError("token_types: this model does not have token types. Omit token_types.")
         if self.positions is not None:
-            x = x + self.positions(positions)
+            offset = self.spec.position_offset
+            x = x + self.positions(positions + offset if offset else positions)
         elif self.spec.positions == "sinusoidal":
             x = x + sinusoidal(positions, self.spec.embed_width or self.spec.width).to(x.dtype)
         if self.norm is not None:
@@ -150,7 +154,7 @@ class LMHead(nn.Module):
     def __init__(self, spec: ModelSpec, tokens: nn.Embedding | QuantizedEmbedding) -> None:
         super().__init__()
         masked, self.tied = spec.output == "mlm", spec.tied
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = ACTIVATIONS[spec.output_activation or spec.activation]
         width = spec.embed_width or spec.width
         self.transform = Linear(spec.width, width) if masked else None
         self.norm = make_norm(spec, width) if masked else None

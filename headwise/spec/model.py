@@ -32,13 +32,15 @@ CACHED_STACKS = (
 )  # stacks whose self-attention has a KV cache; "text" is a tower of an attached model
 KeptHeads = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...]
 
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
 CHOICES = {
     "kind": ("decoder", "encoder", "encoder-decoder"),
     "norm_placement": ("pre", "post", "parallel"),
     "norm": ("layer", "rms"),
-    "activation": ("gelu", "gelu_tanh", "relu", "swiglu"),
+    "activation": ("gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh", "reglu"),
     "positions": ("learned", "sinusoidal", "none"),
     "output": ("lm", "mlm", "none"),
+    "output_activation": ("", "gelu", "gelu_tanh", "relu"),
 }
 
 
@@ -57,9 +59,10 @@ class ModelSpec(JSONSpec):
         norm_placement: "pre" (before each sub-layer), "post" (after it), or "parallel" (attention and MLP share one norm).
         norm: "layer" (LayerNorm) or "rms" (RMSNorm).
         norm_eps: Epsilon of the norms.
-        activation: Activation of the MLPs.
+        activation: Activation of the MLPs. "swiglu", "geglu", "geglu_tanh" and "reglu" have a second up projection, the gate.
         mlp_bias: Whether the MLPs have biases.
         positions: Absolute position embedding of the tokens. Use "none" with rotary, ALiBi or T5 positions.
+        position_offset: Number of rows of the position table before the row of the first token (RoBERTa: 2).
         windows: Attention window of each layer, repeated if there are more layers. Empty means `attention.window`
             in all layers.
         embed_norm: Whether a norm follows the embeddings.
@@ -69,6 +72,7 @@ class ModelSpec(JSONSpec):
         token_types: Number of token types (BERT's segments). 0 means no token types.
         pooler: Whether an encoder has a pooler over its first token.
         output: "lm" (next-token logits), "mlm" (masked-token logits) or "none" (hidden states).
+        output_activation: Activation of the transform layer of output="mlm". Empty means `activation`.
         tied: Whether the output projection shares the weights of the token embedding.
         dropout: Dropout rate of the embeddings and of the output of each sub-layer.
         kept_heads: Remaining heads by layer, such as {"5": (0, 1)}. Layers that are not listed have all heads.
@@ -95,7 +99,7 @@ class ModelSpec(JSONSpec):
     norm_placement: Literal["pre", "post", "parallel"] = "pre"
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-5
-    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh", "reglu"] = "gelu"
     mlp_bias: bool = True
     positions: Literal["learned", "sinusoidal", "none"] = "learned"
     windows: tuple[int | None, ...] = ()
@@ -113,10 +117,12 @@ class ModelSpec(JSONSpec):
     cache: tuple[CacheRule, ...] = ()
     weight_rules: tuple[WeightRule, ...] = ()
     activation_bits: int = FULL_PRECISION
+    position_offset: int = 0
+    output_activation: Literal["", "gelu", "gelu_tanh", "relu"] = ""
 
     def __post_init__(self) -> None:
         check_non_negative_int(self, "vocab", "context", "layers", "mlp_width", "encoder_layers", "token_types")
-        check_non_negative_int(self, "embed_width")
+        check_non_negative_int(self, "embed_width", "position_offset")
         check_at_most(self, MAX_LAYERS, "layers", "encoder_layers")
         check_type(self, bool, "mlp_bias", "embed_norm", "pooler", "tied", "shared_layers")
         check_type(self, float, "norm_eps", "embed_scale", "dropout")
@@ -222,6 +228,11 @@ class ModelSpec(JSONSpec):
         return self.attention.width
 
     @property
+    def has_gated_mlp(self) -> bool:
+        """True if the MLPs have a gate, a second up projection."""
+        return self.activation in GATED_ACTIVATIONS
+
+    @property
     def max_input_tokens(self) -> int:
         """Maximum number of input tokens: `context` for learned positions, otherwise practically unlimited.
 
@@ -229,6 +240,11 @@ class ModelSpec(JSONSpec):
         16
         """
         return self.context if self.positions == "learned" else UNLIMITED_TOKENS
+
+    @property
+    def position_rows(self) -> int:
+        """Number of rows of the position table. 0 without learned positions."""
+        return self.position_offset + self.context if self.positions == "learned" else 0
 
     # Layers and heads.
 
@@ -469,13 +485,13 @@ class ModelSpec(JSONSpec):
         """
         width, norm_rows = self.width, 2 if self.norm == "layer" else 1
         narrow, norm = self.embed_width or width, width * norm_rows
-        total = (self.vocab + self.token_types + self.context * (self.positions == "learned")) * narrow
+        total = (self.vocab + self.token_types + self.position_rows) * narrow
         total += narrow * norm_rows * self.embed_norm + (narrow + 1) * width * bool(self.embed_width)
         layers = self.layer_addresses[:1] if self.shared_layers else self.layer_addresses
         total += sum(self.attention_at(layer_address).num_parameters for layer_address in layers)
         blocks = min(1, self.layers) if self.shared_layers else self.layers + self.encoder_layers
         up, down = self.mlp_width * (width + self.mlp_bias), width * (self.mlp_width + self.mlp_bias)
-        total += blocks * (up * (2 if self.activation == "swiglu" else 1) + down)
+        total += blocks * (up * (2 if self.has_gated_mlp else 1) + down)
         total += norm * (len(layers) + (0 if self.norm_placement == "parallel" else blocks))
         total += norm * self.num_final_norms
         total += width * (width + 1) * self.pooler
@@ -495,7 +511,7 @@ class ModelSpec(JSONSpec):
         """
         saved_total = total_head_bytes_saved(self._layers, element_bytes)
         bits, group_size = self.bits_and_group_size("mlp")
-        up_projections = 2 if self.activation == "swiglu" else 1
+        up_projections = 2 if self.has_gated_mlp else 1
         blocks = self.layers + self.encoder_layers
         saved_total += (
             blocks * up_projections * self.mlp_width * row_bytes_saved(self.width, bits, group_size, element_bytes)

@@ -61,9 +61,8 @@ def export_native(model: Transformer, folder: str | Path, family: str | None = N
         tensors[name] = mapped.mapping.convert(tensor)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     special = {} if model.tokenizer is None else model.tokenizer.special
-    config |= {"dtype": dtype} | {
-        f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if special.get(role) is not None
-    }
+    special_ids = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if special.get(role) is not None}
+    config = special_ids | config | {"dtype": dtype}
     with atomic_folder(folder, (EXPORT_MARKER,)) as temp_folder:
         (temp_folder / EXPORT_MARKER).write_text(
             json.dumps({"to": "transformers", "family": chosen_family.name}), encoding="utf-8"

@@ -257,11 +257,17 @@ def needs_transformers(path: Path) -> bool:
     """Return whether a folder must be loaded with transformers: another family, or pruned while attached."""
     if not path.is_dir() or safe_child(path, "spec.json").is_file() or not safe_child(path, "config.json").is_file():
         return False
-    model_type = read_json(safe_child(path, "config.json")).get("model_type")
-    mapped = any(model_type in family.model_types for family in FAMILIES)
-    return safe_child(path, METADATA_FILE).is_file() or (
-        not mapped and isinstance(model_type, str) and can_attach(path)
-    )
+    return safe_child(path, METADATA_FILE).is_file() or (bool(_attach_reason(path)) and can_attach(path))
+
+
+def _attach_reason(path: Path) -> str:
+    """Return why a transformers folder must be attached, or an empty string if its family loads it, or raises an error."""
+    config = read_json(safe_child(path, "config.json"))
+    model_type = config.get("model_type")
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family.attach_reason(config)
+    return "Headwise does not implement this model family" if isinstance(model_type, str) else ""
 
 
 def _load_attached(folder: Path, dtype: torch.dtype | None, device: torch.device | str, check: bool) -> AttachedModel:
@@ -271,11 +277,7 @@ def _load_attached(folder: Path, dtype: torch.dtype | None, device: torch.device
             _check_finite(folder, name, tensor)
     if dtype is None:
         _report_dtype(folder, attached.model.dtype, attached.model.dtype)
-    reason = (
-        "it was pruned while attached"
-        if safe_child(folder, METADATA_FILE).is_file()
-        else "Headwise does not implement this model family"
-    )
+    reason = "it was pruned while attached" if safe_child(folder, METADATA_FILE).is_file() else _attach_reason(folder)
     print(f"{folder} ({attached.family}): loaded with transformers and attached, because {reason}.", file=sys.stderr)
     return attached
 

@@ -40,8 +40,8 @@ def to_native(model: ModelProtocol, *, check: bool = True) -> Transformer:
     memory with it. Pruned heads, folded means, quantized weights, plans and the tokenizer are converted, too.
 
     Args:
-        model: Attached model of a family that Headwise implements: Llama, Mistral, Qwen2, GPT-2, GPT-Neo or BERT. A native
-            model is returned unchanged.
+        model: Attached model of a family that Headwise implements: Llama, Mistral, Qwen2, GPT-2, GPT-Neo, BERT, RoBERTa,
+            XLM-R, DistilBERT. A native model is returned unchanged.
         check: Run both models on a few tokens, and raise an error if their outputs differ by more than rounding.
 
     Returns:
@@ -272,6 +272,8 @@ def _check_outputs(attached: Any, native: Transformer) -> None:
     generator = torch.Generator().manual_seed(0)
     length = min(CHECK_TOKENS, native.spec.context)
     ids = torch.randint(native.spec.vocab, (2, length), generator=generator).to(native.device)
+    if native.spec.position_offset:  # transformers counts positions from the padding id, which no real token has
+        ids[ids == native.spec.position_offset - 1] = native.spec.position_offset % native.spec.vocab
     with eval_mode(attached), eval_mode(native):
         expected, actual = Context().run(lambda: (to_float64(attached(ids)), to_float64(native(ids))))
     # transformers computes norms and rotary tables in float32, also in a float64 model

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -27,6 +28,8 @@ class Case:
     config: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)  # options of the class
     output: str = "logits"
+    pad_id: int | None = None  # the model counts positions from this id, instead of from the attention mask
+    slow: bool = False  # a variant of a family of which another case runs always
 
     def save(self, folder: Path) -> Path:
         """Create the model, set random weights and save it."""
@@ -82,6 +85,19 @@ def albert(name: str, model: str, output: str, options: dict[str, Any] | None = 
     return bert(name, model, output, options, **{"embedding_size": 14, "hidden_act": "gelu"} | config)
 
 
+def roberta(name: str, model: str, output: str, *, slow: bool = True, **config: Any) -> Case:
+    sizes = {"hidden_size": 24, "num_attention_heads": 6, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    sizes |= {"max_position_embeddings": CONTEXT, "intermediate_size": HIDDEN, "type_vocab_size": 1, "pad_token_id": 1}
+    options = {"add_pooling_layer": config.pop("pooler")} if "pooler" in config else {}
+    sizes |= config
+    return Case(name, model, sizes, options, output, sizes["pad_token_id"], slow)
+
+
+def distilbert(name: str, model: str, output: str, *, slow: bool = True, **config: Any) -> Case:
+    sizes = {"dim": 24, "n_heads": 6, "n_layers": LAYERS, "vocab_size": VOCAB, "hidden_dim": HIDDEN}
+    return Case(name, model, sizes | {"max_position_embeddings": CONTEXT} | config, output=output, slow=slow)
+
+
 def llama(name: str, model: str = "LlamaForCausalLM", output: str = "logits", **config: Any) -> Case:
     sizes = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": LAYERS}
     sizes |= {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "intermediate_size": HIDDEN}
@@ -112,6 +128,18 @@ CASES = (
     albert("albert, masked tokens", "AlbertForMaskedLM", "logits", hidden_act="gelu_new"),
     albert("albert, masked tokens, untied", "AlbertForMaskedLM", "logits", tie_word_embeddings=False),
     albert("albert, embeddings as wide as the model", "AlbertForMaskedLM", "logits", embedding_size=24),
+    albert("albert, pretraining", "AlbertForPreTraining", "prediction_logits", layer_norm_eps=1e-3),
+    roberta("roberta, masked tokens", "RobertaForMaskedLM", "logits", slow=False, hidden_act="relu"),
+    roberta("roberta, masked tokens, untied", "RobertaForMaskedLM", "logits", tie_word_embeddings=False),
+    roberta("roberta, pooler, padding id 5", "RobertaModel", "last_hidden_state", pad_token_id=5, type_vocab_size=3),
+    roberta("roberta, no pooler, eps", "RobertaModel", "last_hidden_state", pooler=False, layer_norm_eps=1e-3),
+    roberta("roberta, padding id 0, gelu_new", "RobertaForMaskedLM", "logits", pad_token_id=0, hidden_act="gelu_new"),
+    roberta("xlm-roberta, masked tokens", "XLMRobertaForMaskedLM", "logits"),
+    roberta("xlm-roberta, pooler", "XLMRobertaModel", "last_hidden_state", slow=False),
+    distilbert("distilbert, masked tokens", "DistilBertForMaskedLM", "logits", slow=False),
+    distilbert("distilbert, untied, relu", "DistilBertForMaskedLM", "logits", tie_word_embeddings=False, activation="relu"),
+    distilbert("distilbert, no output", "DistilBertModel", "last_hidden_state", activation="gelu_new"),
+    distilbert("distilbert, sinusoidal table", "DistilBertForMaskedLM", "logits", sinusoidal_pos_embds=True),
     llama("llama, 9 heads on 3", hidden_size=54, num_attention_heads=9, rms_norm_eps=1e-2),
     llama("llama, one key head, tied", num_key_value_heads=1, tie_word_embeddings=True),
     llama("llama, head_dim of its own", head_dim=10, num_key_value_heads=6),
@@ -137,6 +165,11 @@ CASES = (
 )  # fmt: skip
 
 
+def mark_slow(case: Case) -> Any:
+    """Return a case as a parameter of a test. Variants of a family run in the slow tests only."""
+    return pytest.param(case, id=case.name, marks=pytest.mark.slow if case.slow else ())
+
+
 def randomize(model: torch.nn.Module) -> None:
     """Set random values in every parameter, including norms and biases, and sharp attention, so that errors are visible."""
     generator = torch.Generator().manual_seed(1)
@@ -157,9 +190,15 @@ def measure_case(case: Case, folder: Path) -> Iterator[Result]:
     generator = torch.Generator().manual_seed(2)
     for length in LENGTHS:
         ids = torch.randint(VOCAB, (3, length), generator=generator)
-        types = torch.randint(3, ids.shape, generator=generator) if native.spec.token_types else None
+        kinds = native.spec.token_types
+        types = torch.randint(kinds, ids.shape, generator=generator) if kinds else None
+        if case.pad_id is not None:
+            ids[ids == case.pad_id] = case.pad_id + 1
         for side, attention_mask in padding_variants(length):
-            logits, weights = differences(native, reference, ids, attention_mask, types, case.output)
+            padded = ids
+            if case.pad_id is not None and attention_mask is not None:
+                padded = ids.masked_fill(~attention_mask, case.pad_id)
+            logits, weights = differences(native, reference, padded, attention_mask, types, case.output, case.pad_id)
             yield Result(case.name, length, side, logits, weights)
 
 
@@ -179,14 +218,14 @@ def differences(
     attention_mask: Tensor | None,
     types: Tensor | None,
     output: str,
+    pad_id: int | None = None,
 ) -> tuple[float, float]:
     """Return the largest |Δ| of outputs and of maps over real tokens."""
     kwargs: dict[str, Tensor] = {} if types is None else {"token_type_ids": types}
     if attention_mask is not None:  # by default transformers counts padding in positions
-        kwargs |= {
-            "attention_mask": attention_mask.long(),
-            "position_ids": (attention_mask.long().cumsum(1) - 1).clamp(min=0),
-        }
+        kwargs["attention_mask"] = attention_mask.long()
+    if attention_mask is not None and pad_id is None:
+        kwargs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         want = reference(ids, output_attentions=True, **kwargs)
         got, native_maps = run_with_maps(native, ids, attention_mask=attention_mask, token_types=types)

@@ -13,7 +13,7 @@ import transformers
 import headwise as hw
 from tests.parity import __main__ as command
 from tests.parity import real
-from tests.parity.cases import CASES, LENGTHS, Case, Result, measure_case
+from tests.parity.cases import CASES, LENGTHS, Case, Result, mark_slow, measure_case
 from tests.parity.sentences import SENTENCES
 
 PLAIN_TEXTS = (
@@ -33,7 +33,7 @@ PLAIN_TEXTS = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [mark_slow(case) for case in CASES])
 def test_load_family_equals_transformers(case: Case, tmp_path: Path) -> None:
     results = list(measure_case(case, tmp_path / "model"))
     assert {result.tokens for result in results} == set(LENGTHS)

@@ -14,7 +14,7 @@ import headwise as hw
 from tests.contract.layers import LAYERS as ATTENTION
 from tests.contract.layers import MODELS, make_model, prune_by_slicing, run_model
 from tests.parity import real
-from tests.parity.cases import CASES, VOCAB, Case
+from tests.parity.cases import CASES, VOCAB, Case, mark_slow
 from tests.weights.checkpoints import assert_same_logits, assert_same_model, copy_to_own_memory, make_llama
 
 BY_NAME = {case.name: case for case in CASES}
@@ -34,7 +34,7 @@ def load_case(name: str, folder: Path) -> hw.Transformer:
 # Our own format.
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [mark_slow(case) for case in CASES])
 def test_save_and_load_of_hf_models_is_bitwise(case: Case, tmp_path: Path) -> None:
     model = load_case(case.name, tmp_path)
     assert model.save(tmp_path / "ours") == tmp_path / "ours"
@@ -129,7 +129,7 @@ def hf_output(case: Case, folder: Path, ids: Tensor) -> Tensor:
     return out.logits if "logits" in out else out.last_hidden_state
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name not in NOT_EXPORTABLE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [mark_slow(c) for c in CASES if c.name not in NOT_EXPORTABLE])
 def test_export_equals_transformers_output(case: Case, tmp_path: Path) -> None:
     model = load_case(case.name, tmp_path)
     assert hw.export(model, tmp_path / "out").path == tmp_path / "out"
@@ -153,6 +153,8 @@ PRUNED = {
     "gpt2, untied": "0.1-3, 2.*",
     "gpt-neo, global and local": "1.0, 2.5",
     "bert, masked tokens": "0.*, 1.2",
+    "roberta, masked tokens": "0.*, 1.2",
+    "distilbert, masked tokens": "0.*, 1.2",
     "llama, 9 heads on 3": "0.0-2, 1.4, 2.0-7",  # a full group, one head of a group, all heads but one
     "llama, biases": "0.1, 1.*",
     "mistral, window": "0.0-1, 2.3",

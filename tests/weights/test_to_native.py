@@ -14,7 +14,7 @@ from headwise.text.build_tokenizers import byte_tokenizer
 from tests.attached.models import CASES, VOCAB
 
 transformers: Any = pytest.importorskip("transformers")
-NATIVE = ("gpt2", "bert", "llama", "mistral", "qwen2", "qwen2_windows", "gpt_neo")
+NATIVE = ("gpt2", "bert", "roberta", "distilbert", "llama", "mistral", "qwen2", "qwen2_windows", "gpt_neo")
 TEXTS = ["to be or not to be", "that is the question", "whether it is nobler in the mind to suffer"]
 PRUNINGS = {"full": "", "uneven groups and a layer without heads": "0.1,1.*,2.3"}
 

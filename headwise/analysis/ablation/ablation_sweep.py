@@ -239,7 +239,7 @@ def pass_cost(spec: ModelSpec, length: int, causal: bool = False) -> ForwardPass
         qkv_flops = 2 * length * width * (heads * a.head_dim + len(a.kv_head_ids) * channels)
         output_flops.append(2 * length * heads * a.value_dim * D)
         attention_flops.append(qkv_flops + 2 * pairs * heads * channels + output_flops[-1])
-    mlp_flops = 2 * D * spec.mlp_width * (3 if spec.activation == "swiglu" else 2)
+    mlp_flops = 2 * D * spec.mlp_width * (3 if spec.has_gated_mlp else 2)
     logits_flops = 2 * D * spec.vocab * (spec.output != "none") + 2 * D * D * (spec.output == "mlm")
     return ForwardPassFlops(
         tuple(attention_flops),

@@ -1,10 +1,18 @@
 """Supported model families. Each has a conversion between config.json and spec, and a map of tensor names."""
 
 from headwise.errors import UnsupportedModelError
-from headwise.weights.families import albert, bert, gpt2, gpt_neo, llama
+from headwise.weights.families import albert, bert, distilbert, gpt2, gpt_neo, llama, roberta
 from headwise.weights.families.family import ModelFamilySpec
 
-FAMILIES: tuple[ModelFamilySpec, ...] = (gpt2.FAMILY, gpt_neo.FAMILY, bert.FAMILY, albert.FAMILY, llama.FAMILY)
+FAMILIES: tuple[ModelFamilySpec, ...] = (
+    gpt2.FAMILY,
+    gpt_neo.FAMILY,
+    bert.FAMILY,
+    roberta.FAMILY,
+    distilbert.FAMILY,
+    albert.FAMILY,
+    llama.FAMILY,
+)
 
 
 def family_of(model_type: str | None) -> ModelFamilySpec:

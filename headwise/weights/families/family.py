@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwise.errors import FileFormatError, UnsupportedModelError
+from headwise.errors import FileFormatError, HeadwiseError, UnsupportedModelError
 from headwise.spec import ModelSpec
 from headwise.weights.keymap import TensorMapping
 
@@ -27,6 +27,8 @@ class ModelFamilySpec:
         ignored_suffixes: Suffixes of tensors that are not weights.
         export_prefix: Prefix that transformers expects.
         other_mappings: Tensor name maps of other file layouts, by layout.
+        architectures: Classes of transformers whose tensors the name map covers. `hw.load` attaches folders of other classes,
+            and folders with settings that the spec cannot represent. Empty means that they raise an error.
     """
 
     name: str
@@ -40,6 +42,22 @@ class ModelFamilySpec:
     ignored_suffixes: tuple[str, ...] = ()
     export_prefix: Callable[[ModelSpec], str] = lambda spec: ""
     other_mappings: Mapping[str, tuple[TensorMapping, ...]] = field(default_factory=dict)
+    architectures: tuple[str, ...] = ()
+
+    def attach_reason(self, config: Config) -> str:
+        """Return why a folder with this config.json must be attached. Empty if the family can load it, or raises itself."""
+        classes = config.get("architectures")
+        if not self.architectures or not isinstance(classes, list):
+            return ""
+        if not any(name in self.architectures for name in classes):
+            return f"Headwise does not implement {', '.join(map(str, classes))}"
+        try:
+            self.spec_from_config(config)
+        except UnsupportedModelError as error:
+            return str(error).split(". ")[0]
+        except (HeadwiseError, KeyError, TypeError, AttributeError, ValueError, ArithmeticError):
+            pass  # loading reports the damaged file
+        return ""
 
 
 def required_setting(config: Config, *names: str) -> Any:
@@ -156,4 +174,6 @@ def common_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
         "an embedding scale": spec.embed_scale != 1.0,
         "embeddings narrower than the model": bool(spec.embed_width),
         "layers that share their weights": spec.shared_layers,
+        "rows of the position table before the first token": spec.position_offset > 0,
+        f"a transform layer with {spec.output_activation}": spec.output_activation not in ("", spec.activation),
     }
