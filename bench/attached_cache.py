@@ -5,12 +5,22 @@ python -m bench.attached_cache memory --folder F --plan P.json --length 4096
 python -m bench.attached_cache loss --folder F --plan P.json --length 4096 --texts 8
 python -m bench.attached_cache passkeys --folder F --plan P.json --length 4096 --count 5
 python -m bench.attached_cache speed --folder F --plan P.json --length 4096
-python -m bench.attached_cache continuation --folder F --plan P.json --length 4096 --texts 8
+python -m bench.attached_cache continuation --folder F --plan P25.json P50.json P75.json --length 4096 --texts 8
 ENV/bin/python bench/attached_cache_kvpress.py …        the same continuation with kvpress, in another environment
 
 `--folder` is SmolLM2 as transformers reads it: `hw.export(hw.load("smollm2"), folder)`. Each part prints one line of JSON.
 Losses are on WikiText-2 test texts that follow each other. Intervals are 95% bootstrap intervals over texts, paired by text.
 Memory is that of a fresh process above its memory after loading, in which the prompt comes in chunks of 512 tokens.
+
+Rules, set before the figures were seen:
+
+- Texts are taken from the start of the test split, and seeds and depths are the defaults of the options. No text is left out.
+- The goal is a cache of at most 1/1.8 of the bytes of `DynamicCache` with half of the KV heads streaming. Loss differences
+  are stated with their intervals, without correction for several of them.
+- `continuation` and the kvpress script run the same plans, with 25%, 50% and 75% of the KV heads streaming. *Equal kept
+  fraction* compares bytes and loss differences of both at each plan.
+- *Equal loss* takes the loss difference of kvpress at 50% of the KV heads, and gives the bytes at which the per-head cache
+  has that difference, by linear interpolation between plans; the full cache is the plan with difference 0.
 """
 
 import argparse
@@ -20,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +60,15 @@ def load(folder: Path) -> Any:
     return hw.attach(model, transformers.AutoTokenizer.from_pretrained(folder))
 
 
-def make_caches(attached: Any, plan: Path) -> Caches:
-    """Return functions that make the two caches."""
-    policies = {
-        ",".join(rule["heads"]): hw.CachePolicy(**rule["policy"]) for rule in json.loads(plan.read_text())["cache"]
-    }
-    return {
-        "dynamic": lambda: transformers.DynamicCache(config=attached.model.config),
-        "per head": lambda: hw.per_head_cache(attached, policies),
-    }
+def make_caches(attached: Any, plans: list[Path]) -> Caches:
+    """Return functions that make the caches: transformers' own, and one per plan."""
+    caches: Caches = {"dynamic": lambda: transformers.DynamicCache(config=attached.model.config)}
+    for plan in plans:
+        rules = json.loads(plan.read_text())["cache"]
+        policies = {",".join(rule["heads"]): hw.CachePolicy(**rule["policy"]) for rule in rules}
+        name = "per head" if len(plans) == 1 else f"per head, {plan.stem}"
+        caches[name] = partial(hw.per_head_cache, attached, policies)
+    return caches
 
 
 def cache_nbytes(cache: Any) -> int:
@@ -102,13 +113,13 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     attached = load(args.folder)
     text = (DATA / "wikitext-2" / "valid.txt").read_text(encoding="utf-8")[:24000]
     request = StreamingRequest(
-        0.5, sink_tokens=SINK_TOKENS, window=WINDOW, ranking=args.ranking, corpus=text, max_length=1024,
+        args.fraction, sink_tokens=SINK_TOKENS, window=WINDOW, ranking=args.ranking, corpus=text, max_length=1024,
         protected_fraction=args.protected_fraction,
     )  # fmt: skip
     start = time.process_time()
     plan = hw.plan_streaming(attached, request)
     plan.save(args.out)
-    return {"part": "plan", "ranking": args.ranking, "protected": args.protected_fraction,
+    return {"part": "plan", "fraction": args.fraction, "ranking": args.ranking, "protected": args.protected_fraction,
             "streaming": sum(len(rule.heads) for rule in plan.cache), "seconds": time.process_time() - start}  # fmt: skip
 
 
@@ -117,7 +128,7 @@ def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"part": "memory", "length": args.length}
     for name in ("dynamic", "per head"):
         command = [sys.executable, "-m", "bench.attached_cache", "memory-of", "--folder", str(args.folder)]
-        command += ["--plan", str(args.plan), "--length", str(args.length), "--cache", name]
+        command += ["--plan", str(args.plan[0]), "--length", str(args.length), "--cache", name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         result[name] = json.loads(done.stdout.splitlines()[-1])
     result["bytes ratio"] = result["dynamic"]["cache bytes"] / result["per head"]["cache bytes"]
@@ -158,15 +169,18 @@ def measure_loss(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summarize(losses: dict[str, list[float]], tokens: int) -> dict[str, Any]:
-    """Return mean losses per token and their difference with its interval over texts."""
-    full, small = np.array(losses["dynamic"]), np.array(losses["per head"])
+    """Return mean losses per token, and the difference of each cache from the first one with its interval over texts."""
+    full = np.array(losses["dynamic"])
     counts = np.full(len(full), tokens)
-    low, high = bootstrap_difference_interval(small, counts, full, counts)
-    mean = float((small - full).sum() / counts.sum())
-    return {
-        "dynamic": float(full.sum() / counts.sum()), "per head": float(small.sum() / counts.sum()),
-        "difference": mean, "interval": [float(low), float(high)], "per text": ((small - full) / tokens).round(4).tolist(),
-    }  # fmt: skip
+    result: dict[str, Any] = {"dynamic": float(full.sum() / counts.sum())}
+    for name in list(losses)[1:]:
+        small = np.array(losses[name])
+        low, high = bootstrap_difference_interval(small, counts, full, counts)
+        result[name] = {
+            "loss": float(small.sum() / counts.sum()), "difference": float((small - full).sum() / counts.sum()),
+            "interval": [float(low), float(high)], "per text": ((small - full) / tokens).round(4).tolist(),
+        }  # fmt: skip
+    return result
 
 
 def measure_passkeys(args: argparse.Namespace) -> dict[str, Any]:
@@ -240,7 +254,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("part", choices=PARTS)
     options.add_argument("--folder", type=Path, required=True)
-    options.add_argument("--plan", type=Path)
+    options.add_argument("--plan", type=Path, nargs="+", default=[])
+    options.add_argument("--fraction", type=float, default=0.5, help="fraction of the KV heads that stream, for `plan`")
     options.add_argument("--out", type=Path)
     options.add_argument("--length", type=int, default=4096)
     options.add_argument("--texts", type=int, default=8)

@@ -2,7 +2,7 @@
 
 kvpress needs an older transformers, so this runs in an environment of its own (CPU torch, `pip install kvpress==0.5.5`):
 
-    ENV/bin/python bench/attached_cache_kvpress.py --folder F --plan P.json --ids ids.json
+    ENV/bin/python bench/attached_cache_kvpress.py --folder F --plan P25.json P50.json P75.json --ids ids.json
 
 The streaming KV heads are those of the plan (`load_attention_pattern` returns them instead of a downloaded pattern), with the
 same sink tokens and window. The press attends to all tokens of the prompt, then hides evicted ones by replaced keys.
@@ -67,31 +67,44 @@ def continuation(model: Any, press: Any, ids: torch.Tensor) -> tuple[float, int]
     return loss, sum(x.numel() * x.element_size() for x in tensors)
 
 
+def bootstrap_interval(differences: np.ndarray) -> list[float]:
+    """Return the 95% bootstrap interval of a mean over texts."""
+    rows = np.random.default_rng(0).integers(0, len(differences), (2000, len(differences)))
+    return np.quantile(differences[rows].mean(1), (0.025, 0.975)).tolist()
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("--folder", "--plan", "--ids"):
+    for name in ("--folder", "--ids"):
         options.add_argument(name, type=Path, required=True)
+    options.add_argument("--plan", type=Path, nargs="+", required=True)
     args = options.parse_args()
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).eval()
     config = model.config
-    press = make_press(json.loads(args.plan.read_text()), config.num_hidden_layers, config.num_key_value_heads)
+    presses: dict[str, Any] = {"dynamic": None}
+    for plan in args.plan:
+        presses[plan.stem] = make_press(
+            json.loads(plan.read_text()), config.num_hidden_layers, config.num_key_value_heads
+        )
     texts = torch.tensor(json.loads(args.ids.read_text()))
-    losses: dict[str, list[float]] = {"dynamic": [], "kvpress": []}
-    nbytes, peaks = {}, {}
-    for name, used in (("dynamic", None), ("kvpress", press)):
+    losses: dict[str, list[float]] = {}
+    results: dict[str, Any] = {}
+    for name, press in presses.items():
         Path("/proc/self/clear_refs").write_text("5")
-        before = process_memory("VmRSS")
+        before, nbytes = process_memory("VmRSS"), 0
+        losses[name] = []
         for ids in texts:
-            loss, nbytes[name] = continuation(model, used, ids[None])
+            loss, nbytes = continuation(model, press, ids[None])
             losses[name].append(loss)
-        peaks[name] = round(process_memory("VmHWM") - before, 1)
-    difference = (np.array(losses["kvpress"]) - np.array(losses["dynamic"])) / CONTINUATION
-    print(json.dumps({
-        "transformers": transformers.__version__, "compression_ratio": press.compression_ratio, "cache bytes": nbytes,
-        "peak MB above loaded model": peaks, "loss": {name: sum(x) / len(x) / CONTINUATION for name, x in losses.items()},
-        "difference": float(difference.mean()), "per text": difference.round(4).tolist(),
-    }))  # fmt: skip
+        difference = (np.array(losses[name]) - np.array(losses["dynamic"])) / CONTINUATION
+        results[name] = {
+            "compression_ratio": None if press is None else press.compression_ratio, "cache bytes": nbytes,
+            "peak MB above loaded model": round(process_memory("VmHWM") - before, 1),
+            "loss": float(np.mean(losses[name])) / CONTINUATION, "difference": float(difference.mean()),
+            "interval": bootstrap_interval(difference), "per text": difference.round(4).tolist(),
+        }  # fmt: skip
+    print(json.dumps({"part": "kvpress", "transformers": transformers.__version__, "texts": len(texts)} | results))
 
 
 if __name__ == "__main__":
