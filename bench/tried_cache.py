@@ -44,6 +44,7 @@ def check_cache(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
     for padding in (0, PADDING):
         attention_mask = torch.ones_like(ids)
         attention_mask[1, :padding] = 0
+        _check_own_cache_runs(part, source, ids, attention_mask, chunks)
         with hw.attach(part) as attached, torch.no_grad():
             cache = hw.per_head_cache(attached, policies)
             actual = _chunked(part, source, ids, attention_mask, cache, chunks)
@@ -102,16 +103,39 @@ def _full(part: Any, source: Tensor | None, ids: Tensor, attention_mask: Tensor)
 @torch.no_grad()
 def _is_exact_in_chunks(part: Any, source: Tensor | None, ids: Tensor) -> bool:
     """Return whether transformers' own cache gives the logits of one pass if the tokens come in chunks."""
-    from transformers import DynamicCache, EncoderDecoderCache
-
-    config, mask = part.config.get_text_config(decoder=True), torch.ones_like(ids)
-    cache: Any = DynamicCache(config=config)
-    cache = cache if source is None else EncoderDecoderCache(cache, DynamicCache(config=config))
+    mask = torch.ones_like(ids)
     try:
-        check_same(_chunked(part, source, ids, mask, cache, CHUNKS), _full(part, source, ids, mask), "chunks")
+        check_same(
+            _chunked(part, source, ids, mask, _own_cache(part, source), CHUNKS),
+            _full(part, source, ids, mask),
+            "chunks",
+        )
     except Exception:
         return False
     return True
+
+
+def _own_cache(part: Any, source: Tensor | None) -> Any:
+    """Return an empty cache of transformers."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    config = part.config.get_text_config(decoder=True)
+    cache: Any = DynamicCache(config=config)
+    return cache if source is None else EncoderDecoderCache(cache, DynamicCache(config=config))
+
+
+@torch.no_grad()
+def _check_own_cache_runs(
+    part: Any, source: Tensor | None, ids: Tensor, attention_mask: Tensor, chunks: tuple[int, ...]
+) -> None:
+    """Raise if these calls fail with transformers' own cache, too, because the model does not continue texts (ColQwen2)."""
+    try:
+        _chunked(part, source, ids, attention_mask, _own_cache(part, source), chunks)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise CacheNotApplicable(
+            f"transformers does not continue a text with its own cache ({problem[:100]})"
+        ) from None
 
 
 def _chunked(
