@@ -21,7 +21,7 @@ import headwise as hw
 from headwise.analysis.roles.best_relation_heads import best_relation_heads
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.roles import score
-from headwise.text.treebank import read_conllu
+from headwise.text.annotated_documents import read_conllu
 from headwise.ui.terminal_table import make_table
 
 CHARACTERS, BATCH_SENTENCES = 80_000, 700  # of the text, and treebank sentences per part

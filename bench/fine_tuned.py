@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import headwise as hw
-from headwise.text.treebank import read_conllu
+from headwise.text.annotated_documents import read_conllu
 
 RELATIONS, NUM_SENTENCES, MAX_WORDS = ("obj", "det", "amod"), 120, 25
 

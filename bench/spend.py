@@ -49,7 +49,7 @@ from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.experiments.engine.statistic import Statistic
 from headwise.io.atomic_write import write_atomic
 from headwise.model import Transformer
-from headwise.model.streaming_forward import streaming
+from headwise.model.simulated_streaming_forward import streaming
 from headwise.spec import Address, ModelSpec
 from headwise.ui.progress import show_progress
 

@@ -10,7 +10,7 @@ import torch
 from headwise.analysis.ablation.head_outputs import eval_corpus
 from headwise.analysis.ablation.importance import HeadImportance, Importance
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
-from headwise.analysis.attribution.ov_analysis import TokenEffects, copying_scores, top_context_token_effects
+from headwise.analysis.attribution.head_output_analysis import TokenEffects, copying_scores, top_context_token_effects
 from headwise.analysis.recording.batching import reachable_hook_points
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile

@@ -6,7 +6,7 @@ from torch import nn
 
 from headwise.attached.attach_support import check_supported, is_transformers_model, unwrap_peft
 from headwise.attached.attached_model import AttachedModel
-from headwise.attached.attached_module import AttachedModule, CallFunction, live_module_handle
+from headwise.attached.attached_torch_module import AttachedTorchModule, CallFunction, live_module_handle
 from headwise.attached.attachment import live_handle
 from headwise.attached.save_load import make_attached_layers
 from headwise.attached.tokenizer import wrap_tokenizer
@@ -74,7 +74,7 @@ def attach(
     return handle
 
 
-def _attach_module(model: nn.Module, tokenizer: Any, forward: CallFunction | None, example: Any) -> AttachedModule:
+def _attach_module(model: nn.Module, tokenizer: Any, forward: CallFunction | None, example: Any) -> AttachedTorchModule:
     """Attach to a torch module, or return its existing handle."""
     if tokenizer is not None:
         raise ArgumentError(
@@ -83,7 +83,7 @@ def _attach_module(model: nn.Module, tokenizer: Any, forward: CallFunction | Non
         )
     handle = live_module_handle(model)
     if handle is None:
-        return AttachedModule.attach_module(model, forward, example)
+        return AttachedTorchModule.attach_module(model, forward, example)
     if forward is not None or example is not None:
         raise ArgumentError(
             "forward, example: the module is already attached, and these cannot be changed. Detach it first."

@@ -49,7 +49,7 @@ from headwise.attached.save_load import (
     patch_save_pretrained,
     save_attached,
 )
-from headwise.attached.streaming_forward import AttachedStreamingForward
+from headwise.attached.simulated_streaming_forward import AttachedSimulatedStreamingForward
 from headwise.attached.train_mode_and_checkpointing_mixin import TrainModeAndCheckpointingMixin
 from headwise.attached.transformers_forward import AttachedLMHead, call_transformers_model, forward_tokens, validate_ids
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
@@ -247,7 +247,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
                             layers,
                             tower_pruned,
                             self._attachment.replace_layers,
-                            self._attachment.unregister_layers,
+                            self._attachment.stop_routing_modules,
                         )
         if pruned or folded_biases:
             patch_save_pretrained(self.model)  # plain transformers may not build the new shapes and biases
@@ -480,10 +480,10 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
             self._why_not_resumable = why_not_resumable(self, self.model, self._layers)
         return self._why_not_resumable
 
-    def streaming_forward(self) -> AttachedStreamingForward:
+    def streaming_forward(self) -> AttachedSimulatedStreamingForward:
         """Return forward passes in which KV heads stream, to rank them."""
         self._check_attached()
-        return AttachedStreamingForward(self)
+        return AttachedSimulatedStreamingForward(self)
 
     def untrained(self, seed: int = 0) -> "AttachedModel":
         """Return a model of the same architecture with random weights.

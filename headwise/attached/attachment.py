@@ -13,7 +13,13 @@ from weakref import finalize, ref
 from torch import nn
 
 from headwise.attached.attach_support import ModelForwardGuard
-from headwise.attached.interface import ACTIVE, register_hooked_sdpa, register_layer, restore_sdpa, unregister_layer
+from headwise.attached.interface import (
+    ACTIVE,
+    register_hooked_sdpa,
+    restore_sdpa,
+    route_module_to_layer,
+    stop_routing_module,
+)
 from headwise.attached.layer import MARK, AttachedLayer, layer_of
 from headwise.attached.non_sdpa_hooks import close_traces, eager_function_of, install_attention_hooks
 from headwise.attached.prune_in_place import expand_kv_groups
@@ -59,7 +65,7 @@ class Attachment:
 
     def replace_layers(self, layers: list[AttachedLayer]) -> None:
         """Attach to these layers instead of those at the same addresses."""
-        self.unregister_layers()
+        self.stop_routing_modules()
         new = {layer.hook_point.address: layer for layer in layers}
         self.layers = [new.get(layer.hook_point.address, layer) for layer in self.layers]
         self._mark()
@@ -69,19 +75,19 @@ class Attachment:
     def _mark(self) -> None:
         for layer in self.layers:
             layer.handle = self.handle
-            register_layer(layer, eager_function_of(layer))
+            route_module_to_layer(layer, eager_function_of(layer))
 
-    def unregister_layers(self) -> None:
+    def stop_routing_modules(self) -> None:
         """Let plain transformers run the modules; marks of other attachments stay."""
         for layer in self.layers:
             if layer_of(layer.module) is layer:
-                unregister_layer(layer)
+                stop_routing_module(layer)
 
     def undo(self) -> None:
         """Leave the model as it was. Layers with groups of different sizes get one key and value per head."""
         if not self.is_active:
             return
-        self.unregister_layers()
+        self.stop_routing_modules()
         for number, layer in enumerate(self.layers):
             if layer.has_uneven_groups and layer.spec.head_ids:
                 self.layers[number] = expand_kv_groups(layer)

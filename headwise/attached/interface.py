@@ -55,13 +55,13 @@ def restore_sdpa(attachment: Any) -> None:
         AttentionInterface.register(SDPA_NAME, _sdpa())
 
 
-def register_layer(layer: AttachedLayer, attention_function: Callable[..., Any] | None) -> None:
+def route_module_to_layer(layer: AttachedLayer, attention_function: Callable[..., Any] | None) -> None:
     """Route calls of a layer's module to the layer. `attention_function` is the module's own function; None for SDPA."""
     layer.words = _words(_sdpa() if attention_function is None else attention_function)
     layer.module.__dict__[MARK] = LayerMark(layer)
 
 
-def unregister_layer(layer: AttachedLayer) -> None:
+def stop_routing_module(layer: AttachedLayer) -> None:
     """Stop routing calls of a layer's module to the layer."""
     layer.module.__dict__.pop(MARK, None)
 

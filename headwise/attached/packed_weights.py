@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.heads.quantized_weights import QuantizedWeight
+from headwise.heads.quantized_layers import QuantizedWeight
 from headwise.kernels.quantization import fake_quantize
 from headwise.spec.weight_bits import FULL_PRECISION
 
@@ -147,7 +147,7 @@ def _select_matrices(part: QuantizedWeight, matrices: list[int]) -> QuantizedWei
     return selected
 
 
-class PackedWeightMixin:
+class DequantizeOnAccessMixin:
     """Projection or embedding whose weight is dequantized on access."""
 
     @property
@@ -171,7 +171,7 @@ class PackedWeightMixin:
 @cache
 def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a module class whose weight is packed. It has the name of the module class."""
-    return type(base.__name__, (PackedWeightMixin, base), {"__module__": base.__module__})
+    return type(base.__name__, (DequantizeOnAccessMixin, base), {"__module__": base.__module__})
 
 
 def _new_packed(base: type[nn.Module]) -> nn.Module:
@@ -187,7 +187,7 @@ def packed_matrix(module: Any) -> PackedMatrix:
 
 def is_packed(module: nn.Module) -> bool:
     """Return whether a module has a packed weight."""
-    return isinstance(module, PackedWeightMixin)
+    return isinstance(module, DequantizeOnAccessMixin)
 
 
 def pack_weight(module: nn.Module, packed: PackedMatrix, *, is_owner: bool = True) -> Callable[[], None]:

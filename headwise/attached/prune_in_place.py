@@ -45,7 +45,7 @@ def prune_and_verify(
     layers: list[AttachedLayer],
     pruned: Iterable[Any],
     replace_layers: Callable[[list[AttachedLayer]], None],
-    unregister_layers: Callable[[], None],
+    stop_routing_modules: Callable[[], None],
 ) -> None:
     """Prune heads and verify that outputs equal those with silenced heads, both attached and in plain transformers.
 
@@ -54,7 +54,7 @@ def prune_and_verify(
         layers: Its layers.
         pruned: Addresses of the heads to prune.
         replace_layers: Attaches to new layers.
-        unregister_layers: Lets plain transformers run the modules.
+        stop_routing_modules: Lets plain transformers run the modules.
 
     Raises:
         HeadwiseError: The heads cannot be pruned. The model is unchanged.
@@ -70,7 +70,7 @@ def prune_and_verify(
             address for layer in pruned_layers for address in layer.hook_point.head_addresses if layer.has_uneven_groups
         ]
         with suppress(RollbackSignal), rollback_on_error(pruned_layers, heads, replace_layers):
-            unregister_layers()
+            stop_routing_modules()
             verifier.check(
                 [
                     expand_kv_groups(layer) if layer.has_uneven_groups and layer.spec.head_ids else layer

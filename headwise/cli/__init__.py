@@ -41,8 +41,8 @@ from headwise.cli import (
     view,
 )
 from headwise.cli.shell.command_examples import EXAMPLES, ExampleHintCommand, first_steps
-from headwise.cli.shell.interrupt import record_sigint
 from headwise.cli.shell.output_stream import flushed_output, prepare_streams
+from headwise.cli.shell.record_sigint import record_sigint
 from headwise.errors import HeadwiseError
 
 COMMANDS = (

@@ -85,7 +85,7 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Limit the KV cache per head to fewer tokens or bits, and compare memory and loss with random plans of equal cost."""
-    from headwise.compression.cache_study import CacheStudy, cache_study
+    from headwise.compression.cache_study import CacheStudyConfig, cache_study
     from headwise.spec import Plan
     from headwise.text.corpus import Corpus
     from headwise.ui.figures.figure_with_data import check_path
@@ -95,7 +95,7 @@ def run(
 
     if plot is not None:
         check_path(plot)
-    study = CacheStudy(
+    study = CacheStudyConfig(
         fraction=fraction, heads=heads, sink_tokens=sink_tokens, window=window, bits=bits, ranking=ranking,
         plan=None if plan is None else Plan.load(plan),
         corpus=Corpus.from_cli_arguments(corpus, None) if corpus else None, test=None if test is None else Corpus.of(test),

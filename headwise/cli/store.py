@@ -9,7 +9,7 @@ import typer
 from headwise.cli.shell.common_options import JsonOption
 
 if TYPE_CHECKING:
-    from headwise.io.result_store import StoredResult
+    from headwise.io.result_store import StoredResultEntry
 
 
 def run(
@@ -50,7 +50,7 @@ def run(
     _print(results, deleted, f"{store.folder}: {total / 1e6:.1f} of {store.max_bytes / 1e6:,.0f} MB")
 
 
-def _print(results: "list[StoredResult]", deleted: int | None, title: str) -> None:
+def _print(results: "list[StoredResultEntry]", deleted: int | None, title: str) -> None:
     from rich.console import Console
 
     from headwise.ui.terminal_table import make_table
@@ -71,6 +71,6 @@ def _print(results: "list[StoredResult]", deleted: int | None, title: str) -> No
     console.print(make_table(title, ["kind", "model", "settings", "bytes", "last used", "key"], rows))
 
 
-def _details(result: "StoredResult") -> str:
+def _details(result: "StoredResultEntry") -> str:
     settings = {name: value for name, value in result.description.items() if name not in ("model", "weights")}
     return ", ".join(f"{name}={value}" for name, value in settings.items() if value not in (False, None, ""))

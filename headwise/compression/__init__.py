@@ -1,7 +1,7 @@
 """Compression: pruning, quantization, streaming caches, plans. Functions return a changed model."""
 
 from headwise.compression.allocate_bits import allocate_bits
-from headwise.compression.cache_study import CacheStudy, cache_study
+from headwise.compression.cache_study import CacheStudyConfig, cache_study
 from headwise.compression.plan import apply, plan_pruning, plan_streaming, prune
 from headwise.compression.prune_request import PruneRequest
 from headwise.compression.prune_study import PruneStudy, prune_study
@@ -10,7 +10,7 @@ from headwise.compression.quantize import dequantize, quantize
 from headwise.compression.streaming_selection import StreamingRequest
 
 __all__ = [
-    "CacheStudy",
+    "CacheStudyConfig",
     "PruneRequest",
     "PruneStudy",
     "PruningCurves",

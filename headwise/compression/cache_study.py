@@ -34,7 +34,7 @@ CACHE_USAGE = (
 
 
 @dataclass(frozen=True)
-class CacheStudy:
+class CacheStudyConfig:
     """Options of `cache_study`: the cache policies of KV heads and the texts that evaluate them.
 
     KV heads are ranked on one half of the corpus and evaluated on the other half, unless `test` gives separate texts. Only
@@ -61,7 +61,7 @@ class CacheStudy:
         fractions: Also measure a curve with each of these fractions of KV heads streaming.
         passkeys: Number of pass-key prompts of `max_length` tokens. If positive, losses on retrieval texts are also measured.
 
-    >>> CacheStudy(fraction=0.5, window=64).applies_plan
+    >>> CacheStudyConfig(fraction=0.5, window=64).applies_plan
     True
     """
 
@@ -236,7 +236,7 @@ class CacheStudyResult:
 
 def cache_study(
     model: ModelProtocol,
-    study: CacheStudy,
+    study: CacheStudyConfig,
     *,
     out: str | Path | None = None,
     save_plan: str | Path | None = None,
@@ -260,7 +260,7 @@ def cache_study(
     >>> model = Transformer(ModelSpec(vocab=257, context=64, layers=2, attention=AttentionSpec(width=16, heads=2)))
     >>> model.tokenizer = byte_tokenizer()
     >>> lines = [f"{n} and {n} are {2 * n}, and so on and so on, and on and on." for n in range(8)]
-    >>> result = cache_study(model, CacheStudy(fraction=0.5, sink_tokens=1, window=8, corpus=lines, seeds=1))
+    >>> result = cache_study(model, CacheStudyConfig(fraction=0.5, sink_tokens=1, window=8, corpus=lines, seeds=1))
     >>> result.plan.cache[0].policy, result.report.skip_tokens, result.report.texts
     (CachePolicy(bits=32, sink_tokens=1, window=8), 9, 4)
     """
@@ -286,7 +286,11 @@ def cache_study(
 
 
 def _make_plan(
-    model: ModelProtocol, study: CacheStudy, selection_corpus: TokenizedCorpus, length: int, progress: Progress | None
+    model: ModelProtocol,
+    study: CacheStudyConfig,
+    selection_corpus: TokenizedCorpus,
+    length: int,
+    progress: Progress | None,
 ) -> Plan:
     if study.plan is not None:
         return study.plan
@@ -304,7 +308,7 @@ def _make_report(
     model: ModelProtocol,
     changed_model: ModelProtocol,
     evaluation: PairedEvaluator,
-    study: CacheStudy,
+    study: CacheStudyConfig,
     skip_tokens: int,
     length: int,
     test_corpus: TokenizedCorpus,
@@ -360,7 +364,7 @@ def _retrieval(
 
 def _make_curve(
     model: ModelProtocol,
-    study: CacheStudy,
+    study: CacheStudyConfig,
     plan: Plan | None,
     selection_corpus: TokenizedCorpus,
     evaluation: PairedEvaluator,
@@ -428,7 +432,7 @@ def _curve_point(
     return CacheCurvePoint(label, count, bits, cache_bytes(models[0].spec, length), loss_increase)
 
 
-def _tokens_before_eviction(study: CacheStudy, plan: Plan | None) -> int:
+def _tokens_before_eviction(study: CacheStudyConfig, plan: Plan | None) -> int:
     """Return the number of first tokens that no KV head of the plan or the curve has evicted yet."""
     rules = () if plan is None else plan.cache
     capacities = [rule.policy.sink_tokens + rule.policy.window for rule in rules if rule.policy.window is not None]
@@ -436,7 +440,7 @@ def _tokens_before_eviction(study: CacheStudy, plan: Plan | None) -> int:
     return min(capacities) if capacities else 0
 
 
-def _split_texts(model: ModelProtocol, study: CacheStudy, length: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
+def _split_texts(model: ModelProtocol, study: CacheStudyConfig, length: int) -> tuple[TokenizedCorpus, TokenizedCorpus]:
     """Return the texts on which KV heads are ranked and the texts for the evaluation."""
     corpus = study.corpus
     if corpus is None:  # single sentences are shorter than the window
@@ -447,7 +451,7 @@ def _split_texts(model: ModelProtocol, study: CacheStudy, length: int) -> tuple[
     return texts.halves() if study.needs_corpus_split else (texts, texts)
 
 
-def _check(model: ModelProtocol, study: CacheStudy, saves_output: bool) -> None:
+def _check(model: ModelProtocol, study: CacheStudyConfig, saves_output: bool) -> None:
     if model.spec.kind != "decoder":
         raise UnsupportedModelError(
             f"model: only a decoder generates text with a KV cache. Got an {model.spec.kind}. Use a decoder."

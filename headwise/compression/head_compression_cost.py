@@ -16,7 +16,7 @@ from headwise.compression.streaming_selection import STREAM_RANKERS
 from headwise.distributed.parallel_strategy_cost import cache_bytes, kv_head_cache_bytes
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.model import ModelProtocol, Transformer
-from headwise.model.streaming_forward import streaming
+from headwise.model.simulated_streaming_forward import streaming
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec, Plan
 from headwise.spec.cache_policy import KEEP_ALL

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.errors import UnsupportedModelError
 from headwise.heads.balanced_basis import LayerHeadMatrices, change_basis
-from headwise.heads.quantized_weights import QuantizedWeight
+from headwise.heads.quantized_layers import QuantizedWeight
 from headwise.model import ModelProtocol, Transformer, check_model
 from headwise.model.prune import rebuild_like
 from headwise.model.quantized_state import quantize_state

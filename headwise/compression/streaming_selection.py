@@ -27,7 +27,7 @@ from headwise.kernels.batched import attention_weight_rows
 from headwise.kernels.enable_grad import gradients_enabled
 from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import ModelProtocol, eval_mode
-from headwise.model.streaming_forward import streaming
+from headwise.model.simulated_streaming_forward import streaming
 from headwise.progress import Progress
 from headwise.spec import Address, AttentionSpec, CachePolicy, LayerAddress
 from headwise.spec.model import CACHED_STACKS

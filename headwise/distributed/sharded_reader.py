@@ -34,7 +34,7 @@ class DistributedCheckpointReader(WeightReader):
                 f"{folder}: it has no safetensors files, so the checkpoint is incomplete. Use another checkpoint."
             )
         for file in files:
-            self._open(file)
+            self._index_shards(file)
         self._entries: dict[str, tuple[int, list[str]]] = {}  # full tensor: its axis, and its entries in order
         for name in self._shards:
             tensor_name, axis, _ = self._parse_name(name)
@@ -48,7 +48,7 @@ class DistributedCheckpointReader(WeightReader):
                 shape[axis] = sum(shape[axis] for shape in shapes)
             self.shapes[tensor_name] = tuple(shape)
 
-    def _open(self, file: Path) -> None:
+    def _index_shards(self, file: Path) -> None:
         try:
             with safe_open(file, "pt") as opened:
                 sharding_info: dict[str, Any] = json.loads((opened.metadata() or {})[SHARDING_INFO_KEY])

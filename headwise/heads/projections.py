@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwise.errors import ArgumentError
 from headwise.heads.collectives_protocol import CollectivesProtocol
-from headwise.heads.quantized_weights import QuantizedWeight, quantized_linear, try_fused_quantized_linear
+from headwise.heads.quantized_layers import QuantizedWeight, quantized_linear, try_fused_quantized_linear
 from headwise.kernels import RotaryTable
 from headwise.kernels.matmul_tuner import linear
 from headwise.spec import AttentionSpec

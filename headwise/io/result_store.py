@@ -32,7 +32,7 @@ _NAME = re.compile(r"([a-z]+)-([0-9a-f]{64})\.result")
 
 
 @dataclass(frozen=True)
-class StoredResult:
+class StoredResultEntry:
     """One result of the store.
 
     Attributes:
@@ -118,7 +118,7 @@ class ResultStore:
             if lock is not None:
                 lock.release()
 
-    def results(self) -> list[StoredResult]:
+    def results(self) -> list[StoredResultEntry]:
         """Return all readable results, the last used first."""
         found_results = []
         for path in self.folder.glob(f"*{SUFFIX}"):
@@ -129,7 +129,7 @@ class ResultStore:
             except (OSError, ValueError, KeyError, TypeError):
                 continue
             if match is not None and isinstance(description, dict):
-                result = StoredResult(match[1], match[2], path, status.st_size, status.st_mtime, description)
+                result = StoredResultEntry(match[1], match[2], path, status.st_size, status.st_mtime, description)
                 found_results.append(result)
         return sorted(found_results, key=lambda result: -result.used)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise.errors import ArgumentError
 from headwise.heads.collectives_protocol import CollectivesProtocol
-from headwise.heads.quantized_weights import QuantizedEmbedding, QuantizedLinear, TiedQuantizedLinear
+from headwise.heads.quantized_layers import QuantizedEmbedding, QuantizedLinear, TiedQuantizedLinear
 from headwise.kernels import sinusoidal
 from headwise.kernels.matmul_tuner import Linear, linear
 from headwise.model.loss import IGNORE_INDEX, linear_cross_entropy

@@ -24,7 +24,7 @@ from headwise.spec.patch_grid import PatchGrid
 if TYPE_CHECKING:
     from headwise.model.residual_stream import ResidualStream
     from headwise.model.resumable_forward import ResumableForward, RowSelector
-    from headwise.model.streaming_forward import StreamingForward
+    from headwise.model.simulated_streaming_forward import SimulatedStreamingForward
 
 Norms = dict[str, tuple[nn.Module | None, nn.Module | None]]  # by layer: input norm of q, input norm of k and v
 
@@ -201,7 +201,7 @@ class ModelProtocol(Protocol):
         """Recompute the activations of blocks in the backward pass while the context is open, instead of storing them."""
         ...
 
-    def streaming_forward(self) -> "StreamingForward":
+    def streaming_forward(self) -> "SimulatedStreamingForward":
         """Return the forward passes of a decoder in which KV heads stream."""
         ...
 

@@ -12,7 +12,7 @@ from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import MultiHeadAttention
 from headwise.heads.head import HeadPattern
 from headwise.heads.projections import prune_quantized_state
-from headwise.heads.quantized_weights import is_quantized_key
+from headwise.heads.quantized_layers import is_quantized_key
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.spec import Address, AttentionSpec, LayerAddress, ModelSpec, select
 from headwise.spec.cache_policy import CachePolicies, rules_from_policies

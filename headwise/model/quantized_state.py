@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from headwise.heads.quantized_weights import QuantizedWeight
+from headwise.heads.quantized_layers import QuantizedWeight
 from headwise.model.transformer import Transformer
 from headwise.spec import ModelSpec
 

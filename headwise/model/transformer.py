@@ -24,7 +24,7 @@ from headwise.model.layers import Embedding, LMHead, Pooler, make_norm
 from headwise.model.prune import prune
 from headwise.model.residual_stream import input_norms, residual_stream
 from headwise.model.resumable_forward import resumable_forward
-from headwise.model.streaming_forward import BlockStreamingForward
+from headwise.model.simulated_streaming_forward import BlockSimulatedStreamingForward
 from headwise.model.unsupported_kwargs import foreign_kwargs_error
 from headwise.model.weights_digest import check_plan
 from headwise.spec import LayerAddress, ModelSpec, Plan
@@ -190,9 +190,9 @@ class Transformer(nn.Module):
     input_norms, residual_stream, resumable_forward = input_norms, residual_stream, resumable_forward
     prune = prune
 
-    def streaming_forward(self) -> BlockStreamingForward:
+    def streaming_forward(self) -> BlockSimulatedStreamingForward:
         """Return forward passes of a decoder in which KV heads stream, to rank them."""
-        return BlockStreamingForward(self)
+        return BlockSimulatedStreamingForward(self)
 
     def why_not_resumable(self) -> str:
         """Return an empty string, because native models can always be resumed at a layer."""

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from headwise.errors import FileFormatError, MissingDependencyError
 from headwise.text.annotated_document import Document
-from headwise.text.treebank import parse_json_document, read_documents
+from headwise.text.annotated_documents import parse_json_document, read_documents
 
 PLAIN_TEXT_SUFFIXES = (".txt", ".text", ".md", "")
 JSONL_SUFFIX, PARQUET_SUFFIX = ".jsonl", ".parquet"  # one text per line, or per row

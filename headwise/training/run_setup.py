@@ -78,7 +78,7 @@ def prepare_run(request: TrainRequest, folder: Path, layout: ParallelStrategy) -
         raise ArgumentError(
             f'model: train needs a ModelSpec or a Transformer. Got {model_or_spec!r}. Use hw.preset("nano"), for example.'
         )
-    objective, context = _check_request(request, spec, process_group.size)
+    objective, context = _resolve_objective_and_context(request, spec, process_group.size)
     own_tokenizer = _own_tokenizer(model_or_spec)
     if tokenizer is None:
         tokenizer = own_tokenizer or ("word" if corpus.name.startswith("the synthetic language") else "byte")
@@ -123,7 +123,7 @@ def prepare_run(request: TrainRequest, folder: Path, layout: ParallelStrategy) -
     return RunSetup(loss, saved_tokenizer, tokens, context, objective, run_record, layout, half_dtypes)
 
 
-def _check_request(request: TrainRequest, spec: ModelSpec, num_processes: int) -> tuple[str, int]:
+def _resolve_objective_and_context(request: TrainRequest, spec: ModelSpec, num_processes: int) -> tuple[str, int]:
     """Return the objective and the context length. Raise if model, corpus and recipe do not fit together."""
     recipe = request.resolved_recipe
     for text_corpus in (request.train_corpus, request.valid_corpus):

@@ -18,7 +18,7 @@ from headwise.distributed.model_shard import ShardedTransformer, build_shard, pa
 from headwise.distributed.shard_axes import named_slices_for_rank
 from headwise.distributed.sharded_reader import DistributedCheckpointReader
 from headwise.errors import ArgumentError, FileFormatError, HeadwiseError, UnsupportedModelError
-from headwise.heads.quantized_weights import QuantizedWeight
+from headwise.heads.quantized_layers import QuantizedWeight
 from headwise.io.aligned_safetensors import align, write_tensors
 from headwise.io.atomic_write import atomic_folder
 from headwise.io.ggml_whisper import is_ggml_whisper

@@ -9,8 +9,8 @@ import headwise as hw
 from headwise.analysis.roles.best_relation_heads import best_coreference_head, best_relation_heads
 from headwise.analysis.roles.profile import profile
 from headwise.text.annotated_document import Document
+from headwise.text.annotated_documents import GAPExample, read_gap
 from headwise.text.corpus import Corpus
-from headwise.text.treebank import GAPExample, read_gap
 from tests.analysis.constructed_heads import FILLERS, HeadBuilder, blank_model
 from tests.analysis.test_profile_invariance import synthetic_model
 

@@ -9,7 +9,7 @@ import torch
 
 import headwise as hw
 from headwise.analysis.attribution.attended_token_effect import direct_effects
-from headwise.analysis.attribution.ov_analysis import copying_scores, logit_attribution
+from headwise.analysis.attribution.head_output_analysis import copying_scores, logit_attribution
 from headwise.analysis.recording.recording import record
 from headwise.errors import HeadwiseError
 from headwise.model import ModelProtocol, Transformer

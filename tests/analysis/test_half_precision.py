@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.analysis.attribution.head_output_analysis import output_shares, token_effects, value_weighted_map
 from headwise.analysis.attribution.logit_attribution import logit_attribution
-from headwise.analysis.attribution.ov_analysis import output_shares, token_effects, value_weighted_map
 from headwise.analysis.attribution.qk_norm_rotary import infer_qk_transform
 from headwise.errors import HeadwiseError
 from headwise.text.build_tokenizers import byte_tokenizer

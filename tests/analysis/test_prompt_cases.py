@@ -10,7 +10,7 @@ import torch
 import headwise as hw
 from headwise.analysis.ablation.head_outputs import as_head_outputs
 from headwise.analysis.metrics import name_suppression
-from headwise.analysis.metrics.name_movers import NAMES, NameSentencePair, make_name_pairs, make_name_prompts
+from headwise.analysis.metrics.name_movers import NAMES, NameSentencePair, make_name_prompts, make_name_sentence_pairs
 from headwise.analysis.metrics.prompt_metric import HeadResponses, run_prompts
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.causal_test import causal_test, loss_increase_by_head
@@ -251,7 +251,7 @@ def test_name_suppression_shuffled_gold_gives_no_role(monkeypatch: pytest.Monkey
 
     def shuffled(*args: Any) -> list[NameSentencePair]:
         pairs = []
-        for index, (sentences, singles) in enumerate(make_name_pairs(*args)):
+        for index, (sentences, singles) in enumerate(make_name_sentence_pairs(*args)):
             first, second = sentences
             swapped = first._replace(ids=second.ids), second._replace(ids=first.ids)
             pairs.append(NameSentencePair(swapped if index % 4 < 2 else sentences, singles))
@@ -261,7 +261,7 @@ def test_name_suppression_shuffled_gold_gives_no_role(monkeypatch: pytest.Monkey
         responses = run_prompts(*args)
         return responses._replace(correct=np.ones_like(responses.correct))
 
-    monkeypatch.setattr(name_suppression, "make_name_pairs", shuffled)
+    monkeypatch.setattr(name_suppression, "make_name_sentence_pairs", shuffled)
     monkeypatch.setattr(name_suppression, "run_prompts", always_right)
     profiled = profile(
         people_with_a_suppressor().model, ["Then we met. " * 3] * 4, relations=False, prompts=True, causal=False

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import headwise as hw
-from headwise.analysis.attribution.ov_analysis import copying_scores, output_shares, value_weighted_map
+from headwise.analysis.attribution.head_output_analysis import copying_scores, output_shares, value_weighted_map
 from headwise.compression.l0_gates import learn_gates
 from headwise.compression.recovery_finetune import recover
 from headwise.text import Tokenizer

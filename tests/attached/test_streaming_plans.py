@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import headwise as hw
 from headwise.cli import app
 from headwise.compression import StreamingRequest
-from headwise.compression.cache_study import CacheStudy, cache_study
+from headwise.compression.cache_study import CacheStudyConfig, cache_study
 from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
 from tests.attached.test_analysis import TEXTS, build, save_model
 
@@ -52,7 +52,7 @@ def test_plan_streaming_other_backends_rank_all_heads(name: str) -> None:
 
 def test_cache_study_attached_equals_native(tmp_path: Path) -> None:
     native, attached = hw.load(save_model("llama", tmp_path / "model")), hw.attach(*build("llama"))
-    study = CacheStudy(
+    study = CacheStudyConfig(
         fraction=0.5, sink_tokens=2, window=9, corpus=LINES, max_length=60, seeds=2, fractions=(1.0,), bits=8
     )
     a = cache_study(native, study)  # pyright: ignore[reportArgumentType]

@@ -11,7 +11,7 @@ import headwise as hw
 from headwise.analysis.roles.sharded_profile import profile_shards
 from headwise.analysis.steering.steering_cases import run_steering_case
 from headwise.cli import app
-from headwise.compression.cache_study import CacheStudy
+from headwise.compression.cache_study import CacheStudyConfig
 from headwise.compression.prune_request import PruneRequest
 from headwise.compression.prune_study import PruneStudy
 from headwise.distillation import DistillConfig
@@ -33,7 +33,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "steer": (hw.find_steering, run_steering_case),
     "sensitivity": (hw.sensitivity,),
     "prune": (hw.prune, PruneRequest, PruneStudy),
-    "cache": (hw.plan_streaming, CacheStudy),
+    "cache": (hw.plan_streaming, CacheStudyConfig),
     "quantize": (hw.quantize, hw.allocate_bits),
     "distill": (hw.distill, DistillConfig, Recipe, TrainRequest, *SPECS),
     "train": (hw.train, Recipe, TrainRequest, *SPECS),

@@ -8,7 +8,7 @@ import pytest
 import headwise as hw
 from headwise.compression import StreamingRequest
 from headwise.compression.attention_pattern import read_attention_pattern
-from headwise.compression.cache_study import CacheStudy, cache_study
+from headwise.compression.cache_study import CacheStudyConfig, cache_study
 from tests.distillation.tiny import make_model
 
 LINES = [f"{n} and {n} are {2 * n}, and so on and so on, and on it goes." for n in range(6)]
@@ -34,7 +34,9 @@ def test_pattern_lowest_scores_stream(tmp_path: Path) -> None:
 
 
 def test_pattern_cache_study_uses_file(tmp_path: Path) -> None:
-    study = CacheStudy(fraction=0.5, window=6, sink_tokens=2, corpus=LINES, seeds=1, pattern=write_pattern(tmp_path))
+    study = CacheStudyConfig(
+        fraction=0.5, window=6, sink_tokens=2, corpus=LINES, seeds=1, pattern=write_pattern(tmp_path)
+    )
     result = cache_study(make_model(rotary=True, kv_heads=2), study)
     assert result.plan is not None
     assert result.plan.cache[0].heads == ("0.1", "1.0")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise.compression import PruneRequest, StreamingRequest
-from headwise.compression.cache_study import CacheStudy, cache_study
+from headwise.compression.cache_study import CacheStudyConfig, cache_study
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.distributed.parallel_strategy_cost import cache_bytes
 from headwise.errors import HeadwiseError
@@ -35,7 +35,7 @@ def loss_after_position(model: ModelProtocol, lines: list[str], position: int) -
 
 def test_cache_study_losses_cover_tokens_after_eviction() -> None:
     model = make_model(rotary=True, kv_heads=2)
-    result = cache_study(model, CacheStudy(heads="1.*", sink_tokens=2, window=6, corpus=LINES, seeds=2))
+    result = cache_study(model, CacheStudyConfig(heads="1.*", sink_tokens=2, window=6, corpus=LINES, seeds=2))
     report = result.report
     assert report is not None
     assert result.model is not None
@@ -62,7 +62,7 @@ def test_cache_policy_no_difference_before_eviction() -> None:
 
 def test_cache_study_selects_and_evaluates_on_different_texts() -> None:
     model = make_model()
-    result = cache_study(model, CacheStudy(fraction=0.5, sink_tokens=1, window=8, bits=8, corpus=LINES, seeds=1))
+    result = cache_study(model, CacheStudyConfig(fraction=0.5, sink_tokens=1, window=8, bits=8, corpus=LINES, seeds=1))
     assert result.plan is not None
     assert result.report is not None
     assert result.report.texts == 4
@@ -74,7 +74,7 @@ def test_cache_study_selects_and_evaluates_on_different_texts() -> None:
     random_plan = hw.plan_streaming(model, StreamingRequest(0.5, sink_tokens=1, window=8, ranking="random", seed=3))
     assert {rule.policy for rule in random_plan.cache} == {CachePolicy(sink_tokens=1, window=8)}
     other = cache_study(
-        model, CacheStudy(fraction=0.5, sink_tokens=1, window=8, corpus=LINES[:4], test=LINES[4:], seeds=0)
+        model, CacheStudyConfig(fraction=0.5, sink_tokens=1, window=8, corpus=LINES[:4], test=LINES[4:], seeds=0)
     )
     assert other.report is not None
     assert other.report.increase_over_random is None
@@ -82,7 +82,7 @@ def test_cache_study_selects_and_evaluates_on_different_texts() -> None:
 
 def test_cache_study_curve_contains_plan_point() -> None:
     model = make_model()
-    study = CacheStudy(fraction=0.5, sink_tokens=1, window=8, corpus=LINES, seeds=2, fractions=(0.5, 1.0))
+    study = CacheStudyConfig(fraction=0.5, sink_tokens=1, window=8, corpus=LINES, seeds=2, fractions=(0.5, 1.0))
     result = cache_study(model, study)
     assert result.report is not None
     ranked = [point for point in result.curve if point.label == "output"]
@@ -96,14 +96,14 @@ def test_cache_study_curve_contains_plan_point() -> None:
     assert [point.bits for point in result.curve if point.label == "all at fewer bits"] == [16, 8, 4]
     rows = {
         point.label
-        for point in cache_study(model, CacheStudy(fractions=(0.5,), sink_tokens=1, window=8, corpus=LINES)).curve
+        for point in cache_study(model, CacheStudyConfig(fractions=(0.5,), sink_tokens=1, window=8, corpus=LINES)).curve
     }
     assert rows == {"output", "random", "all at fewer bits"}
 
 
 def test_cache_study_saved_model_applies_policies(tmp_path: Path) -> None:
     model = make_model()
-    study = CacheStudy(heads="0.1,1.*", sink_tokens=2, window=5, bits=8, corpus=LINES, seeds=0, passkeys=0)
+    study = CacheStudyConfig(heads="0.1,1.*", sink_tokens=2, window=5, bits=8, corpus=LINES, seeds=0, passkeys=0)
     result = cache_study(model, study, out=tmp_path / "small", save_plan=tmp_path / "plan.json")
     assert result.plan is not None
     loaded = hw.load(tmp_path / "small")
@@ -115,13 +115,13 @@ def test_cache_study_saved_model_applies_policies(tmp_path: Path) -> None:
         loaded(prompt, cache=cache)
     assert cache.nbytes == cache_bytes(loaded.spec, prompt.shape[1])
     assert loaded.generate(LINES[3], 8) == hw.apply(hw.Plan.load(tmp_path / "plan.json"), model).generate(LINES[3], 8)
-    reapplied = cache_study(model, CacheStudy(plan=hw.Plan.load(tmp_path / "plan.json"), corpus=LINES, seeds=0))
+    reapplied = cache_study(model, CacheStudyConfig(plan=hw.Plan.load(tmp_path / "plan.json"), corpus=LINES, seeds=0))
     assert reapplied.report == result.report
 
 
 def test_cache_study_passkeys_relative_to_full_cache() -> None:
     model = make_model(rotary=True)
-    study = CacheStudy(
+    study = CacheStudyConfig(
         bits=16, corpus=["word after word and so on and on " * 20], max_texts=8, max_length=120, passkeys=2, seeds=0
     )
     result = cache_study(model, study)
@@ -139,24 +139,28 @@ def test_cache_study_invalid_arguments_raise() -> None:
         ({"plan": hw.plan_pruning(model, PruneRequest(heads="0.1", fold_mean=False))}, "changes only caches"),
     ):
         with pytest.raises(HeadwiseError, match=message):
-            CacheStudy(**study)  # pyright: ignore[reportArgumentType]
+            CacheStudyConfig(**study)  # pyright: ignore[reportArgumentType]
     for evaluated, study, message in (
-        (make_model(kind="encoder"), CacheStudy(bits=8), "only a decoder"),
-        (make_model(kind="encoder-decoder"), CacheStudy(bits=8), "only a decoder"),
-        (model, CacheStudy(fraction=0.5, corpus=LINES), "no token is evicted"),
-        (model, CacheStudy(fraction=1.5, sink_tokens=1, window=8, corpus=LINES), "from 0 to 1"),
+        (make_model(kind="encoder"), CacheStudyConfig(bits=8), "only a decoder"),
+        (make_model(kind="encoder-decoder"), CacheStudyConfig(bits=8), "only a decoder"),
+        (model, CacheStudyConfig(fraction=0.5, corpus=LINES), "no token is evicted"),
+        (model, CacheStudyConfig(fraction=1.5, sink_tokens=1, window=8, corpus=LINES), "from 0 to 1"),
         (
             model,
-            CacheStudy(fraction=0.5, sink_tokens=1, window=8, corpus=LINES, ranking="magic"),
+            CacheStudyConfig(fraction=0.5, sink_tokens=1, window=8, corpus=LINES, ranking="magic"),
             "unknown method",
         ),
-        (model, CacheStudy(heads="0.1", sink_tokens=10, window=90, corpus=LINES), "no text is longer than 101"),
-        (model, CacheStudy(fraction=0.5, sink_tokens=1, window=8, corpus=LINES, max_texts=1), "Increase max_texts"),
-        (model, CacheStudy(plan=hw.plan_pruning(make_model(1), cache={"0.1": 8}), corpus=LINES), "other weights"),
+        (model, CacheStudyConfig(heads="0.1", sink_tokens=10, window=90, corpus=LINES), "no text is longer than 101"),
+        (
+            model,
+            CacheStudyConfig(fraction=0.5, sink_tokens=1, window=8, corpus=LINES, max_texts=1),
+            "Increase max_texts",
+        ),
+        (model, CacheStudyConfig(plan=hw.plan_pruning(make_model(1), cache={"0.1": 8}), corpus=LINES), "other weights"),
     ):
         with pytest.raises(HeadwiseError, match=message):
             cache_study(evaluated, study)
     with pytest.raises(HeadwiseError, match="how to reduce the cache"):
-        cache_study(model, CacheStudy(fractions=(0.5,), sink_tokens=1, window=8, corpus=LINES), out="nowhere")
+        cache_study(model, CacheStudyConfig(fractions=(0.5,), sink_tokens=1, window=8, corpus=LINES), out="nowhere")
     with pytest.raises(HeadwiseError, match="no text is longer than 71 tokens"):
         PairedEvaluator.of(model, LINES, skip_tokens=70)

@@ -12,7 +12,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.compression.quantize import dequantize, quantize, weight_footprints
 from headwise.errors import HeadwiseError
-from headwise.heads.quantized_weights import QuantizedLinear, QuantizedWeight
+from headwise.heads.quantized_layers import QuantizedLinear, QuantizedWeight
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from tests.contract.layers import MODELS, assert_equal, make_model, randomize, run_model

@@ -17,7 +17,7 @@ from headwise.compression.plan_report import Footprint, apply_random_compression
 from headwise.compression.streaming_selection import STREAM_RANKERS
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
-from headwise.model.streaming_forward import streaming
+from headwise.model.simulated_streaming_forward import streaming
 from headwise.spec import CachePolicy, Plan
 from headwise.text.build_tokenizers import character_tokenizer
 from headwise.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import headwise as hw
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.outside_window_attention import LENGTH, STREAMING_POLICY, OutsideWindowAttentionMetric
 from headwise.analysis.roles.prompt_role_definitions import streaming_candidate_mask
-from headwise.compression.cache_study import CacheStudy, cache_study
+from headwise.compression.cache_study import CacheStudyConfig, cache_study
 from headwise.compression.streaming_loss_evaluator import (
     BOUND,
     FACTS,
@@ -24,7 +24,7 @@ from headwise.compression.streaming_loss_evaluator import (
     StreamingTestResult,
 )
 from headwise.model import Transformer
-from headwise.model.streaming_forward import streaming
+from headwise.model.simulated_streaming_forward import streaming
 from headwise.spec import Address
 from tests.analysis.constructed_word_models import BETA, WordModel, scores_to_offset, scores_to_position
 
@@ -152,7 +152,7 @@ def test_cache_study_passkeys_reports_losses_on_retrieval_texts(induction: WordM
         "passkeys": 1,
     }
     for key, lost in (("0.0", False), ("1.0", True)):
-        report = cache_study(induction.model, CacheStudy(heads=key, **study)).report
+        report = cache_study(induction.model, CacheStudyConfig(heads=key, **study)).report
         assert report is not None
         assert [cost.kind for cost in report.retrieval] == list(KINDS[1:])
         assert all((cost.loss_increase.low > BOUND) == lost for cost in report.retrieval)

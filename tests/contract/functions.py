@@ -11,9 +11,14 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.analysis.ablation.head_outputs import mean_activations, record_z
+from headwise.analysis.attribution.head_output_analysis import (
+    copying_scores,
+    output_shares,
+    token_effects,
+    value_weighted_map,
+)
 from headwise.analysis.attribution.linear_probes import linear_probe
 from headwise.analysis.attribution.logit_attribution import logit_attribution
-from headwise.analysis.attribution.ov_analysis import copying_scores, output_shares, token_effects, value_weighted_map
 from headwise.analysis.metrics.retrieval import RetrievalMetric
 from headwise.analysis.metrics.variability import variability
 from headwise.analysis.roles.best_relation_heads import best_coreference_head
@@ -27,8 +32,8 @@ from headwise.compression.recovery_finetune import recover
 from headwise.model import eval_mode
 from headwise.spec import Address
 from headwise.text.annotated_document import Document, Relation
+from headwise.text.annotated_documents import GAPExample
 from headwise.text.corpus import TextPair
-from headwise.text.treebank import GAPExample
 from tests.analysis.light_profile import light_profile
 from tests.contract.attached_models import ENCODER_DECODERS, TEXTS, batch, logits, sample_heads
 

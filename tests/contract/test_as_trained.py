@@ -20,9 +20,9 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.analysis.ablation.head_outputs import mean_activations
+from headwise.analysis.attribution.head_output_analysis import output_shares, token_effects, value_weighted_map
 from headwise.analysis.attribution.linear_probes import linear_probe
 from headwise.analysis.attribution.logit_attribution import logit_attribution
-from headwise.analysis.attribution.ov_analysis import output_shares, token_effects, value_weighted_map
 from headwise.analysis.metrics.variability import variability
 from headwise.compression.l0_gates import learn_gates
 from headwise.compression.paired_evaluation import PairedEvaluator

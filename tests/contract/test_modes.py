@@ -10,9 +10,9 @@ from torch import nn
 
 import headwise as hw
 from headwise.analysis.ablation.head_outputs import mean_activations, record_z
+from headwise.analysis.attribution.head_output_analysis import output_shares, token_effects, value_weighted_map
 from headwise.analysis.attribution.linear_probes import linear_probe
 from headwise.analysis.attribution.logit_attribution import logit_attribution
-from headwise.analysis.attribution.ov_analysis import output_shares, token_effects, value_weighted_map
 from headwise.analysis.metrics.variability import variability
 from headwise.analysis.roles.best_relation_heads import best_coreference_head
 from headwise.compression import PruneRequest
@@ -23,9 +23,9 @@ from headwise.compression.pruning_curve import pruning_curve
 from headwise.distributed.process_group import ProcessGroup
 from headwise.errors import HeadwiseError
 from headwise.text.annotated_document import Document
+from headwise.text.annotated_documents import GAPExample
 from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.synthetic import VOCABULARY
-from headwise.text.treebank import GAPExample
 from headwise.training.evaluate import evaluate
 from headwise.training.synthetic_evaluation import synthetic_eval
 from headwise.ui.live_session import LiveSession

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.heads.quantized_weights import QuantizedLinear, QuantizedWeight, try_fused_quantized_linear
+from headwise.heads.quantized_layers import QuantizedLinear, QuantizedWeight, try_fused_quantized_linear
 from headwise.kernels.matmul_tuner import AUTOTUNED, MatmulTuner
 from headwise.kernels.prepacked_fp16 import FP16_TOLERANCE, PREPACKERS, make_prepacked_matmul
 from headwise.spec.weight_bits import FULL_PRECISION

@@ -68,7 +68,7 @@ def test_host_copy_queue_many_tensors_uses_one_copy_per_dtype() -> None:
         queue, results = HostCopyQueue(), {}
         values = [torch.arange(6.0).reshape(2, 3), torch.tensor([[7, 8]]), torch.tensor(9.0), torch.zeros(0, 2)]
         for index, value in enumerate(values):
-            queue.add([value.to("pretend")], lambda copied, i=index: results.update({i: copied}))
+            queue.copy_then_call([value.to("pretend")], lambda copied, i=index: results.update({i: copied}))
         assert not results
         device.reset_counts()
         queue.flush()

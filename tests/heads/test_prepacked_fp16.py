@@ -9,7 +9,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.compression.quantize import dequantize, quantize, weight_footprints
-from headwise.heads import quantized_weights
+from headwise.heads import quantized_layers
 from headwise.kernels.matmul_tuner import KERNEL_ENV_VAR, MatmulTuner
 from headwise.kernels.prepacked_fp16 import FP16_TOLERANCE, make_prepacked_matmul
 from headwise.model import Transformer
@@ -112,7 +112,7 @@ def test_prepacked_weights_modified_are_repacked() -> None:
 
 @pytest.mark.usefixtures("forms")
 def test_decode_steps_without_prepacked_product_use_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_weights, "make_prepacked_matmul", lambda weight: None)
+    monkeypatch.setattr(quantized_layers, "make_prepacked_matmul", lambda weight: None)
     small = quantize(decoder(), 4)
     got = run_steps(small)
     assert torch.allclose(got, run_steps(small, "torch"), rtol=1e-5, atol=1e-5)

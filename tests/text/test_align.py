@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import headwise as hw
 from headwise.text import Alignment
+from headwise.text.annotated_documents import read_documents
 from headwise.text.probe import probe_set
-from headwise.text.treebank import read_documents
 from tests.parity.real import minilm_folder, smollm2_folder
 from tests.parity.sentences import SENTENCES
 

@@ -12,7 +12,7 @@ import headwise as hw
 from headwise.analysis.ablation.importance import HeadImportance
 from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
-from headwise.analysis.attribution.ov_analysis import TokenEffects
+from headwise.analysis.attribution.head_output_analysis import TokenEffects
 from headwise.analysis.head_facts import AblationSummary, ComposedHead, HeadFacts, OVSummary, measure_head_facts
 from headwise.analysis.metrics.outside_window_attention import STREAMING_POLICY
 from headwise.analysis.metrics.role_examples import RoleExample

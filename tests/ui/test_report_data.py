@@ -10,7 +10,7 @@ import torch
 
 import headwise as hw
 from headwise.analysis import sentence_recording
-from headwise.analysis.attribution.ov_analysis import output_shares, value_weighted_map
+from headwise.analysis.attribution.head_output_analysis import output_shares, value_weighted_map
 from headwise.analysis.metrics.top_contexts import AttentionContext
 from headwise.analysis.recording.attention_maps import attention_maps
 from headwise.analysis.recording.recording import record

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from headwise.analysis.finding.job_examples import JobExample
 from headwise.analysis.finding.pair_scores import check_called, listening, needed_rows
+from headwise.analysis.finding.per_input_scores import PerInputScores
 from headwise.analysis.finding.prepared_example import PreparedExample
-from headwise.analysis.finding.score_table import ScoreTable
 from headwise.analysis.recording.text_hash_split import REPORTING, SELECTION
 from headwise.errors import ArgumentError
 from headwise.heads.hook_point import AttentionCall, HookPoint
@@ -81,7 +81,7 @@ def make_class_table(
     features: Sequence[tuple[np.ndarray, np.ndarray | None, int]],
     half_of: dict[str, int],
     seed: int = 0,
-) -> tuple[ScoreTable, list[str]]:
+) -> tuple[PerInputScores, list[str]]:
     """Fit and test the probes. Return the scores of every head and feature, and the feature of each column."""
     first = {example.key: index for index, example in reversed(list(enumerate(examples)))}
     indices = sorted(first.values())
@@ -104,7 +104,7 @@ def make_class_table(
         for head in block:
             scores.append(_held_out_hits(head, labels, labels, halves) * weights)
             by_chance.append(np.mean([_held_out_hits(head, guess, labels, halves) for guess in shuffled], 0) * weights)
-    table = ScoreTable(
+    table = PerInputScores(
         tuple(examples[index].key for index in indices), halves, weights.copy(), np.array(scores).T,
         np.full((len(indices), len(scores)), np.nan), np.full((len(indices), len(scores)), np.nan),
         {

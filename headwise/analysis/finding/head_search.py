@@ -14,23 +14,23 @@ from headwise.analysis.finding.bundled_examples import bundled_examples
 from headwise.analysis.finding.class_scores import class_features, make_class_table
 from headwise.analysis.finding.effect_scores import HeadAblator, Metric, other_head_costs
 from headwise.analysis.finding.head_search_result import HeadSearchResult
+from headwise.analysis.finding.head_search_results_file import FORMAT, SearchFile
 from headwise.analysis.finding.job_examples import (
     examples_digest,
     read_examples,
     split_examples,
 )
 from headwise.analysis.finding.pair_scores import ExampleScores, score_pairs
-from headwise.analysis.finding.prepared_example import PreparedExample, prepare_example
-from headwise.analysis.finding.score_table import (
+from headwise.analysis.finding.per_input_scores import (
     ALPHA,
     LEVELS,
     JobEvidence,
-    ScoreTable,
+    PerInputScores,
     TableTest,
     assess_heads,
     make_table,
 )
-from headwise.analysis.finding.search_file import FORMAT, SearchFile
+from headwise.analysis.finding.prepared_example import PreparedExample, prepare_example
 from headwise.analysis.metrics.statistics import (
     bootstrap_difference_interval,
     bootstrap_interval,
@@ -194,7 +194,7 @@ class _Search:
             test = replace(test, evidence=self._causal_test(test.evidence))
         return self._result(table, test, threshold, skipped)
 
-    def _check_halves(self, table: ScoreTable) -> None:
+    def _check_halves(self, table: PerInputScores) -> None:
         for half in (0, 1):
             count = int(table.in_half(half).sum())
             if count < 5:
@@ -224,7 +224,7 @@ class _Search:
         self.progress("examples", len(self.prepared), len(self.prepared))
         return rows
 
-    def _class_table(self) -> tuple[ScoreTable, list[str]]:
+    def _class_table(self) -> tuple[PerInputScores, list[str]]:
         features = []
         for index, item in enumerate(self.prepared):
             self.progress("examples", index, len(self.prepared))
@@ -292,7 +292,7 @@ class _Search:
         tested = _causal_evidence(candidates, by_input, others_by_input, self.seed)
         return [tested.get(item.address, item) for item in evidence]
 
-    def _result(self, table: ScoreTable, test: TableTest, threshold: float, skipped: int) -> HeadSearchResult:
+    def _result(self, table: PerInputScores, test: TableTest, threshold: float, skipped: int) -> HeadSearchResult:
         metadata = self.header | {
             "threshold": threshold, "alpha": ALPHA, "family_size": test.family_size, "num_heads": len(self.selected),
             "skipped_pairs": skipped, "rows": float(table.counts[table.in_half(REPORTING)].sum()),

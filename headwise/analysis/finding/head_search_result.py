@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headwise.analysis.finding.job_examples import JobExample
-from headwise.analysis.finding.score_table import JobEvidence, RandomHeadComparison, ScoreTable
+from headwise.analysis.finding.per_input_scores import JobEvidence, PerInputScores, RandomHeadComparison
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval, max_t_test
 from headwise.analysis.recording.text_hash_split import REPORTING
 from headwise.errors import ArgumentError, FileFormatError
@@ -97,7 +97,7 @@ class HeadSearchResult:
     metadata: dict[str, Any]
     heads: tuple[JobEvidence, ...]
     control: RandomHeadComparison
-    table: ScoreTable
+    table: PerInputScores
     examples: tuple[JobExample, ...] = ()
 
     @property
@@ -283,7 +283,7 @@ class HeadSearchResult:
             data.pop("supported_heads")
             scores = np.array(units["scores"], float)
             nan = np.full(scores.shape, np.nan)
-            table = ScoreTable(
+            table = PerInputScores(
                 tuple(units["keys"]), np.array(units["halves"]), np.array(units["counts"], float), scores, nan, nan, {},
                 bool(units["bounded"]),
             )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 
 from headwise.analysis.finding.head_search import find_heads
 from headwise.analysis.finding.job_examples import JobExample
-from headwise.analysis.finding.score_table import chosen_baselines
+from headwise.analysis.finding.per_input_scores import chosen_baselines
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec
 from headwise.analysis.metrics.task_metric import TaskMetric, TaskMetricResult

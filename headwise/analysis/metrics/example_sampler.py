@@ -37,7 +37,7 @@ RelationTargets = tuple[str, TextSample, int, tuple[int, ...]]
 
 
 @dataclass(eq=False)
-class RecordedExample:
+class SampledPositionAttention:
     """A sampled position and the attention of every head there. `recorded` is set after the forward pass of its text."""
 
     position: ExamplePosition
@@ -51,20 +51,20 @@ class BottomKSample:
 
     >>> bottom = BottomKSample(2)
     >>> for key in (5, 3, 9, 3, 1):
-    ...     _ = bottom.accepts(key) and bottom.add(RecordedExample(ExamplePosition("", key, 0, 0, 0, ()), {}))
+    ...     _ = bottom.accepts(key) and bottom.add(SampledPositionAttention(ExamplePosition("", key, 0, 0, 0, ()), {}))
     >>> sorted(bottom.examples)
     [1, 3]
     """
 
     k: int
-    examples: dict[int, RecordedExample] = field(default_factory=dict)  # by key
+    examples: dict[int, SampledPositionAttention] = field(default_factory=dict)  # by key
     _heap: list[int] = field(default_factory=list)  # negative keys, so that the largest key comes first
 
     def accepts(self, key: int) -> bool:
         """Whether a position with this key would be added. A key that is present already is not."""
         return (len(self._heap) < self.k or key < -self._heap[0]) and key not in self.examples
 
-    def add(self, example: RecordedExample) -> RecordedExample | None:
+    def add(self, example: SampledPositionAttention) -> SampledPositionAttention | None:
         """Add a position. Return the position that it displaces, if any."""
         self.examples[example.position.key] = example
         heappush(self._heap, -example.position.key)
@@ -93,8 +93,8 @@ class ExampleSampler(AttentionObserver):
         self.key_target_names = tuple(key_target.name for key_target in layout.key_targets)
         self._relation_examples: dict[str, BottomKSample] = {}
         self._token_examples = BottomKSample(TOKEN_EXAMPLES)
-        self._relation_examples_by_sample: dict[int, list[RecordedExample]] = {}  # by the number of their text
-        self._token_examples_by_sample: dict[int, list[RecordedExample]] = {}
+        self._relation_examples_by_sample: dict[int, list[SampledPositionAttention]] = {}  # by the number of their text
+        self._token_examples_by_sample: dict[int, list[SampledPositionAttention]] = {}
 
     # Called before the forward pass of a text.
 
@@ -129,11 +129,11 @@ class ExampleSampler(AttentionObserver):
     def _store(
         self,
         bottom_k: BottomKSample,
-        by_sample: dict[int, list[RecordedExample]],
+        by_sample: dict[int, list[SampledPositionAttention]],
         position: ExamplePosition,
         sizes: dict[str, tuple[int, ...]],
     ) -> None:
-        example = RecordedExample(position, {name: np.zeros(size, np.float32) for name, size in sizes.items()})
+        example = SampledPositionAttention(position, {name: np.zeros(size, np.float32) for name, size in sizes.items()})
         by_sample.setdefault(position.sample, []).append(example)
         evicted = bottom_k.add(example)
         if evicted is not None:
@@ -187,7 +187,9 @@ class ExampleSampler(AttentionObserver):
             for sampled in self._token_examples_by_sample.get(sample.index, ()):
                 position, start = sampled.position, batch.first_columns[example]
                 weights = attention_from_position(position, call.attention_call, example, start)  # (H, S)
-                batch_context.host_copies.add([weights], partial(_store_map, sampled.arrays["maps"], call.head_slice))
+                batch_context.host_copies.copy_then_call(
+                    [weights], partial(_store_map, sampled.arrays["maps"], call.head_slice)
+                )
                 features = batch_context.feature_values_on_host[example, start : start + len(position.names)]
                 sampled.arrays["features"][:] = features.numpy()
                 columns = batch_context.key_targets_on_host[:, example, start + position.source].numpy()
@@ -244,7 +246,7 @@ class ExampleRecorder(AttentionObserver):
                 start = batch.first_columns[example]
                 weights = attention_from_position(position, call.attention_call, example, start)  # (H, S)
                 store = partial(_store_map, examples.arrays["maps"][row], call.head_slice)
-                call.batch_context.host_copies.add([weights], store)
+                call.batch_context.host_copies.copy_then_call([weights], store)
                 examples.arrays["recorded"][len(examples.arcs) + row] = 1
 
 

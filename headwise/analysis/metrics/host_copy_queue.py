@@ -17,14 +17,14 @@ class HostCopyQueue:
     Tensors that are on the host are used at once.
 
     >>> queue, values = HostCopyQueue(), []
-    >>> queue.add([torch.tensor([1.0, 2.0])], lambda copied: values.extend(copied.tolist()))
+    >>> queue.copy_then_call([torch.tensor([1.0, 2.0])], lambda copied: values.extend(copied.tolist()))
     >>> values
     [1.0, 2.0]
     """
 
     _entries: list[tuple[Sequence[Tensor], Callable[..., Any]]] = field(default_factory=list)
 
-    def add(self, tensors: Sequence[Tensor], use: Callable[..., Any]) -> None:
+    def copy_then_call(self, tensors: Sequence[Tensor], use: Callable[..., Any]) -> None:
         """Call `use` with host copies of the tensors: at once if they are on the host, otherwise in `flush`.
 
         The tensors must not be changed until then.

@@ -147,7 +147,7 @@ class MetricRunner:
             sums, counts = sums.nan_to_num(0.0), counts * counted_mask
         bucket_ids = [sample.bucket for sample in call.batch_context.batch.samples]
         add = partial(self.accumulator.add, metric.names, call.head_slice, bucket_ids)
-        call.batch_context.host_copies.add((sums, counts), add)
+        call.batch_context.host_copies.copy_then_call((sums, counts), add)
 
     def _gram(self, call: AttentionCall) -> Tensor:
         """Return W_O W_Oᵀ, (H, e, e), cached until the weights change. NaN if W_O cannot be read."""

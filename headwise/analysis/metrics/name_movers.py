@@ -142,7 +142,7 @@ def make_name_prompts(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -
     """Make two prompts per pair. The targets of each are the correct name and the other name. Names that are not single
     tokens are left out."""
     prompt_pairs: list[PromptWithTargets] = []
-    for number, pair in enumerate(make_name_pairs(tokenizer, seed, pairs)):
+    for number, pair in enumerate(make_name_sentence_pairs(tokenizer, seed, pairs)):
         first, second = (sentence.to_prompt() for sentence in pair.sentences)
         prompt_pairs += (
             (replace(first, sample=number), second) if number % 2 else (first, replace(second, sample=number))
@@ -150,7 +150,7 @@ def make_name_prompts(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -
     return prompt_pairs
 
 
-def make_name_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[NameSentencePair]:
+def make_name_sentence_pairs(tokenizer: Tokenizer, seed: int = 0, pairs: int = PAIRS) -> list[NameSentencePair]:
     """Draw pairs of sentences about two people, with the single-name sentences of both names."""
     single = [name for name in NAMES if single_token_of_word(tokenizer, "Then", name) is not None]
     couples, rng = list(permutations(single, 2)), np.random.default_rng(seed)

@@ -15,7 +15,7 @@ name, a name at a fixed position, or the answer scores no more than its baseline
 completes both correctly.
 """
 
-from headwise.analysis.metrics.name_movers import NameSentence, SingleNameSentence, make_name_pairs
+from headwise.analysis.metrics.name_movers import NameSentence, SingleNameSentence, make_name_sentence_pairs
 from headwise.analysis.metrics.prompt_metric import (
     MIN_SAMPLES,
     ExpectedToken,
@@ -81,7 +81,7 @@ def make_suppression_prompts(tokenizer: Tokenizer, seed: int = 0) -> list[Prompt
 
     The targets of the first two are the second mention of the wrong name, its first mention, and the answer.
     """
-    pairs = [pair for pair in make_name_pairs(tokenizer, seed) if None not in pair.singles]
+    pairs = [pair for pair in make_name_sentence_pairs(tokenizer, seed) if None not in pair.singles]
     if len(pairs) < MIN_SAMPLES:
         raise too_few_single_tokens_error("pairs of names", len(pairs), MIN_SAMPLES)
     names = {sentence.answer for pair in pairs for sentence in pair.sentences}

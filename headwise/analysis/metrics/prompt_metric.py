@@ -256,13 +256,15 @@ def run_prompts(
             copies = HostCopyQueue()
             for kind, array in arrays.items():
                 for first_head, values in capture.results[kind].items():
-                    copies.add([values], partial(_store_responses, array, slots, first_head))
+                    copies.copy_then_call([values], partial(_store_responses, array, slots, first_head))
             for row, index in enumerate(example_ids):
                 if index in batch_ids:
                     examples.arrays["recorded"][row] = 1
                     for first_head, maps in capture.maps.items():
                         head_maps = maps[batch_ids.index(index)].float()  # (H, S)
-                        copies.add([head_maps], partial(_store_map, examples.arrays["maps"][row], first_head))
+                        copies.copy_then_call(
+                            [head_maps], partial(_store_map, examples.arrays["maps"][row], first_head)
+                        )
             copies.flush()
     return HeadResponses(**arrays, correct=correct, examples=examples)
 

@@ -68,7 +68,9 @@ class TopContexts(AttentionObserver):
         heads = slice(call.first_head + block.heads.start, call.first_head + block.heads.stop)
         positions_and_weights = self._top_rows(heads, block, idle, batch.first_token_positions)
         if positions_and_weights is not None:
-            batch_context.host_copies.add(positions_and_weights, partial(self._merge_rows, heads, batch.samples))
+            batch_context.host_copies.copy_then_call(
+                positions_and_weights, partial(self._merge_rows, heads, batch.samples)
+            )
 
     def _top_rows(self, heads: slice, block: RowBlock, idle: Tensor, starts: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the best rows of a block: text, query and key, (h, kept, 3), and weight, (h, kept). None if they are

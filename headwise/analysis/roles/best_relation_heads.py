@@ -28,7 +28,7 @@ from headwise.analysis.roles.profile_result import Profile
 from headwise.errors import ArgumentError
 from headwise.heads.hook_point import AttentionCall
 from headwise.model import ModelProtocol, eval_mode
-from headwise.text.treebank import GAPExample
+from headwise.text.annotated_documents import GAPExample
 
 
 class BestHead(NamedTuple):

@@ -147,7 +147,7 @@ def repeated_list_trial(model: ModelProtocol, texts: Sequence[TextSample], seed:
             start + position: token for position, token in enumerate(list_tokens) if position and token in answers
         }
         lists.append(TrialPrompt(sample_from_ids(index, (*prefix, *list_tokens, *list_tokens), tokenizer), targets))
-    return make_controlled_trial(lists, drop_unpredicted_targets(model, lists), answered)
+    return pair_trial_with_controls(lists, drop_unpredicted_targets(model, lists), answered)
 
 
 def repeated_text_trial(model: ModelProtocol, texts: Sequence[TextSample], seed: int) -> CausalTrial:
@@ -318,7 +318,7 @@ def drop_unpredicted_targets(model: ModelProtocol, rows: Sequence[TrialPrompt]) 
     ]
 
 
-def make_controlled_trial(
+def pair_trial_with_controls(
     rows: Sequence[TrialPrompt], predicted_rows: Sequence[TrialPrompt], control_rows: Sequence[TrialPrompt]
 ) -> CausalTrial:
     """Pair each row with its control and reduce both to the answers predicted in both."""

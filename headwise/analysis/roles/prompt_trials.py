@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from headwise.analysis.metrics.name_movers import make_name_pairs
+from headwise.analysis.metrics.name_movers import make_name_sentence_pairs
 from headwise.analysis.metrics.prompt_metric import PromptWithTargets
 from headwise.analysis.metrics.statistics import MIN_UNITS
 from headwise.analysis.metrics.successor import list_prompt, single_token_words
@@ -28,7 +28,7 @@ from headwise.analysis.roles.causal_trials import (
     CausalTrial,
     TrialPrompt,
     drop_unpredicted_targets,
-    make_controlled_trial,
+    pair_trial_with_controls,
 )
 from headwise.errors import HeadwiseError
 from headwise.model import ModelProtocol
@@ -63,7 +63,7 @@ def prompt_trial(model: ModelProtocol, role: str, seed: int) -> CausalTrial:
                 tokenizer, index, (*tokenizer.template_ids[0], *_repeated_list(prompt, pool, length, separator, rng))
             )
         )
-    return make_controlled_trial(
+    return pair_trial_with_controls(
         prompt_rows, drop_unpredicted_targets(model, prompt_rows), drop_unpredicted_targets(model, list_rows)
     )
 
@@ -74,7 +74,7 @@ def name_lead_trial(model: ModelProtocol, role: str, seed: int) -> CausalTrial:
     alternate."""
     tokenizer, max_tokens, rng = tokenizer_of(model), model.spec.max_input_tokens, np.random.default_rng(seed)
     try:
-        pairs = make_name_pairs(tokenizer, seed)
+        pairs = make_name_sentence_pairs(tokenizer, seed)
     except HeadwiseError:  # the tokenizer has too few single-token names
         return CausalTrial(())
     chosen = [(pair.sentences[i % 2], pair.singles[i % 2]) for i, pair in enumerate(pairs)]

@@ -100,7 +100,7 @@ def profile_shards(
     check_executor(executor)
     out, report = Path(out), progress or ignore_progress
     full_corpus, in_process = Corpus.of(corpus), executor is None and processes in (None, 1)
-    _check_request(model, full_corpus, in_process=in_process)
+    _check_corpus_and_workers(model, full_corpus, in_process=in_process)
     options = _ShardOptions(max_length, batch_tokens, row_stride, seed)
     loaded = load(model, device=device, dtype=dtype) if isinstance(model, str) else model
     digest = weights_digest(loaded)
@@ -149,7 +149,7 @@ def profile_shards(
     return result
 
 
-def _check_request(model: ModelProtocol | str, full_corpus: Corpus, *, in_process: bool) -> None:
+def _check_corpus_and_workers(model: ModelProtocol | str, full_corpus: Corpus, *, in_process: bool) -> None:
     """Raise if the corpus, the environment or the workers do not fit."""
     if full_corpus.paired:
         raise ArgumentError(

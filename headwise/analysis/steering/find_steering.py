@@ -26,8 +26,8 @@ from headwise.analysis.recording.batching import make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.steering.contrast_texts import (
     ContrastText,
+    change_sums_by_group,
     completion_log_probs,
-    margin_sums,
     mean_outputs,
     mean_sums,
     random_directions,
@@ -186,7 +186,7 @@ def find_steering(
         method, heads, num_heads, tuple(strengths) if isinstance(strengths, list | tuple) else (), max_kl, max_distance,
         corpus, max_texts, max_length, num_random, seed,
     )  # fmt: skip
-    search = _prepare(model, positive, negative, settings, steps, progress)
+    search = _prepare_search(model, positive, negative, settings, steps, progress)
     z, streams = mean_outputs(model, search.halves[0], last_prompt_token=method == "function_vector")
     is_positive = np.array([text.is_positive for text in search.halves[0]])
     directions = {head: _direction(z[head], is_positive, method) for head in search.heads}
@@ -207,7 +207,7 @@ def find_steering(
     return _judge(search, steering, points, streams, is_positive, num_random)
 
 
-def _prepare(
+def _prepare_search(
     model: ModelProtocol,
     positive: Sequence[Any],
     negative: Sequence[Any],
@@ -352,10 +352,10 @@ def _effect(search: SteeringSearch, half: int, changes: Sequence[float]) -> Stee
     elif search.method == "function_vector":  # steering replaces the in-context examples of the positive prompts
         texts = [t for t in search.halves[half] if not t.is_positive]
         kept_changes = [c for c, t in zip(changes, search.halves[half], strict=True) if not t.is_positive]
-        sums = margin_sums([replace(t, is_positive=True) for t in texts], kept_changes)
+        sums = change_sums_by_group([replace(t, is_positive=True) for t in texts], kept_changes)
         sums = (sums[0], sums[1], np.zeros_like(sums[0]), np.ones_like(sums[1]))
     else:
-        sums = margin_sums(search.halves[half], changes)
+        sums = change_sums_by_group(search.halves[half], changes)
     low, high = bootstrap_difference_interval(*sums)
     mean = sums[0].sum() / sums[1].sum() - sums[2].sum() / sums[3].sum()
     return SteeringEffect(float(mean), float(low), float(high))

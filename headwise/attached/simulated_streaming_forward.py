@@ -1,4 +1,4 @@
-"""Forward passes of an attached model in which KV heads stream (`headwise.model.streaming_forward`)."""
+"""Forward passes of an attached model in which KV heads stream (`headwise.model.simulated_streaming_forward`)."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,12 +13,12 @@ from headwise.attached.uncopied_hook import UncopiedHook
 from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall
 from headwise.model.resumable_forward import BlockOutputCache, forward_copies
-from headwise.model.streaming_forward import OnLayer, cache_policy_override, streaming
+from headwise.model.simulated_streaming_forward import OnLayer, cache_policy_override, streaming
 from headwise.spec import Address, CachePolicy, LayerAddress
 from headwise.spec.model import CACHED_STACKS
 
 
-class AttachedStreamingForward:
+class AttachedSimulatedStreamingForward:
     """Streaming passes of an attached decoder, by hooks on its blocks."""
 
     def __init__(self, attached: Any) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.text.annotated_document import Document, Relation
+from headwise.text.annotated_documents import read_conllu, read_documents, read_gap
 from headwise.text.file_formats import read_corpus_file
-from headwise.text.treebank import read_conllu, read_documents, read_gap
 
 DATA = Path(os.environ.get("HEADWISE_DATA", Path(__file__).parent.parent.parent.parent / "shared" / "data"))
 needs_data = pytest.mark.skipif(

@@ -25,7 +25,7 @@ NO_INTERVAL = (float("nan"), float("nan"))
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreTable:
+class PerInputScores:
     """Sums by unit (input of the model) and head.
 
     Attributes:
@@ -139,7 +139,7 @@ class RandomHeadComparison:
     second_address: str
 
 
-def make_table(rows: Sequence[ExampleScores], half_of: Mapping[str, int], *, is_bounded: bool = True) -> ScoreTable:
+def make_table(rows: Sequence[ExampleScores], half_of: Mapping[str, int], *, is_bounded: bool = True) -> PerInputScores:
     """Add up examples with equal inputs, and choose the position rule on the selection half."""
     keys = tuple(dict.fromkeys(row.key for row in rows))
     index = np.array([keys.index(row.key) for row in rows])
@@ -160,7 +160,7 @@ def make_table(rows: Sequence[ExampleScores], half_of: Mapping[str, int], *, is_
         best = max(position, key=lambda name: rules[name][selected].sum())
         baselines[best] = rules[best]
     baselines |= {name: rules[name] for name in rules if name not in position}
-    return ScoreTable(
+    return PerInputScores(
         keys, halves, counts, total([row.scores for row in rows]), total([row.value_weighted for row in rows]),
         total([row.weights for row in rows]), baselines, is_bounded,
     )  # fmt: skip
@@ -187,7 +187,7 @@ class TableTest:
 
 
 def assess_heads(
-    table: ScoreTable, addresses: Sequence[object], threshold: float, *, seed: int = 0, details: Sequence[str] = ()
+    table: PerInputScores, addresses: Sequence[object], threshold: float, *, seed: int = 0, details: Sequence[str] = ()
 ) -> TableTest:
     """Test every head on the reporting half, against the baseline that is largest on the selection half."""
     names, chosen = list(table.baselines), best_baseline_indices(table)
@@ -219,20 +219,20 @@ def assess_heads(
     return TableTest(evidence, family_size, _random_head_control(table, addresses, selection_gain, seed))
 
 
-def best_baseline_indices(table: ScoreTable) -> np.ndarray:
+def best_baseline_indices(table: PerInputScores) -> np.ndarray:
     """Return the index of the baseline that is largest on the selection half, for each head, (H,)."""
     columns = [np.broadcast_to(sums, table.scores.shape) for sums in table.baselines.values()]
     on_selection = np.stack([table.mean(column, SELECTION) for column in columns])
     return np.nan_to_num(on_selection, nan=-np.inf).argmax(0)
 
 
-def chosen_baselines(table: ScoreTable) -> np.ndarray:
+def chosen_baselines(table: PerInputScores) -> np.ndarray:
     """Return the sums of each head's baseline, (n, H)."""
     columns = np.stack([np.broadcast_to(sums, table.scores.shape) for sums in table.baselines.values()])
     return np.take_along_axis(columns, best_baseline_indices(table)[None, None, :], 0)[0]
 
 
-def _gain(table: ScoreTable, sums: np.ndarray, baselines: np.ndarray, half: int) -> np.ndarray:
+def _gain(table: PerInputScores, sums: np.ndarray, baselines: np.ndarray, half: int) -> np.ndarray:
     """Return the gain over the baseline on one half, (H,)."""
     score, baseline = table.mean(sums, half), table.mean(baselines, half)
     if not table.is_bounded:
@@ -241,7 +241,7 @@ def _gain(table: ScoreTable, sums: np.ndarray, baselines: np.ndarray, half: int)
         return np.where(baseline < 1, (score - baseline) / (1 - baseline), 0.0)
 
 
-def _value_weighted_p(table: ScoreTable, baselines: np.ndarray, units: np.ndarray, seed: int) -> np.ndarray:
+def _value_weighted_p(table: PerInputScores, baselines: np.ndarray, units: np.ndarray, seed: int) -> np.ndarray:
     """Return p-values of the value-weighted scores, (H,). 1 if they are not defined."""
     rows = table.counts[units][:, None]
     measured = np.isfinite(table.value_weighted[units])
@@ -250,7 +250,7 @@ def _value_weighted_p(table: ScoreTable, baselines: np.ndarray, units: np.ndarra
 
 
 def _random_head_control(
-    table: ScoreTable, addresses: Sequence[object], selection_gain: np.ndarray, seed: int
+    table: PerInputScores, addresses: Sequence[object], selection_gain: np.ndarray, seed: int
 ) -> RandomHeadComparison:
     """Compare the head with the largest gain on the selection half with the mean of the other heads."""
     best = int(np.nan_to_num(selection_gain, nan=-np.inf).argmax())

@@ -1,4 +1,4 @@
-"""`AttachedModule`: the handle of an attached torch module that is not a transformers model."""
+"""`AttachedTorchModule`: the handle of an attached torch module that is not a transformers model."""
 
 import copy
 from collections.abc import Callable, Generator, Mapping
@@ -9,7 +9,7 @@ from weakref import finalize, ref
 from torch import Tensor, nn
 
 from headwise.attached.attached_model import AttachedModel
-from headwise.attached.interface import unregister_layer
+from headwise.attached.interface import stop_routing_module
 from headwise.attached.layer import MARK, AttachedLayer, LayerMark, layer_of
 from headwise.attached.layer_probe import check_reconstruction, probe_layers
 from headwise.attached.masks import MaskConverter
@@ -27,7 +27,7 @@ from headwise.spec.cache_policy import CachePolicies
 CallFunction = Callable[[Any, Any], Any]  # (model, call) → output or scalar loss
 
 
-class AttachedModule(AttachedModel):
+class AttachedTorchModule(AttachedModel):
     """Handle of a torch module, created by `hw.attach`.
 
     Its corpus is a list of calls, because a torch module has no tokenizer. `forward(model, call)` runs one of them.
@@ -250,12 +250,12 @@ def make_module_layers(model: nn.Module) -> list[AttachedLayer]:
     return layers
 
 
-def live_module_handle(model: nn.Module) -> AttachedModule | None:
+def live_module_handle(model: nn.Module) -> AttachedTorchModule | None:
     """Return the handle of an attached torch module, or None."""
     for module in model.modules():
         layer = layer_of(module) if MARK in module.__dict__ else None
         handle = None if layer is None else layer.handle()
-        if isinstance(handle, AttachedModule) and handle.model is model:
+        if isinstance(handle, AttachedTorchModule) and handle.model is model:
             return handle
     return None
 
@@ -263,7 +263,7 @@ def live_module_handle(model: nn.Module) -> AttachedModule | None:
 class ModuleAttachment:
     """Marks, replaced forwards and hooks of one handle on one torch module. `undo` removes them."""
 
-    def __init__(self, model: nn.Module, layers: list[AttachedLayer], handle: AttachedModule) -> None:
+    def __init__(self, model: nn.Module, layers: list[AttachedLayer], handle: AttachedTorchModule) -> None:
         self.model, self.layers, self.handle = model, layers, ref(handle)
         self.is_active = True
         self._hooks: list[Any] = []
@@ -294,22 +294,22 @@ class ModuleAttachment:
     def replace_layers(self, layers: list[AttachedLayer]) -> None:
         """Attach to these layers instead of those at the same addresses."""
         self.remove_hooks()
-        self.unregister_layers()
+        self.stop_routing_modules()
         new = {layer.hook_point.address: layer for layer in layers}
         self.layers = [new.get(layer.hook_point.address, layer) for layer in self.layers]
         self._mark()
         self.add_hooks()
 
-    def unregister_layers(self) -> None:
+    def stop_routing_modules(self) -> None:
         """Remove the marks of the modules."""
         for layer in self.layers:
             if layer_of(layer.module) is layer:
-                unregister_layer(layer)
+                stop_routing_module(layer)
 
     def undo(self) -> None:
         """Leave the module as it was."""
         if self.is_active:
             self.is_active = False
             self.remove_hooks()
-            self.unregister_layers()
+            self.stop_routing_modules()
             self._finalizer.detach()

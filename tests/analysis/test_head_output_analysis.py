@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.attribution.ov_analysis import (
+from headwise.analysis.attribution.head_output_analysis import (
     copying_scores,
     logit_attribution,
     output_shares,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OnLayer = Callable[[Any, Tensor, Tensor, Tensor], None]
 
 
-class StreamingForward(Protocol):
+class SimulatedStreamingForward(Protocol):
     """Forward passes of a decoder over ids (1, T), without a cache."""
 
     def compare(self, ids: Tensor, policy: CachePolicy, on_layer: OnLayer) -> None:
@@ -35,7 +35,7 @@ class StreamingForward(Protocol):
         ...
 
 
-class BlockStreamingForward:
+class BlockSimulatedStreamingForward:
     """Streaming passes of a native decoder, block by block."""
 
     def __init__(self, model: "Transformer") -> None:
