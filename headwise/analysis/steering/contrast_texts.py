@@ -251,7 +251,7 @@ def mean_sums(texts: Sequence[ContrastText], changes: Sequence[float]) -> tuple[
     return tables[0], tables[1], np.zeros(len(groups)), np.ones(len(groups))
 
 
-def margin_sums(texts: Sequence[ContrastText], changes: Sequence[float]) -> tuple[np.ndarray, ...]:
+def change_sums_by_group(texts: Sequence[ContrastText], changes: Sequence[float]) -> tuple[np.ndarray, ...]:
     """Return sums and token counts of positive and of negative texts per group, for a paired interval of their difference."""
     groups = {group: i for i, group in enumerate(dict.fromkeys(text.group for text in texts))}
     tables = np.zeros((4, len(groups)))  # positive sums and counts, negative sums and counts
