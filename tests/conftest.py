@@ -67,6 +67,18 @@ def empty_result_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWISE_STORE", str(STORES / uuid.uuid4().hex))
 
 
+@pytest.fixture(autouse=True)
+def closed_hooks() -> Iterator[None]:
+    """Fail a test that leaves an edit or a listener open, because later tests of the process would see it."""
+    from headwise.heads.hook_point import HOOKS, set_open_hooks
+
+    before = HOOKS.now
+    yield
+    after = HOOKS.now
+    set_open_hooks(before)
+    assert after is before, "the test left an edit or a listener open"
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(STORES, ignore_errors=True)
 
