@@ -34,6 +34,7 @@ MODEL_FIELDS = {
     **SIZE_FIELDS, "encoder_layers": 0, "windows": ANY_VALUE, "embed_scale": 1.0, "tied": ANY_VALUE, "cache": (),
     "weight_rules": (), "activation_bits": 32, "stacks": (),
     "embed_width": 0, "shared_layers": False, "position_offset": ANY_VALUE, "output_activation": ANY_VALUE,
+    "causal_t5_buckets": ANY_VALUE, "decoder_start_id": None, "logit_scale": 1.0,
 }  # fmt: skip
 ATTENTION_FIELDS = {
     **dict.fromkeys(("width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width"), ANY_VALUE),
@@ -42,6 +43,7 @@ ATTENTION_FIELDS = {
     "weight_bits": None,
     # llama.cpp supports no position bias
     **{field.name: field.default for field in fields(AttentionSpec) if field.name in POSITION_BIASES},
+    "t5_max_distance": ANY_VALUE, "t5_bidirectional": ANY_VALUE,
     "softcap": None, "softmax": "plain", "head_input": "full", "gated": False,
 }  # fmt: skip
 

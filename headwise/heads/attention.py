@@ -328,7 +328,7 @@ class MultiHeadAttention(nn.Module):
                     f"Omit bias, or build the layer without {spec.position_bias_field}."
                 )
             bias_parameters = q.new_empty(q.shape[1], 0) if position_bias is None else position_bias  # (H, n)
-            bias = POSITION_BIASES[spec.position_bias_field].from_layer(bias_parameters, spec.heads, spec.head_ids)
+            bias = POSITION_BIASES[spec.position_bias_field].from_layer(bias_parameters, spec)
         return make_score_params(
             q,
             k,

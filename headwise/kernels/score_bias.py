@@ -16,6 +16,7 @@ from torch import Tensor
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.kernels.masks import slice_block
 from headwise.kernels.positions import alibi_slopes
+from headwise.spec import AttentionSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +49,8 @@ class Bias(ABC):
         """Return the bias of some queries and keys, broadcastable to (B, H, R, C). The last query is at the last key."""
 
     @classmethod
-    def from_layer(cls, parameters: Tensor, heads: int, head_ids: Sequence[int]) -> Self:
-        """Create the bias of a layer from its parameters, (H, n), its original number of heads and its remaining heads."""
+    def from_layer(cls, parameters: Tensor, spec: AttentionSpec) -> Self:
+        """Create the bias of a layer from its parameters, (H, n), and its configuration."""
         raise HeadwiseError(f"{cls.__name__}: cannot be the position bias of a layer. Pass it to a call as bias=….")
 
     def tensors(self) -> list[Tensor]:
@@ -128,9 +129,10 @@ class AlibiBias(Bias):
     learned_reason = "the ALiBi slopes are learned"
 
     @classmethod
-    def from_layer(cls, parameters: Tensor, heads: int, head_ids: Sequence[int]) -> "AlibiBias":
+    def from_layer(cls, parameters: Tensor, spec: AttentionSpec) -> "AlibiBias":
         """Create the bias with the slope of each head by its original number, so that pruning does not change it."""
-        return AlibiBias((alibi_slopes(heads)[list(head_ids)] if head_ids else torch.zeros(0)).to(parameters))
+        slopes = alibi_slopes(spec.heads)[list(spec.head_ids)] if spec.head_ids else torch.zeros(0)
+        return AlibiBias(slopes.to(parameters))
 
     def block(self, rows: range, cols: range, T: int, S: int) -> Tensor:
         return -self.slopes[None, :, None, None] * query_minus_key_distances(rows, cols, T, S, self.slopes.device).abs()
@@ -159,8 +161,8 @@ class T5RelativeBias(Bias):
     learned_reason = "the T5 bias is learned"
 
     @classmethod
-    def from_layer(cls, parameters: Tensor, heads: int, head_ids: Sequence[int]) -> "T5RelativeBias":
-        return T5RelativeBias(parameters)
+    def from_layer(cls, parameters: Tensor, spec: AttentionSpec) -> "T5RelativeBias":
+        return T5RelativeBias(parameters, spec.t5_max_distance, spec.t5_bidirectional)
 
     def __post_init__(self) -> None:
         shape, min_buckets = tuple(self.table.shape), 4 if self.bidirectional else 2

@@ -152,8 +152,7 @@ def prepare_generation(
     if source is None:
         source, source_attention_mask = _encode_source(model, prompt, cache)
         if source is not None:  # the decoder starts with its start token
-            end = model.decoder_start_token
-            prompt, stop = [[end]] * len(source), end if stop is None else stop
+            prompt, stop = [[model.decoder_start_token]] * len(source), _end_token(model) if stop is None else stop
     if model.output is None or model.spec.kind == "encoder":
         raise UnsupportedModelError(
             "generate: this model has no next-token output. Use a decoder with output='lm', or load a model with an "
@@ -249,8 +248,15 @@ def _encode_source(
     has_memory = cache is not None and cache.memory is not None
     if model.spec.kind != "encoder-decoder" or has_memory or not _is_text(prompt):
         return None, None
-    rows, end = _encode(model, prompt), model.decoder_start_token
+    rows, end = _encode(model, prompt), _end_token(model)
     return batch_prompts(model, [row if row[-1:] == [end] else [*row, end] for row in rows])
+
+
+def _end_token(model: "Transformer") -> int:
+    """Return the token that ends a text: eos, else sep, else the token that starts the decoder."""
+    special = {} if model.tokenizer is None else model.tokenizer.special
+    ends = [special[name] for name in ("eos", "sep") if special.get(name) is not None]
+    return ends[0] if ends else model.decoder_start_token  # pyright: ignore[reportReturnType]
 
 
 def batch_prompts(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor | None]:

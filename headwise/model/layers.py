@@ -153,7 +153,7 @@ class LMHead(nn.Module):
 
     def __init__(self, spec: ModelSpec, tokens: nn.Embedding | QuantizedEmbedding) -> None:
         super().__init__()
-        masked, self.tied = spec.output == "mlm", spec.tied
+        masked, self.tied, self.scale = spec.output == "mlm", spec.tied, spec.logit_scale
         self.activation = ACTIVATIONS[spec.output_activation or spec.activation]
         width = spec.embed_width or spec.width
         self.transform = Linear(spec.width, width) if masked else None
@@ -178,10 +178,10 @@ class LMHead(nn.Module):
         return self.vocabulary(x) if self.vocab_shard is None else self.vocab_shard.logits(self.vocabulary, x)
 
     def pre_vocab_transform(self, x: Tensor) -> Tensor:
-        """Apply the transform layer of masked language models, if there is one: (…, D) → (…, D)."""
+        """Apply the transform layer of masked language models and the logit scale, if there are any: (…, D) → (…, D)."""
         if self.transform is not None and self.norm is not None:
             x = self.norm(self.activation(self.transform(x)))
-        return x
+        return x if self.scale == 1.0 else x * self.scale
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
         """Return the mean cross-entropy of hidden states (N, D) and targets (N,), or the sum divided by `total`."""

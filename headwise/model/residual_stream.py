@@ -161,7 +161,12 @@ def residual_stream(model: "Transformer") -> ResidualStream:
     blocks: list[Any] = list(model.blocks)
     layers = {layer: ResidualLayer(block.norm_attention, None, block.mlp) for layer, block in enumerate(blocks)}
     return ResidualStream(
-        blocks[0], layers, LinearizedNorm.from_module(model.norm), model.output.vocabulary, partial(_embed, model)
+        blocks[0],
+        layers,
+        LinearizedNorm.from_module(model.norm),
+        model.output.vocabulary,
+        partial(_embed, model),
+        model.spec.logit_scale,
     )
 
 

@@ -351,7 +351,9 @@ class Transformer(nn.Module):
 
     @property
     def decoder_start_token(self) -> int:
-        """First decoder token of an encoder-decoder: the end-of-text token (or separator) of the tokenizer."""
+        """First decoder token of an encoder-decoder: that of the spec, or the end-of-text token (or separator)."""
+        if self.spec.decoder_start_id is not None:
+            return self.spec.decoder_start_id
         special = {} if self.tokenizer is None else self.tokenizer.special
         token = special.get("eos") if special.get("eos") is not None else special.get("sep")
         if token is None:

@@ -129,6 +129,8 @@ class AttentionSpec(JSONSpec):
         rotary: Rotary position embedding. None means no rotary embedding.
         alibi: Whether scores have an ALiBi bias: minus the slope of the head times the distance.
         t5_buckets: Number of distance buckets of a learned T5 position bias per head. 0 means no such bias.
+        t5_max_distance: All distances from this one on share the last T5 bucket.
+        t5_bidirectional: Whether half of the T5 buckets are for keys after the query.
         window: A query attends only to keys fewer than `window` positions away. None means no limit.
         softcap: Scores become softcap·tanh(score/softcap). None means no cap.
         softmax: "plain"; "off_by_one" adds 1 to the denominator; "sink" adds a learned logit per head.
@@ -159,6 +161,8 @@ class AttentionSpec(JSONSpec):
     rotary: Rotary | None = None
     alibi: bool = False
     t5_buckets: int = 0
+    t5_max_distance: int = 128
+    t5_bidirectional: bool = True
     window: int | None = None
     softcap: float | None = None
     softmax: Literal["plain", "off_by_one", "sink"] = "plain"
@@ -170,8 +174,9 @@ class AttentionSpec(JSONSpec):
 
     def __post_init__(self) -> None:
         check_non_negative_int(self, "width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width", "t5_buckets")
+        check_non_negative_int(self, "t5_max_distance")
         check_at_most(self, MAX_HEADS, "heads", "kv_heads")
-        check_type(self, bool, "bias", "out_bias", "alibi", "gated")
+        check_type(self, bool, "bias", "out_bias", "alibi", "gated", "t5_bidirectional")
         if self.rotary is not None and not isinstance(self.rotary, Rotary):
             raise ArgumentError(f"rotary={self.rotary!r}: must be a Rotary object, for example Rotary(theta=10000.0).")
         if self.width < 1:
@@ -241,6 +246,12 @@ class AttentionSpec(JSONSpec):
         if 0 < self.t5_buckets < 4:
             raise ArgumentError(
                 f"t5_buckets={self.t5_buckets}: must be 0 or at least 4, because both directions need near and far buckets."
+            )
+        exact = self.t5_buckets // (4 if self.t5_bidirectional else 2)
+        if self.t5_buckets and self.t5_max_distance <= exact:
+            raise ArgumentError(
+                f"t5_max_distance={self.t5_max_distance}: must be above {exact}, because distances below {exact} have one "
+                f"bucket each. Increase it, or reduce t5_buckets={self.t5_buckets}."
             )
         self._check_rotary()
         self._check_input()

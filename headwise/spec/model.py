@@ -69,6 +69,11 @@ class ModelSpec(JSONSpec):
         embed_scale: Factor of the token embeddings.
         embed_width: Width of the embeddings if a linear layer maps them to the residual stream (ALBERT). 0: no such layer.
         shared_layers: Whether all layers share the weights of one block (ALBERT). A head is then pruned in all layers.
+        causal_t5_buckets: Whether decoder layers use all T5 buckets for keys before the query, as T5 does. If False, they
+            keep half of the buckets for later keys, which causal attention never uses.
+        decoder_start_id: Token id that starts the decoder of an encoder-decoder. None means the end-of-text token (or
+            separator) of the tokenizer.
+        logit_scale: Factor of the final hidden states before the output projection.
         token_types: Number of token types (BERT's segments). 0 means no token types.
         pooler: Whether an encoder has a pooler over its first token.
         output: "lm" (next-token logits), "mlm" (masked-token logits) or "none" (hidden states).
@@ -119,13 +124,16 @@ class ModelSpec(JSONSpec):
     activation_bits: int = FULL_PRECISION
     position_offset: int = 0
     output_activation: Literal["", "gelu", "gelu_tanh", "relu"] = ""
+    causal_t5_buckets: bool = False
+    decoder_start_id: int | None = None
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_non_negative_int(self, "vocab", "context", "layers", "mlp_width", "encoder_layers", "token_types")
         check_non_negative_int(self, "embed_width", "position_offset")
         check_at_most(self, MAX_LAYERS, "layers", "encoder_layers")
-        check_type(self, bool, "mlp_bias", "embed_norm", "pooler", "tied", "shared_layers")
-        check_type(self, float, "norm_eps", "embed_scale", "dropout")
+        check_type(self, bool, "mlp_bias", "embed_norm", "pooler", "tied", "shared_layers", "causal_t5_buckets")
+        check_type(self, float, "norm_eps", "embed_scale", "dropout", "logit_scale")
         object.__setattr__(self, "mlp_width", self.mlp_width or 4 * self.width)
         object.__setattr__(self, "windows", tuple(self.windows))
         object.__setattr__(self, "stacks", tuple((name, layers) for name, layers in self.stacks))
@@ -275,6 +283,8 @@ class ModelSpec(JSONSpec):
         spec = self.attention
         if self.windows:
             spec = replace(spec, window=self.windows[layer_address.layer % len(self.windows)])
+        if self.causal_t5_buckets and self.kind != "encoder" and layer_address.stack in ("", "dec"):
+            spec = replace(spec, t5_bidirectional=False)
         if layer_address.stack == "cross":  # keys come from another sequence, so distances have no meaning
             spec = spec.without_positions()
         spec = replace(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError, suggest_names
+from headwise.heads import MultiHeadAttention
 from headwise.io.aligned_safetensors import write_tensors
 from headwise.io.atomic_write import EXPORT_MARKER, atomic_folder
 from headwise.model import ModelProtocol, Transformer
@@ -45,6 +46,7 @@ def export_native(model: Transformer, folder: str | Path, family: str | None = N
     if full_spec.attention.bias and not model.spec.attention.bias:
         state |= _zero_qkv_biases(state)
     tensors = {}
+    state |= _merged_position_biases(model, state, chosen_family)
     for mapped in expand_mappings(full_spec, chosen_family.mappings):
         tensor = _assemble(mapped.native_name, state)
         if (
@@ -138,6 +140,34 @@ def full_shape_state(model: Transformer) -> dict[str, Tensor]:
         for key in [key for key in state if key.startswith(f"{prefix}.")]:
             state[key] = _pad_pruned(key.removeprefix(f"{prefix}."), state[key], layer.spec)
     return state
+
+
+def _merged_position_biases(model: Transformer, state: dict[str, Tensor], family: ModelFamilySpec) -> dict[str, Tensor]:
+    """Return the position biases of layers that share one table in the family (T5), with the rows of all their heads.
+
+    Raises an error if the layers have different numbers for one head, as after training.
+    """
+    layers = {
+        f"{name}.position_bias": module.spec.head_ids
+        for name, module in model.named_modules()
+        if isinstance(module, MultiHeadAttention)
+    }
+    tables: dict[str, Tensor] = {}
+    merged: dict[str, str] = {}
+    for mapped in expand_mappings(model.spec, family.mappings):
+        if mapped.native_name not in layers or mapped.native_name not in state:
+            continue
+        merged[mapped.native_name] = mapped.external_name
+        own, ids = state[mapped.native_name], list(layers[mapped.native_name])
+        empty = own.new_full((model.spec.attention.heads, own.shape[1]), torch.nan)
+        table = tables.setdefault(mapped.external_name, empty)
+        if not torch.where(table[ids].isnan(), own, table[ids]).equal(own):
+            raise UnsupportedModelError(
+                f"{mapped.native_name}: differs from the position bias of an earlier layer, but the {family.name} format "
+                f"stores one table for all layers. Use model.save(folder)."
+            )
+        table[ids] = own
+    return {name: tables[external_name].nan_to_num() for name, external_name in merged.items()}
 
 
 def _pad_pruned(name: str, tensor: Tensor, spec: AttentionSpec) -> Tensor:

@@ -49,10 +49,14 @@ class MappedTensor:
 
 
 def expand_mappings(spec: ModelSpec, mappings: Iterable[TensorMapping]) -> Iterator[MappedTensor]:
-    """Yield the tensors of a model: one per layer, without those that the model does not have."""
+    """Yield the tensors of a model: one per layer, without those that the model does not have.
+
+    An external name without {i} and a native name with {i} map one tensor to all layers (T5's position bias).
+    """
     for mapping in mappings:
         if mapping.when(spec):
-            for i in range(spec.layers) if "{i}" in mapping.native_name else (0,):
+            layers = spec.encoder_layers if mapping.native_name.startswith("encoder_blocks.") else spec.layers
+            for i in range(layers) if "{i}" in mapping.native_name else (0,):
                 yield MappedTensor(mapping.external_name.format(i=i), mapping.native_name.format(i=i), mapping)
 
 

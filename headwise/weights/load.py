@@ -411,8 +411,12 @@ def _mapped_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Itera
     check_names_and_shapes(
         reader, expected_shapes, checkpoint.source, lambda name: name.endswith(family.ignored_suffixes)
     )
+    used = set()
     for entry, name in names.items():
         tensor = entry.mapping.convert(_require_float(reader.get(name), checkpoint.source, name))
+        if name in used:  # a tensor of several layers: each gets its own copy, which training can change
+            tensor = tensor.clone()
+        used.add(name)
         if checkpoint.spec.tied and entry.native_name == "embed.tokens.weight":
             _check_tied(checkpoint, tensor)
         yield entry.native_name, tensor

@@ -41,7 +41,7 @@ def to_native(model: ModelProtocol, *, check: bool = True) -> Transformer:
 
     Args:
         model: Attached model of a family that Headwise implements: Llama, Mistral, Qwen2, GPT-2, GPT-Neo, BERT, RoBERTa,
-            XLM-R, DistilBERT. A native model is returned unchanged.
+            XLM-R, DistilBERT, T5. A native model is returned unchanged.
         check: Run both models on a few tokens, and raise an error if their outputs differ by more than rounding.
 
     Returns:
@@ -171,11 +171,15 @@ def _other_tensors(
     outputs = tuple(f"{names[id(layer.info.output_module)]}." for layer in attached.attention_layers())
     tensors, used = {}, set()
     for mapped in all_mapped:
-        if ".attention." in mapped.native_name:
+        is_position_bias = mapped.native_name.endswith(".position_bias")
+        if (".attention." in mapped.native_name or ".cross." in mapped.native_name) and not is_position_bias:
             continue
         name = mapped.external_name.removeprefix("/")
         name = name if mapped.external_name.startswith("/") else prefix + name
-        tensors[mapped.native_name] = mapped.mapping.convert(_dense(attached, name, state))
+        tensor = mapped.mapping.convert(_dense(attached, name, state))
+        if is_position_bias:  # one table for all layers, with a row for each head that any layer has
+            tensor = tensor[list(spec.attention_at(_address_of(mapped.native_name, spec)).head_ids)]
+        tensors[mapped.native_name] = tensor
         used.add(name)
     extra = [name for name in state if name not in used and not name.startswith((*attention_paths, *outputs))]
     extra = [name for name in extra if not name.endswith(family.ignored_suffixes) and not _is_stored_code(name)]
@@ -210,9 +214,22 @@ def _head_tensors(spec: ModelSpec, layers: dict[LayerAddress, "AttachedLayer"]) 
     """Return the tensors of all attention layers by native name, in the split layout with a head axis."""
     tensors: dict[str, Tensor] = {}
     for address, layer in layers.items():
-        own, prefix = spec.attention_at(address), f"blocks.{address.layer}.attention."
+        own, prefix = spec.attention_at(address), _native_prefix(address)
         tensors |= {prefix + name: value for name, value in _layer_tensors(own, layer)}
     return tensors
+
+
+def _native_prefix(address: LayerAddress) -> str:
+    blocks, part = (
+        "encoder_blocks" if address.stack == "enc" else "blocks",
+        "cross" if address.stack == "cross" else "attention",
+    )
+    return f"{blocks}.{address.layer}.{part}."
+
+
+def _address_of(native_name: str, spec: ModelSpec) -> LayerAddress:
+    """Return the address of the attention layer that a parameter belongs to."""
+    return next(address for address in spec.layer_addresses if native_name.startswith(_native_prefix(address)))
 
 
 def _layer_tensors(spec: AttentionSpec, layer: "AttachedLayer") -> Iterator[tuple[str, Tensor]]:
@@ -275,7 +292,10 @@ def _check_outputs(attached: Any, native: Transformer) -> None:
     if native.spec.position_offset:  # transformers counts positions from the padding id, which no real token has
         ids[ids == native.spec.position_offset - 1] = native.spec.position_offset % native.spec.vocab
     with eval_mode(attached), eval_mode(native):
-        expected, actual = Context().run(lambda: (to_float64(attached(ids)), to_float64(native(ids))))
+        inputs = {"source": ids} if native.spec.kind == "encoder-decoder" else {}
+        expected, actual = Context().run(
+            lambda: (to_float64(attached(ids, **inputs)), to_float64(native(ids, **inputs)))
+        )
     # transformers computes norms and rotary tables in float32, also in a float64 model
     epsilon = max(torch.finfo(native.embed.reference_tensor.dtype).eps, torch.finfo(torch.float32).eps)
     if not (actual - expected).norm() <= epsilon**0.5 * expected.norm():  # NaN is an error, too

@@ -1,7 +1,7 @@
 """Supported model families. Each has a conversion between config.json and spec, and a map of tensor names."""
 
 from headwise.errors import UnsupportedModelError
-from headwise.weights.families import albert, bert, distilbert, gpt2, gpt_neo, llama, roberta
+from headwise.weights.families import albert, bert, distilbert, gpt2, gpt_neo, llama, roberta, t5
 from headwise.weights.families.family import ModelFamilySpec
 
 FAMILIES: tuple[ModelFamilySpec, ...] = (
@@ -12,6 +12,7 @@ FAMILIES: tuple[ModelFamilySpec, ...] = (
     distilbert.FAMILY,
     albert.FAMILY,
     llama.FAMILY,
+    t5.FAMILY,
 )
 
 

@@ -174,6 +174,7 @@ def common_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
         "an embedding scale": spec.embed_scale != 1.0,
         "embeddings narrower than the model": bool(spec.embed_width),
         "layers that share their weights": spec.shared_layers,
+        "scaled logits": spec.logit_scale != 1.0,
         "rows of the position table before the first token": spec.position_offset > 0,
         f"a transform layer with {spec.output_activation}": spec.output_activation not in ("", spec.activation),
     }
