@@ -141,7 +141,7 @@ def _residual_layer(model: Any, recorded: _RecordedForward, layer: AttachedLayer
         other = None if module in attention_modules else recorded.outputs.get(module)
         if other is not None and _is_sum_of(recorded.outputs[block], recorded.inputs[block], added, other):
             norm, unsupported_reason = _find_input_norm(recorded, layer, block)
-            return ResidualLayer(norm, post_norm, module, unsupported_reason)
+            return ResidualLayer(norm, post_norm, module, block, unsupported_reason)
     raise _unsupported_error(
         model,
         f"{layer_label} does not add exactly two terms to the residual stream, the output of its attention and the output of "

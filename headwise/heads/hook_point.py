@@ -310,6 +310,16 @@ def replaying(hooks: HookContextState) -> Iterator[None]:
         _open.reset(token)
 
 
+@contextmanager
+def listeners_suspended(*, keep_edits: bool = True) -> Iterator[None]:
+    """Run a part of the model again without calling the open listeners, and with or without the open edits."""
+    token = _open.set(HookContextState(HOOKS.now.edits, {}) if keep_edits and HOOKS.now.edits else HOOKS)
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
 def is_replaying() -> bool:
     """Return True while activation checkpointing repeats a forward pass with its original edits."""
     return HOOKS.now.repeats

@@ -112,12 +112,14 @@ class ResidualLayer:
         norm: Norm of the attention input. None if attention reads the residual stream directly.
         post_norm: Norm between the attention output and the residual stream, or None.
         mlp: Module whose output is the other term that the layer adds.
+        block: Module that takes and returns the residual stream.
         unsupported_reason: Reason why head outputs are not a function of the residual stream. Empty if they are.
     """
 
     norm: nn.Module | None
     post_norm: LinearizedNorm | None
     mlp: nn.Module
+    block: nn.Module
     unsupported_reason: str = ""
 
 
@@ -159,7 +161,7 @@ def residual_stream(model: "Transformer") -> ResidualStream:
             f"norm_placement={model.spec.norm_placement!r}, output={model.spec.output!r}."
         )
     blocks: list[Any] = list(model.blocks)
-    layers = {layer: ResidualLayer(block.norm_attention, None, block.mlp) for layer, block in enumerate(blocks)}
+    layers = {layer: ResidualLayer(block.norm_attention, None, block.mlp, block) for layer, block in enumerate(blocks)}
     return ResidualStream(
         blocks[0],
         layers,

@@ -16,10 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from headwise.analysis.ablation.decoder_parts import Part
 from headwise.analysis.ablation.head_outputs import (
     HeadOutputs,
     MeanActivations,
     as_head_outputs,
+    as_token_ids,
     gather_z_at_positions,
     mean_activations,
     mean_of_outputs,
@@ -27,11 +29,13 @@ from headwise.analysis.ablation.head_outputs import (
     selected_hook_points,
     token_positions,
 )
+from headwise.analysis.ablation.path_patching import path_patched
 from headwise.analysis.recording.model_calls import reads_calls
 from headwise.analysis.recording.recording import HasHookPoints
 from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.head import HeadPattern
 from headwise.heads.hook_point import Edit, HookPoint
+from headwise.model import ModelProtocol
 from headwise.model.protocols import is_model
 from headwise.spec import Address
 
@@ -120,26 +124,38 @@ def ablated(
 @contextmanager
 def patched(
     model: HasHookPoints,
-    heads: HeadPattern,
-    other: HeadOutputs | str | tuple[Any, ...] | Sequence[int] | Tensor | Mapping[str, Any],
+    heads: HeadPattern | None = None,
+    other: HeadOutputs | str | tuple[Any, ...] | Sequence[int] | Tensor | Mapping[str, Any] | None = None,
     positions: Sequence[int] | None = None,
+    *,
+    path: Sequence[str | Part] | None = None,
 ) -> Iterator[None]:
-    """Replace the output of heads with their output on another text of the same length.
+    """Replace the output of heads, for all readers or for one, with their output on another text of the same length.
 
-    Activation patching (https://arxiv.org/abs/2309.16042).
+    With `heads`, activation patching: z of the heads is replaced for all later layers
+    (https://arxiv.org/abs/2309.16042). With `path`, path patching: only the named parts of the path change, and everything
+    between them keeps the output that it has without the context (https://arxiv.org/abs/2304.05969).
 
     Args:
-        model: A headwise model or an attached model.
-        heads: Head pattern, for example `"5.1"`.
+        model: A headwise model or an attached model. `path` needs a decoder whose residual stream is a sum.
+        heads: Head pattern, for example `"5.1"`. Cannot be combined with `path`.
         other: The other input: a text, token ids (T,) or (B, T), a pair (source, text), or a recorded run (`record_z`). For
-            an attached torch module: a call, such as a dict of keyword arguments.
-        positions: Token positions to patch. Negative values count from the end. None patches all positions.
+            an attached torch module: a call, such as a dict of keyword arguments. With `path`: a text or token ids.
+        positions: Token positions to patch. With `path`, positions at which the output of the sender is patched. Negative
+            values count from the end. None patches all positions.
+        path: Addresses of a sender, of any parts in between, and of a receiver: `("16.0", "18.6.k")`. The sender is a head
+            `16.0`, a KV head `16.kv1` (its keys and values), `mlp.16` or `embedding`. The receiver is an input of a head
+            `18.6.k` (also `.q` and `.v`; `18.6` for all three), the keys or values of a KV head for all its readers
+            `18.kv2.k` (`18.kv2` for both), `mlp.18` or `logits`. The receiver reads its clean input plus the change of the
+            sender's output, through its own norm and weights. Later parts run on its changed output.
 
     Yields:
         None. The model is unchanged after the context closes.
 
     Raises:
-        ArgumentError: If the two inputs have different numbers of tokens, or a position is out of range.
+        ArgumentError: If the two inputs have different numbers of tokens, a position is out of range, or a part of the path
+            does not exist or cannot send to the next.
+        UnsupportedModelError: If `path` is used with a model whose residual stream is not a sum (encoders, post-norm).
 
     >>> from dataclasses import replace
     >>> from headwise.model import Transformer
@@ -147,10 +163,26 @@ def patched(
     >>> from headwise.text.build_tokenizers import byte_tokenizer
     >>> model = Transformer(replace(preset("nano"), vocab=257))
     >>> model.tokenizer = byte_tokenizer()
+    >>> ids = torch.tensor([model.tokenizer.encode("Ho!")])
     >>> with patched(model, "5.1", "Hi!", positions=[-1]):
-    ...     model(torch.tensor([model.tokenizer.encode("Ho!")])).shape
+    ...     model(ids).shape
+    torch.Size([1, 3, 257])
+    >>> with patched(model, path=("0.1", "5.1.k"), other="Hi!"):
+    ...     model(ids).shape
     torch.Size([1, 3, 257])
     """
+    if (heads is None) == (path is None) or other is None:
+        raise ArgumentError(
+            f"patched: needs other=, and either heads= or path=. Got heads={heads!r}, path={path!r} and "
+            f"other={'None' if other is None else type(other).__name__}. Example: hw.patched(model, '5.1', other)."
+        )
+    if path is not None:
+        if not is_model(model):
+            raise ArgumentError("path: needs a model. Got a single layer. Use hw.patched(layer, heads, other).")
+        with path_patched(model, path, _other_ids(model, other), positions):
+            yield
+        return
+    assert heads is not None, "checked above"
     outputs = as_head_outputs(model, other, heads)  # pyright: ignore[reportArgumentType]
     with ExitStack() as stack:
         for hook_point, selected in selected_hook_points(model, heads):
@@ -168,6 +200,16 @@ def _corpus_means(model: object, corpus: Any, heads: HeadPattern) -> MeanActivat
             "Both functions are in headwise.analysis.ablation.head_outputs."
         )
     return mean_activations(model, corpus, heads=heads)
+
+
+def _other_ids(model: ModelProtocol, other: Any) -> Tensor:
+    """Return the token ids of the other run, (B, T)."""
+    if isinstance(other, HeadOutputs | Mapping) or reads_calls(model):
+        raise ArgumentError(
+            f"other: with path=, it must be a text or token ids of shape (T,) or (B, T), because the run is recorded at the "
+            f"sender of the path. Got {type(other).__name__}."
+        )
+    return as_token_ids(model, other)
 
 
 def make_replacement_fn(

@@ -231,6 +231,11 @@ def as_head_outputs(model: ModelProtocol, inputs: Any, heads: HeadPattern = "*")
     if isinstance(inputs, tuple) and len(inputs) == 2 and all(isinstance(part, str) for part in inputs):
         batch = make_batch(list(TokenizedCorpus.of(model, [inputs], needs_targets=True)), device=model.device)
         return record_z(model, batch.ids, heads, source=batch.source, source_attention_mask=batch.source_attention_mask)
+    return record_z(model, as_token_ids(model, inputs), heads)
+
+
+def as_token_ids(model: ModelProtocol, inputs: Any) -> Tensor:
+    """Return the token ids (B, T) of a text or of ids (T,) or (B, T)."""
     ids = torch.as_tensor(
         tokenizer_of(model).encode(inputs) if isinstance(inputs, str) else inputs, device=model.device
     )
@@ -240,7 +245,7 @@ def as_head_outputs(model: ModelProtocol, inputs: Any, heads: HeadPattern = "*")
             f"other: must be a text, token ids of shape (T,) or (B, T), a pair (source, text), or a recorded run. "
             f"Got {inputs!r:.80}."
         )
-    return record_z(model, ids, heads)
+    return ids
 
 
 def mean_of_outputs(outputs: Iterable[HeadOutputs], granularity: MeanGranularity = "global") -> MeanActivations:
