@@ -6,8 +6,8 @@ from torch import nn
 
 from headwise.attached.attach_support import check_supported, is_transformers_model, unwrap_peft
 from headwise.attached.attached_model import AttachedModel
-from headwise.attached.attached_torch_module import AttachedTorchModule, CallFunction, live_module_handle
-from headwise.attached.attachment import live_handle
+from headwise.attached.attached_torch_module import AttachedTorchModule, CallFunction, active_module_handle
+from headwise.attached.attachment import active_handle
 from headwise.attached.save_load import make_attached_layers
 from headwise.attached.tokenizer import wrap_tokenizer
 from headwise.errors import ArgumentError
@@ -62,7 +62,7 @@ def attach(
         raise ArgumentError(
             f"forward, example: used only for torch modules. Got a {type(model).__name__}. Remove these arguments."
         )
-    handle = live_handle(model)
+    handle = active_handle(model)
     if handle is None:
         check_supported(model)
     preprocessor = ImagePreprocessor.from_config(tokenizer.to_dict()) if hasattr(tokenizer, "image_mean") else None
@@ -81,7 +81,7 @@ def _attach_module(model: nn.Module, tokenizer: Any, forward: CallFunction | Non
             f"tokenizer: used only for transformers models. Got a {type(model).__name__}. Tokenize the texts yourself "
             f"and pass calls, with forward=."
         )
-    handle = live_module_handle(model)
+    handle = active_module_handle(model)
     if handle is None:
         return AttachedTorchModule.attach_module(model, forward, example)
     if forward is not None or example is not None:

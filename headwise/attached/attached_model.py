@@ -19,8 +19,8 @@ from headwise.attached.cache_policies import (
     CacheContext,
     cache_layer_factory,
     check_cache_support,
-    find_dense_layers,
     generate_with_cache,
+    layers_that_need_all_keys,
     set_policies,
 )
 from headwise.attached.generate import (
@@ -42,7 +42,7 @@ from headwise.attached.resumable_forward import make_resumable_forward, why_not_
 from headwise.attached.save_load import (
     CACHE_ATTRIBUTE,
     PLANS_ATTRIBUTE,
-    is_plain_folder,
+    is_loadable_by_transformers,
     is_pruned,
     load_attached,
     make_attached_layers,
@@ -306,7 +306,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
                 "cache: an encoder does not have a KV cache, because it attends to all tokens at once. Call the model."
             )
         if not self._per_head_cache_checked:
-            self.dense_cache_layers = find_dense_layers(self)
+            self.dense_cache_layers = layers_that_need_all_keys(self)
             self._per_head_cache_checked = True
 
     def _prune_quantized(
@@ -594,7 +594,9 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         processors = (self.tokenizer, self.preprocessor)
         path = save_attached(self.model, self._layers, processors, folder, full_shape, remote_code=remote_code)
         is_changed = bool(self.spec.weight_rules) or is_pruned(self._layers)
-        if is_changed and not (full_shape or remote_code or self._save_notice_shown or is_plain_folder(path)):
+        if is_changed and not (
+            full_shape or remote_code or self._save_notice_shown or is_loadable_by_transformers(path)
+        ):
             self._save_notice_shown = True
             change = "quantized per head" if self.spec.weight_rules else "pruned"
             advice = (

@@ -250,7 +250,7 @@ def make_module_layers(model: nn.Module) -> list[AttachedLayer]:
     return layers
 
 
-def live_module_handle(model: nn.Module) -> AttachedTorchModule | None:
+def active_module_handle(model: nn.Module) -> AttachedTorchModule | None:
     """Return the handle of an attached torch module, or None."""
     for module in model.modules():
         layer = layer_of(module) if MARK in module.__dict__ else None

@@ -96,7 +96,7 @@ class Attachment:
         self._finalizer.detach()
 
 
-def live_handle(model: Any) -> Any:
+def active_handle(model: Any) -> Any:
     """Return the handle of an attached model, or None. Attachments whose handle was collected are undone first."""
     for attachment in list(ACTIVE):
         handle = attachment.handle()

@@ -217,7 +217,7 @@ def generate_with_cache(model: Any, make: Callable[[], Any], scope: CacheContext
     return type(model).generate(model, *args, **kwargs)
 
 
-def find_dense_layers(attached: "AttachedModel") -> set[Any]:
+def layers_that_need_all_keys(attached: "AttachedModel") -> set[Any]:
     """Test a per-head cache on a few tokens. Return the layers whose cache must pass on all keys; raise if it fails.
 
     Logits with caches that receive the tokens in chunks must equal those of one pass in which evicted tokens are masked.

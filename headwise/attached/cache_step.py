@@ -4,7 +4,7 @@ transformers appends keys and values to a cache, masks scores, then attends. Wit
 operation, `PerHeadCache.attend`, because heads with other tokens need kernel calls of their own. One call of a layer:
 
     module.forward            past_key_values.update(k, v)     -> CacheStep: the new tokens, not stored yet
-      attention function      take_step(layer)                 the step of this layer and thread
+      attention function      pop_cache_step(layer)                 the step of this layer and thread
         step.attend(...)      mask of the call -> PerHeadCache.attend: store the tokens, attend per group of KV heads
 
 Modules that do not run on transformers' attention interface compute the scores themselves. For them `update` returns the keys
@@ -73,7 +73,7 @@ class TextOffsets:
         """Count T tokens after `length` tokens: (B or 1, H or 1, T, S), True at visible keys → (B,) or None."""
         if length + T > self.length:
             self._canonical.clear()
-            self.starts, self.length = next_starts(self.starts, allowed, length, T), length + T
+            self.starts, self.length = advance_starts(self.starts, allowed, length, T), length + T
         return self.starts
 
     def remove_last(self, count: int) -> None:
@@ -109,7 +109,7 @@ class TextOffsets:
         return self._canonical[key][1]
 
 
-def next_starts(starts: Tensor | None, allowed: Tensor | None, length: int, T: int) -> Tensor | None:
+def advance_starts(starts: Tensor | None, allowed: Tensor | None, length: int, T: int) -> Tensor | None:
     """Return the first real token of each row after T more tokens, or None if no row is padded."""
     if allowed is None:
         return starts
@@ -176,7 +176,7 @@ class CacheStep:
             raise UnsupportedModelError(
                 f"{layer.info.name}: the layer changes its keys after the cache, which a per-head cache does not support."
             )
-        starts = cache.text_offsets.advance(allowed_keys(params.mask), cache.length, T)
+        starts = cache.text_offsets.advance(visible_keys_of_mask(params.mask), cache.length, T)
         mask = cache.text_offsets.canonical_mask(params.mask, cache.spec.window, T, self.num_keys)
         params = replace(params, mask=mask, kv_of_head=cache.kv_of_head)
         request = ScoreRequest(
@@ -196,19 +196,19 @@ class CacheStep:
         return None if not_evicted is None else not_evicted.dense(T, S, self.new_k.device)
 
 
-def set_step(step: CacheStep | None) -> None:
+def set_cache_step(step: CacheStep | None) -> None:
     """Set the cache step that the next attention call of this thread takes."""
     _pending.step = step
 
 
-def has_step() -> bool:
+def has_cache_step() -> bool:
     """Return whether a layer of this thread has passed tokens to a per-head cache and not attended yet."""
     return not torch.compiler.is_compiling() and getattr(_pending, "step", None) is not None
 
 
-def take_step(layer: "AttachedLayer") -> CacheStep | None:
+def pop_cache_step(layer: "AttachedLayer") -> CacheStep | None:
     """Return the cache step of this attention call, or None if the call has no per-head cache."""
-    if not has_step():
+    if not has_cache_step():
         return None
     step: CacheStep = _pending.step
     _pending.step = None
@@ -219,7 +219,7 @@ def take_step(layer: "AttachedLayer") -> CacheStep | None:
     return step
 
 
-def allowed_keys(mask: Mask | None) -> Tensor | None:
+def visible_keys_of_mask(mask: Mask | None) -> Tensor | None:
     """Return the visible keys of a converted mask, (B or 1, H or 1, T, S), or None if it has no tensor."""
     return next((part.allowed for part in flatten_and_mask(mask) if isinstance(part, DenseMask)), None)
 
@@ -231,22 +231,22 @@ def attend_with_policies(
 
     `make_params` returns the score parameters for a number of keys.
     """
-    step = take_step(layer)
+    step = pop_cache_step(layer)
     if step is None:
         return _attend_without_cache(layer, q, k, v, make_params(k.shape[2]))
     if not step.cache.is_dense:
         return step.attend(layer, q, k, make_params(step.num_keys))
     params = make_params(k.shape[2])
-    visible = step.visible_keys(allowed_keys(params.mask))
+    visible = step.visible_keys(visible_keys_of_mask(params.mask))
     params = params if visible is None else replace(params, mask=and_masks(params.mask, DenseMask(visible)))
     return AttendResult(run_kernel(q, k, v, params), lambda: (k, v, params))
 
 
 def _attend_without_cache(layer: "AttachedLayer", q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> AttendResult:
     """Attend to all tokens of a call, masking those that its heads would have evicted."""
-    policies = policies_for(layer, k.shape[1])
+    policies = policies_of_keys(layer, k.shape[1])
     check_full_call(layer, q.shape[2], k.shape[2])
-    starts = next_starts(None, allowed_keys(params.mask), 0, q.shape[2])
+    starts = advance_starts(None, visible_keys_of_mask(params.mask), 0, q.shape[2])
     spec = replace(layer.spec, cache=(), window=None)
     request = ScoreRequest(params.mask, policies=policies, row_starts=starts, num_keys=k.shape[2])
     request.layer = AttentionScoringLayer(spec, params)
@@ -259,7 +259,7 @@ def _attend_without_cache(layer: "AttachedLayer", q: Tensor, k: Tensor, v: Tenso
     return AttendResult(result.z + gate * (full - result.z), lambda: (k, v, params))
 
 
-def policies_for(layer: "AttachedLayer", kv_count: int) -> tuple[CachePolicy, ...]:
+def policies_of_keys(layer: "AttachedLayer", kv_count: int) -> tuple[CachePolicy, ...]:
     """Return the cache policies of a call's keys, which may be repeated for all heads of their group."""
     policies = layer.spec.cache_policies
     return policies if len(policies) == kv_count else tuple(policies[i] for i in layer.spec.kv_of_head)
@@ -280,14 +280,14 @@ def mask_scores(layer: "AttachedLayer", scores: Tensor, allowed: Tensor) -> Tens
 
     `allowed` is True at the keys that the layer does not mask, (B or 1, H or 1, T, S).
     """
-    step = take_step(layer)
+    step = pop_cache_step(layer)
     if step is not None:
         visible = step.visible_keys(allowed)
     elif layer.spec.cache:
         T, S = scores.shape[-2:]
         check_full_call(layer, T, S)
         not_evicted = streaming_mask(
-            layer.spec.cache_policies, layer.spec.kv_of_head, S, next_starts(None, allowed, 0, T)
+            layer.spec.cache_policies, layer.spec.kv_of_head, S, advance_starts(None, allowed, 0, T)
         )
         visible = None if not_evicted is None else not_evicted.dense(T, S, scores.device)
     else:

@@ -99,7 +99,9 @@ class AttachedLayer:
         self.reconstruction_problem = ""  # why attention without SDPA could not be reproduced from its recorded inputs
         self.handle: Callable[[], Any] = lambda: None  # a weak reference to the handle of the model
         self.probe: LayerProbe | None = None  # set while the layer is tested
-        self.words: frozenset[str] | None = None  # words in the attention function's source; None if it cannot be read
+        self.source_words: frozenset[str] | None = (
+            None  # words in the attention function's source; None if it cannot be read
+        )
         self._pending_call = threading.local()  # `call`: inputs and output of attention, until W_O is called
         self._edited_calls: deque[tuple[torch.Size, float]] = deque(maxlen=MAX_EDITED_CALLS)
         self._output_module_path = next(

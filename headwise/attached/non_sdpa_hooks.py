@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode
 
-from headwise.attached.cache_step import has_step, mask_scores
+from headwise.attached.cache_step import has_cache_step, mask_scores
 from headwise.attached.interface import apply_hooks, eager_with_hooks
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.masks import mask_dtype_min
@@ -147,7 +147,7 @@ class AttentionTracingMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function and record it."""
         kwargs = kwargs or {}
-        has_policies = bool(self._layer.spec.cache) or has_step()
+        has_policies = bool(self._layer.spec.cache) or has_cache_step()
         if func is _SDPA:
             args, kwargs = _with_visible_keys(self._layer, args, kwargs) if has_policies else (args, kwargs)
             return self._on_sdpa(func(*args, **kwargs), *args, **kwargs)

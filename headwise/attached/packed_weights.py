@@ -48,7 +48,7 @@ class PackedMatrix(nn.Module):
         self.register_buffer("other_rows", torch.empty(0, size[1]))
 
     @torch.no_grad()
-    def add_part(
+    def quantize_rows_or_columns(
         self, name: str, weight: Tensor, bits: Sequence[int], group_size: int, rows: list[int] | None = None
     ) -> None:
         """Quantize matrices (matrices, rows, inputs), each with its own bits.
@@ -169,13 +169,13 @@ class DequantizeOnAccessMixin:
 
 
 @cache
-def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
+def _packed_subclass(base: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a module class whose weight is packed. It has the name of the module class."""
     return type(base.__name__, (DequantizeOnAccessMixin, base), {"__module__": base.__module__})
 
 
 def _new_packed(base: type[nn.Module]) -> nn.Module:
-    packed_class = _packed_class(base)
+    packed_class = _packed_subclass(base)
     return packed_class.__new__(packed_class)
 
 
@@ -203,7 +203,7 @@ def pack_weight(module: nn.Module, packed: PackedMatrix, *, is_owner: bool = Tru
         module.add_module(PACKED, packed)
     else:
         module.__dict__[PACKED] = (packed,)  # in a tuple, so that it does not become a submodule
-    module.__class__ = _packed_class(base)
+    module.__class__ = _packed_subclass(base)
 
     def restore() -> None:
         _unpack(module, base)

@@ -106,7 +106,9 @@ class PrunedMultiheadAttention(nn.Module):
         q, k, v = project_qkv(self, query, key, value)
         (B, H, T, d), S = q.shape, k.shape[2]
         uses_hint = call.is_causal and padding is None and not need_weights  # as in torch, which then ignores attn_mask
-        scores = None if uses_hint else added_scores(self, q, S, call.attn_mask, padding)  # (B or 1, H or 1, T, S)
+        scores = (
+            None if uses_hint else mask_scores_to_add(self, q, S, call.attn_mask, padding)
+        )  # (B or 1, H or 1, T, S)
         dropout = self.dropout if self.training else 0.0
         if not need_weights or not H:
             z = F.scaled_dot_product_attention(q, k, v, scores, dropout, uses_hint) if H else v.new_zeros(B, 0, T, d)
@@ -145,7 +147,9 @@ def project_qkv(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple
     return q, k, v
 
 
-def added_scores(module: Any, q: Tensor, S: int, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+def mask_scores_to_add(
+    module: Any, q: Tensor, S: int, attn_mask: Tensor | None, padding: Tensor | None
+) -> Tensor | None:
     """Return the numbers that the masks add to the scores, (B or 1, H or 1, T, S), or None. Extra keys are visible."""
     total: Tensor | None = None
     for mask, is_padding in ((attn_mask, False), (padding, True)):

@@ -140,7 +140,7 @@ def _pack_rows(
             rows = layer.qkv.split_heads(projection, numbers)  # (heads, channels): rows of each head
             values = weight[rows.flatten().to(weight.device)].unflatten(0, rows.shape)
             is_natural = torch.equal(rows.flatten(), numbers)
-            packed.add_part(
+            packed.quantize_rows_or_columns(
                 projection, values, part_bits, bits.group_size, None if is_natural else rows.flatten().tolist()
             )
         packed.keep_other_rows(weight)
@@ -159,7 +159,7 @@ def _pack_output(
             size, columns_by_head=True, transposed=is_conv1d(module), activation_bits=bits.activation_bits
         )
         by_head = weight.unflatten(1, (len(layer.spec.head_ids), layer.spec.value_dim)).permute(1, 0, 2)  # (H, D, e)
-        packed.add_part("o", by_head, head_bits, bits.group_size)
+        packed.quantize_rows_or_columns("o", by_head, head_bits, bits.group_size)
         packed.keep_other_rows(weight)
         return packed
 
@@ -172,7 +172,7 @@ def _whole_matrix(module: nn.Module, bits: int, group_size: int, activation_bits
         packed = PackedMatrix(
             (weight.shape[0], weight.shape[1]), transposed=is_conv1d(module), activation_bits=activation_bits
         )
-        packed.add_part("weight", weight[None], [bits], group_size)
+        packed.quantize_rows_or_columns("weight", weight[None], [bits], group_size)
         packed.keep_other_rows(weight)
         return packed
 

@@ -30,7 +30,7 @@ from headwise.attached.packed_weights import PackedMatrix, is_packed
 from headwise.attached.prune_in_place import expand_kv_groups, prune_layers
 from headwise.attached.quantize_in_place import quantization_of, quantize_in_place
 from headwise.attached.remote_code import check_remote_code, uniform_config, write_remote_code
-from headwise.attached.train_mode_and_checkpointing_mixin import blocks_of
+from headwise.attached.train_mode_and_checkpointing_mixin import blocks_with_attention
 from headwise.errors import ArgumentError, FileFormatError, HeadwiseError, MissingDependencyError, UnsupportedModelError
 from headwise.spec import CachePolicy, CacheRule, LayerAddress
 from headwise.spec.migration import migrate_attached
@@ -102,7 +102,7 @@ def _progress_bars_off() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def is_plain_folder(folder: Path) -> bool:
+def is_loadable_by_transformers(folder: Path) -> bool:
     """Return whether plain transformers can load a folder of a pruned model."""
     metadata = _read_metadata(folder)
     return metadata is None or bool(metadata["full_config"])
@@ -297,7 +297,7 @@ def _quantize_from_metadata(model: Any, layers: list[AttachedLayer], metadata: d
         spec = replace(infer_spec(model, layers), weight_rules=rules, activation_bits=metadata["activation_bits"])
     except (TypeError, KeyError, ValueError) as error:
         raise FileFormatError(f"{METADATA_FILE}: invalid weight_rules ({error}). Save the model again.") from None
-    quantize_in_place(model, layers, blocks_of(model, layers), spec)
+    quantize_in_place(model, layers, blocks_with_attention(model, layers), spec)
 
 
 def _prune_metadata(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, Any]:

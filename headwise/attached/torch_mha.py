@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from headwise.attached.interface import in_backward
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.non_sdpa_hooks import mask_and_bias
-from headwise.attached.pruned_mha import TorchMHACall, added_scores, make_linear, project_qkv, projection_weights
+from headwise.attached.pruned_mha import TorchMHACall, make_linear, mask_scores_to_add, project_qkv, projection_weights
 from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import is_replaying
 from headwise.kernels.masks import CausalMask, Mask
@@ -303,7 +303,7 @@ def _score_params(module: Any, call: TorchMHACall, q: Tensor, k: Tensor) -> Scor
     if call.is_causal and call.key_padding_mask is None and not call.need_weights:
         mask = CausalMask(0)  # torch takes the hint, which is aligned with the upper left corner, instead of the mask
     else:
-        scores = added_scores(module, q, k.shape[2], call.attn_mask, call.key_padding_mask)
+        scores = mask_scores_to_add(module, q, k.shape[2], call.attn_mask, call.key_padding_mask)
         if scores is not None:
             mask, bias = mask_and_bias(scores)
     return ScoreParams(d**-0.5, tuple(range(H)), mask, bias)

@@ -60,10 +60,10 @@ class TrainModeAndCheckpointingMixin(nn.Module):
                     block.__dict__["forward"] = own_forward
 
     def _blocks(self) -> list[nn.Module]:
-        return blocks_of(self.model, self.attention_layers())
+        return blocks_with_attention(self.model, self.attention_layers())
 
 
-def blocks_of(model: nn.Module, layers: Sequence[Any]) -> list[nn.Module]:
+def blocks_with_attention(model: nn.Module, layers: Sequence[Any]) -> list[nn.Module]:
     """Return the blocks that contain attention layers: the first numbered module on the path of each layer."""
     matches = [re.match(r"(.*?(?:^|\.)\d+)(?:\.|$)", layer.info.name) for layer in layers]
     paths = dict.fromkeys(match[1] for match in matches if match is not None)

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from headwise.attached.cache_step import CacheStep, TextOffsets, set_step
+from headwise.attached.cache_step import CacheStep, TextOffsets, set_cache_step
 from headwise.cache import CacheState, PerHeadCache
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.spec import AttentionSpec, CachePolicy, LayerAddress
@@ -96,7 +96,7 @@ class PerHeadCacheLayer(CacheLayerMixin):
             keys, values = self.heads.dense_kv(key_states, value_states, self.text_offsets.starts)
         else:
             keys, values = key_states.view_as(key_states), value_states
-        set_step(CacheStep(self, keys, key_states, value_states))
+        set_cache_step(CacheStep(self, keys, key_states, value_states))
         return keys, values
 
     def _check_owner(self) -> None:

@@ -76,7 +76,9 @@ def load_ggml_whisper(path: Path, dtype: torch.dtype | None = None, device: Any 
     state = {f"model.{_hugging_face_name(name)}": tensor for name, tensor in content.tensors.items()}
     state["proj_out.weight"] = state.get("model.decoder.embed_tokens.weight", torch.empty(0))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    state = {name: _fit(tensor, expected.get(name), dtype or torch.float32) for name, tensor in state.items()}
+    state = {
+        name: _convert_tensor(tensor, expected.get(name), dtype or torch.float32) for name, tensor in state.items()
+    }
     wrong = [
         name for name in {*state, *expected} if name not in state or tuple(state[name].shape) != expected.get(name)
     ]
@@ -99,7 +101,7 @@ def _hugging_face_name(name: str) -> str:
     return name
 
 
-def _fit(tensor: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
+def _convert_tensor(tensor: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
     """Convert a tensor, and drop the second axis of biases of convolutions, which ggml stores as columns."""
     if shape is not None and tensor.ndim == len(shape) + 1 and tensor.shape[-1] == 1:
         tensor = tensor.squeeze(-1)

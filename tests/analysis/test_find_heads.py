@@ -12,7 +12,7 @@ import headwise as hw
 from headwise.analysis.finding.alignment_scores import monotonic_path_weight
 from headwise.analysis.finding.head_search_result import HeadSearchResult
 from headwise.analysis.finding.job_examples import JobExample, read_examples, split_halves
-from headwise.analysis.finding.pair_scores import pair_masks, score_pairs
+from headwise.analysis.finding.pair_scores import candidate_gold_masks, score_pairs
 from headwise.analysis.finding.prepared_example import prepare_example
 from headwise.errors import HeadwiseError
 from headwise.text.build_tokenizers import word_tokenizer
@@ -136,7 +136,7 @@ def test_find_heads_causal_model_skips_pairs_it_cannot_see() -> None:
     outcome = hw.find_heads(decoder, rows)
     assert outcome.metadata["skipped_pairs"] == 24  # the later token, and the first token
     example = prepare_example(decoder, read_examples(rows, "pairs")[0], "example")
-    masks = pair_masks(example, 8, 8, causal=True, allow_self=False)
+    masks = candidate_gold_masks(example, 8, 8, causal=True, allow_self=False)
     assert masks.candidates[0].tolist() == [False, True, True, True, True, True, False, False]
 
 
@@ -245,7 +245,7 @@ def test_find_heads_words_may_be_given_as_text() -> None:
     example = JobExample(text="w1 w2 w1", unit="word", pairs=(("w2", ("w1",)),))
     prepared = prepare_example(lookup_model(), example, "examples[0]")
     with pytest.raises(HeadwiseError, match="occurs 2 times"):
-        pair_masks(prepared, 3, 3, causal=False, allow_self=False)
+        candidate_gold_masks(prepared, 3, 3, causal=False, allow_self=False)
 
 
 @pytest.mark.parametrize(

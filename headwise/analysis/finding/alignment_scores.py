@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.finding.pair_scores import ExampleScores, check_called, listening, needed_rows
+from headwise.analysis.finding.pair_scores import ExampleScores, check_layers_called, listening, selected_map_rows
 from headwise.analysis.finding.prepared_example import PreparedExample
 from headwise.analysis.metrics.row_blocks import value_output_norms
 from headwise.errors import ArgumentError
@@ -31,7 +31,7 @@ def score_monotonic_path(model: Any, prepared: PreparedExample, hook_points: Seq
     orders = [rng.permutation(len(queries)) for _ in range(SHUFFLES)]
 
     def on_call(call: AttentionCall) -> None:
-        maps = needed_rows(call, queries)
+        maps = selected_map_rows(call, queries)
         if bool(maps.isnan().any()):
             raise ArgumentError(
                 f"{prepared.where}: the attention weights of layer {call.hook_point.address} are NaN. Check the input."
@@ -45,7 +45,7 @@ def score_monotonic_path(model: Any, prepared: PreparedExample, hook_points: Seq
 
     with listening(hook_points, on_call):
         prepared.run(model)
-    check_called(hook_points, results, prepared.where)
+    check_layers_called(hook_points, results, prepared.where)
     scores, weighted, shuffled = (
         np.concatenate([results[point.address][column] for point in hook_points]) for column in range(3)
     )

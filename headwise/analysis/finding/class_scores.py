@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from headwise.analysis.finding.job_examples import JobExample
-from headwise.analysis.finding.pair_scores import check_called, listening, needed_rows
+from headwise.analysis.finding.pair_scores import check_layers_called, listening, selected_map_rows
 from headwise.analysis.finding.per_input_scores import PerInputScores
 from headwise.analysis.finding.prepared_example import PreparedExample
 from headwise.analysis.recording.text_hash_split import REPORTING, SELECTION
@@ -43,8 +43,8 @@ def class_features(
 
     with listening(hook_points, on_call):
         prepared.run(model)
-    check_called(hook_points, results, prepared.where)
-    pooled = np.concatenate([_pad_width(results[point.address][0], hook_points, results) for point in hook_points])
+    check_layers_called(hook_points, results, prepared.where)
+    pooled = np.concatenate([_pad_features(results[point.address][0], hook_points, results) for point in hook_points])
     if not np.isfinite(pooled).all():
         raise ArgumentError(f"{prepared.where}: head outputs are NaN or infinite. Check the input.")
     spans = [results[point.address][1] for point in hook_points]
@@ -52,7 +52,7 @@ def class_features(
     return pooled, attention, lengths[0]
 
 
-def _pad_width(z: np.ndarray, hook_points: Sequence[HookPoint], results: dict[Any, Any]) -> np.ndarray:
+def _pad_features(z: np.ndarray, hook_points: Sequence[HookPoint], results: dict[Any, Any]) -> np.ndarray:
     """Append zeros, so that layers with smaller heads have as many features. Zeros do not change a ridge probe."""
     width = max(results[point.address][0].shape[1] for point in hook_points)
     return np.pad(z, ((0, 0), (0, width - z.shape[1])))
@@ -72,11 +72,11 @@ def _span_attention(call: AttentionCall, prepared: PreparedExample) -> np.ndarra
     rows = rows or [row for row in range(call.q.shape[2]) if row not in columns]
     if not rows:
         raise ArgumentError(f"{prepared.where}: the span covers the full text. Mark a part of it.")
-    maps: Tensor = needed_rows(call, rows)
+    maps: Tensor = selected_map_rows(call, rows)
     return maps[..., columns].sum(-1).mean(1).numpy()
 
 
-def make_class_table(
+def fit_class_probes(
     examples: Sequence[JobExample],
     features: Sequence[tuple[np.ndarray, np.ndarray | None, int]],
     half_of: dict[str, int],

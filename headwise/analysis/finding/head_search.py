@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from headwise.analysis.ablation.ablate import AblationMethod
+from headwise.analysis.finding.ablation_costs import HeadAblator, Metric, other_head_costs
 from headwise.analysis.finding.alignment_scores import score_monotonic_path
 from headwise.analysis.finding.bundled_examples import bundled_examples
-from headwise.analysis.finding.class_scores import class_features, make_class_table
-from headwise.analysis.finding.effect_scores import HeadAblator, Metric, other_head_costs
+from headwise.analysis.finding.class_scores import class_features, fit_class_probes
 from headwise.analysis.finding.head_search_result import HeadSearchResult
-from headwise.analysis.finding.head_search_results_file import FORMAT, SearchFile
+from headwise.analysis.finding.head_search_results_file import FORMAT, HeadSearchResultsWriter
 from headwise.analysis.finding.job_examples import (
     examples_digest,
     read_examples,
@@ -24,11 +24,11 @@ from headwise.analysis.finding.pair_scores import ExampleScores, score_pairs
 from headwise.analysis.finding.per_input_scores import (
     ALPHA,
     LEVELS,
+    AllHeadsTest,
     JobEvidence,
     PerInputScores,
-    TableTest,
     assess_heads,
-    make_table,
+    sum_scores_by_input,
 )
 from headwise.analysis.finding.prepared_example import PreparedExample, prepare_example
 from headwise.analysis.metrics.statistics import (
@@ -114,7 +114,9 @@ def find_heads(
     parsed = read_examples(source, job, partial(convert_audio_example, model))
     with eval_mode(model):
         prepared = [prepare_example(model, item, f"examples[{index}]") for index, item in enumerate(parsed)]
-        search = _Search(model, prepared, SearchOptions(job, heads, metric, ablation, seed, out, progress or _ignore))
+        search = _Search(
+            model, prepared, SearchOptions(job, heads, metric, ablation, seed, out, progress or _ignore_progress)
+        )
         return search.run(threshold if threshold is not None else 0.0 if job == "effect" else THRESHOLD)
 
 
@@ -129,7 +131,7 @@ def _check_options(job: str, metric: Metric | None, threshold: float | None, see
         raise ArgumentError(f"seed={seed!r}: must be an integer of at least 0.")
 
 
-def _ignore(label: str, done: int, total: int | None) -> None:
+def _ignore_progress(label: str, done: int, total: int | None) -> None:
     """Ignore progress."""
 
 
@@ -156,14 +158,14 @@ class _Search:
         self.progress = options.progress
         self.examples = [item.example for item in prepared]
         self.half_of = split_examples(self.examples)
-        self.hook_points = _readable_hook_points(model, prepared, heads)
+        self.hook_points = _select_hook_points(model, prepared, heads)
         self.all_addresses = [address for point in self.hook_points for address in point.head_addresses]
         self.selected = select_heads(heads, self.all_addresses)
         if not self.selected:
             raise ArgumentError(f"heads={heads!r}: selects no head that reads these examples. Select other heads.")
         self.columns = [self.all_addresses.index(address) for address in self.selected]
         self.header = self._make_header(digest=options.out is not None)
-        self.file = SearchFile(options.out, self.header)
+        self.file = HeadSearchResultsWriter(options.out, self.header)
 
     def _make_header(self, *, digest: bool) -> dict[str, Any]:
         metric = self.metric if isinstance(self.metric, str | None) else getattr(self.metric, "__name__", "function")
@@ -178,16 +180,16 @@ class _Search:
     def run(self, threshold: float) -> HeadSearchResult:
         """Measure, test and return the result."""
         if self.job == "effect":
-            return self._run_effect(threshold)
+            return self._ablate_each_head(threshold)
         skipped = 0
         if self.job == "classes":
-            table, details = self._class_table()
+            table, details = self._probe_class_examples()
             test = _best_feature(assess_heads(table, [*self.selected] * (len(details) // len(self.selected)), threshold,
                                               seed=self.seed, details=details))  # fmt: skip
         else:
-            rows = self._measure_rows()
+            rows = self._score_examples()
             skipped = sum(row.skipped for row in rows)
-            table = make_table(rows, self.half_of)
+            table = sum_scores_by_input(rows, self.half_of)
             self._check_halves(table)
             test = assess_heads(table, self.selected, threshold, seed=self.seed)
         if self.metric is not None:
@@ -204,9 +206,9 @@ class _Search:
                     "token)."
                 )
 
-    def _measure_rows(self) -> list[ExampleScores]:
+    def _score_examples(self) -> list[ExampleScores]:
         """Score every example, continuing with those in the result file."""
-        stored = self.file.stored_rows()
+        stored = self.file.stored_example_scores()
         causal = self.model.spec.kind == "decoder" and not self.prepared[0].is_cross
         allow_self = any(_is_self_pair(item) for item in self.prepared)
         rows: list[ExampleScores] = []
@@ -219,21 +221,21 @@ class _Search:
                 else:
                     row = score_pairs(self.model, item, self.hook_points, causal=causal, allow_self=allow_self)
                 row = _select_columns(row, self.columns)
-                self.file.append_row(index, row)
+                self.file.append_example_scores(index, row)
             rows.append(row)
         self.progress("examples", len(self.prepared), len(self.prepared))
         return rows
 
-    def _class_table(self) -> tuple[PerInputScores, list[str]]:
+    def _probe_class_examples(self) -> tuple[PerInputScores, list[str]]:
         features = []
         for index, item in enumerate(self.prepared):
             self.progress("examples", index, len(self.prepared))
             z, span, length = class_features(self.model, item, self.hook_points)
             features.append((z[self.columns], None if span is None else span[self.columns], length))
         self.progress("examples", len(self.prepared), len(self.prepared))
-        return make_class_table(self.examples, features, self.half_of, self.seed)
+        return fit_class_probes(self.examples, features, self.half_of, self.seed)
 
-    def _run_effect(self, threshold: float) -> HeadSearchResult:
+    def _ablate_each_head(self, threshold: float) -> HeadSearchResult:
         """Ablate every head. The baseline is the mean cost of the other heads of its layer."""
         assert self.metric is not None
         stored = self.file.stored_costs()
@@ -259,7 +261,7 @@ class _Search:
             )
             for item, cost, other in zip(self.examples, by_example, others, strict=True)
         ]  # fmt: skip
-        table = make_table(rows, self.half_of, is_bounded=False)
+        table = sum_scores_by_input(rows, self.half_of, is_bounded=False)
         test = assess_heads(table, self.selected, threshold, seed=self.seed)
         evidence = [replace(item, evidence_level="causal") if item.is_supported else item for item in test.evidence]
         return self._result(table, replace(test, evidence=evidence), threshold, 0)
@@ -288,11 +290,11 @@ class _Search:
             control_costs = [ablator.costs(address) for address in control_heads] or [[0.0] * len(reporting)]
             others.append(np.mean(control_costs, 0))
         self.progress("causal test", len(candidates), len(candidates))
-        by_input, others_by_input = (_mean_by_key(np.array(values).T, reporting) for values in (costs, others))
+        by_input, others_by_input = (_mean_by_input(np.array(values).T, reporting) for values in (costs, others))
         tested = _causal_evidence(candidates, by_input, others_by_input, self.seed)
         return [tested.get(item.address, item) for item in evidence]
 
-    def _result(self, table: PerInputScores, test: TableTest, threshold: float, skipped: int) -> HeadSearchResult:
+    def _result(self, table: PerInputScores, test: AllHeadsTest, threshold: float, skipped: int) -> HeadSearchResult:
         metadata = self.header | {
             "threshold": threshold, "alpha": ALPHA, "family_size": test.family_size, "num_heads": len(self.selected),
             "skipped_pairs": skipped, "rows": float(table.counts[table.in_half(REPORTING)].sum()),
@@ -304,7 +306,7 @@ class _Search:
         )  # fmt: skip
 
 
-def _readable_hook_points(
+def _select_hook_points(
     model: ModelProtocol, prepared: Sequence[PreparedExample], heads: HeadPattern
 ) -> list[HookPoint]:
     """Return the layers that read the examples: cross-attention for pairs of two texts, else self-attention."""
@@ -337,7 +339,7 @@ def _select_columns(row: ExampleScores, columns: Sequence[int]) -> ExampleScores
     return replace(row, **keep, baselines={name: [v[c] for c in columns] for name, v in row.baselines.items()})
 
 
-def _best_feature(test: TableTest) -> TableTest:
+def _best_feature(test: AllHeadsTest) -> AllHeadsTest:
     """Keep the better feature of each head, chosen on the selection half."""
     best: dict[str, JobEvidence] = {}
     for item in test.evidence:
@@ -346,7 +348,7 @@ def _best_feature(test: TableTest) -> TableTest:
     return replace(test, evidence=list(best.values()))
 
 
-def _mean_by_key(values: np.ndarray, prepared: Sequence[PreparedExample]) -> np.ndarray:
+def _mean_by_input(values: np.ndarray, prepared: Sequence[PreparedExample]) -> np.ndarray:
     """Average examples with equal inputs: (examples, heads) → (inputs, heads)."""
     keys = [item.example.key for item in prepared]
     return np.stack([values[[key == other for other in keys]].mean(0) for key in dict.fromkeys(keys)])

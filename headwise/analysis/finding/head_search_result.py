@@ -30,7 +30,7 @@ INTERVALS = ("interval", "excess_interval", "cost_interval", "cost_excess_interv
 
 
 @dataclass(frozen=True)
-class LayerSummary:
+class LayerBestHead:
     """The best head of one layer, on the reporting half.
 
     Attributes:
@@ -133,7 +133,7 @@ class HeadSearchResult:
 
         return head_search_table(self).as_html()
 
-    def by_layer(self) -> list[LayerSummary]:
+    def by_layer(self) -> list[LayerBestHead]:
         """Return the best head of each layer and how far it is above the next, in the order of the layers."""
         scores = {address: self[address].score for address in self.metadata["addresses"]}
         layers: dict[str, list[str]] = {}
@@ -144,7 +144,7 @@ class HeadSearchResult:
             first, *others = sorted(members, key=lambda address: -scores[address])
             second = others[0] if others else ""
             next_score = scores[second] if second else float("nan")
-            summaries.append(LayerSummary(layer, first, scores[first], second, next_score, scores[first] - next_score))
+            summaries.append(LayerBestHead(layer, first, scores[first], second, next_score, scores[first] - next_score))
         return summaries
 
     def table_rows(self) -> list[list[Any]]:

@@ -18,7 +18,7 @@ FORMAT = "headwise find 1"
 IDENTITY = ("format", "job", "model", "examples_digest", "addresses", "settings")
 
 
-class SearchFile:
+class HeadSearchResultsWriter:
     """Writer of a result file.
 
     Args:
@@ -31,7 +31,7 @@ class SearchFile:
         self.records: list[dict[str, Any]] = []
         if self.path is None:
             return
-        stored, records = read_search_file(self.path) if self.path.exists() else (None, [])
+        stored, records = read_head_search_results(self.path) if self.path.exists() else (None, [])
         if stored is not None:
             changed = [name for name in IDENTITY if stored.get(name) != header[name]]
             if changed:
@@ -43,7 +43,7 @@ class SearchFile:
         lines = [header, *records]
         write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
-    def stored_rows(self) -> dict[int, ExampleScores]:
+    def stored_example_scores(self) -> dict[int, ExampleScores]:
         """Return the measured examples by their number."""
         return {record["index"]: scores_from_dict(record, self.path) for record in self.records if "index" in record}
 
@@ -66,12 +66,12 @@ class SearchFile:
                 f"permissions, then repeat the call to resume."
             ) from error
 
-    def append_row(self, index: int, scores: ExampleScores) -> None:
+    def append_example_scores(self, index: int, scores: ExampleScores) -> None:
         """Append the scores of one example."""
         self.append({"index": index} | asdict(scores))
 
 
-def read_search_file(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+def read_head_search_results(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """Read the header and the records. A line truncated by a crash, and the lines after it, are ignored."""
     lines: list[Any] = []
     for line in read_text(path).splitlines():

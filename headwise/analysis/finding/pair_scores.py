@@ -57,7 +57,7 @@ class ExampleScores:
 
 
 @dataclass(frozen=True, eq=False)
-class PairMask:
+class CandidateGoldMask:
     """Queries of one example with their candidates and gold keys.
 
     Attributes:
@@ -84,17 +84,19 @@ def score_pairs(
 ) -> ExampleScores:
     """Run one example and score all heads of these hook points."""
     results: dict[Any, dict[str, Tensor]] = {}
-    masks: dict[int, PairMask] = {}
+    masks: dict[int, CandidateGoldMask] = {}
 
     def on_call(call: AttentionCall) -> None:
         num_keys = call.k.shape[2]
         if num_keys not in masks:
-            masks[num_keys] = pair_masks(prepared, call.q.shape[2], num_keys, causal=causal, allow_self=allow_self)
-        results[call.hook_point.address] = score_call(call, masks[num_keys], prepared.where)
+            masks[num_keys] = candidate_gold_masks(
+                prepared, call.q.shape[2], num_keys, causal=causal, allow_self=allow_self
+            )
+        results[call.hook_point.address] = score_attention_call(call, masks[num_keys], prepared.where)
 
     with listening(hook_points, on_call):
         prepared.run(model)
-    check_called(hook_points, results, prepared.where)
+    check_layers_called(hook_points, results, prepared.where)
     if len(masks) != 1:
         raise ArgumentError(f"{prepared.where}: the layers have different numbers of keys. Select layers with heads=.")
     (used,) = masks.values()
@@ -102,7 +104,7 @@ def score_pairs(
     columns = {name: torch.cat([result[name] for result in ordered]).tolist() for name in ordered[0]}
     return ExampleScores(
         prepared.example.key, len(used.query_units), used.skipped, columns["scores"], columns["value_weighted"],
-        columns["weights"], {SHUFFLED: columns[SHUFFLED]}, position_rules(used),
+        columns["weights"], {SHUFFLED: columns[SHUFFLED]}, position_rule_hits(used),
     )  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def listening(hook_points: Sequence[HookPoint], listener: Any) -> Iterator[None]
         yield
 
 
-def check_called(hook_points: Sequence[HookPoint], results: dict[Any, Any], where: str) -> None:
+def check_layers_called(hook_points: Sequence[HookPoint], results: dict[Any, Any], where: str) -> None:
     """Raise if the input does not reach one of the layers."""
     for hook_point in hook_points:
         if hook_point.address not in results:
@@ -125,9 +127,9 @@ def check_called(hook_points: Sequence[HookPoint], results: dict[Any, Any], wher
             )
 
 
-def pair_masks(
+def candidate_gold_masks(
     prepared: PreparedExample, num_queries: int, num_keys: int, *, causal: bool, allow_self: bool
-) -> PairMask:
+) -> CandidateGoldMask:
     """Return the queries, candidates and gold keys of an example as tensors."""
     example, queries, keys = prepared.example, prepared.queries, prepared.keys
     is_raw = example.inputs is not None
@@ -169,7 +171,7 @@ def pair_masks(
         for index, columns in enumerate(key_tokens):
             key_sums[list(columns), index] = 1.0
     shape = (len(rows), len(key_tokens))
-    return PairMask(
+    return CandidateGoldMask(
         needed, row_means, key_sums, torch.tensor(candidates, dtype=torch.bool).reshape(shape),
         torch.tensor(gold, dtype=torch.bool).reshape(shape), query_units, skipped,
     )  # fmt: skip
@@ -186,15 +188,15 @@ def _key_index(prepared: PreparedExample, unit: int | str, num_keys: int) -> int
     return unit
 
 
-def score_call(call: AttentionCall, masks: PairMask, where: str) -> dict[str, Tensor]:
+def score_attention_call(call: AttentionCall, masks: CandidateGoldMask, where: str) -> dict[str, Tensor]:
     """Score the heads of one attention call, (H,) each."""
-    maps = needed_rows(call, masks.rows)  # (H, rows, S)
+    maps = selected_map_rows(call, masks.rows)  # (H, rows, S)
     if bool(maps.isnan().any()):
         raise ArgumentError(
             f"{where}: the attention weights of layer {call.hook_point.address} are NaN. Check the input."
         )
     norms = to_float64(value_output_norms(call)[0]).cpu()  # (H, S)
-    group = partial(_group_units, masks=masks)
+    group = partial(_sum_and_average_by_unit, masks=masks)
     weights = group(maps)  # (H, Q, U)
     tied = _tied_fractions(weights, masks.candidates)
     weighted = _tied_fractions(group(maps * norms[:, None]), masks.candidates)
@@ -206,7 +208,7 @@ def score_call(call: AttentionCall, masks: PairMask, where: str) -> dict[str, Te
     }
 
 
-def needed_rows(call: AttentionCall, rows: Sequence[int]) -> Tensor:
+def selected_map_rows(call: AttentionCall, rows: Sequence[int]) -> Tensor:
     """Return rows of all maps of a call with batch size 1 in float64 on the CPU, (H, rows, S)."""
     _, H, T, _ = call.q.shape
     if H * T * call.k.shape[2] <= MAX_MAP_CELLS:
@@ -216,7 +218,7 @@ def needed_rows(call: AttentionCall, rows: Sequence[int]) -> Tensor:
     )
 
 
-def _group_units(maps: Tensor, masks: PairMask) -> Tensor:
+def _sum_and_average_by_unit(maps: Tensor, masks: CandidateGoldMask) -> Tensor:
     """Sum columns and average rows by unit: (H, rows, S) → (H, Q, U)."""
     grouped = masks.row_means @ maps
     return grouped if masks.key_sums is None else grouped @ masks.key_sums
@@ -231,7 +233,7 @@ def _tied_fractions(weights: Tensor, candidates: Tensor) -> Tensor:
     return (tied / tied.sum(-1, keepdim=True).clamp(min=1)).masked_fill(unknown, torch.nan)
 
 
-def _shuffled_hits(tied: Tensor, masks: PairMask) -> Tensor:
+def _shuffled_hits(tied: Tensor, masks: CandidateGoldMask) -> Tensor:
     """Return the expected hits if each query gets the gold keys of another query of the example, (H,).
 
     A query for which no other gold key is a candidate counts with its uniform hit rate.
@@ -245,11 +247,11 @@ def _shuffled_hits(tied: Tensor, masks: PairMask) -> Tensor:
     return torch.where(others > 0, expected, _uniform_hits(masks)).sum(1)
 
 
-def _uniform_hits(masks: PairMask) -> Tensor:
+def _uniform_hits(masks: CandidateGoldMask) -> Tensor:
     return masks.gold.sum(1).double() / masks.candidates.sum(1).clamp(min=1)  # (Q,)
 
 
-def position_rules(masks: PairMask) -> dict[str, float]:
+def position_rule_hits(masks: CandidateGoldMask) -> dict[str, float]:
     """Return the hits of rules that ignore the content: a random candidate, the one with most tokens, a fixed offset, a fixed
     difference in rank, a fixed place from the start or the end.
 

@@ -139,7 +139,9 @@ class RandomHeadComparison:
     second_address: str
 
 
-def make_table(rows: Sequence[ExampleScores], half_of: Mapping[str, int], *, is_bounded: bool = True) -> PerInputScores:
+def sum_scores_by_input(
+    rows: Sequence[ExampleScores], half_of: Mapping[str, int], *, is_bounded: bool = True
+) -> PerInputScores:
     """Add up examples with equal inputs, and choose the position rule on the selection half."""
     keys = tuple(dict.fromkeys(row.key for row in rows))
     index = np.array([keys.index(row.key) for row in rows])
@@ -171,7 +173,7 @@ def _rule_names(rows: Sequence[ExampleScores]) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class TableTest:
+class AllHeadsTest:
     """Result of the test of all heads.
 
     Attributes:
@@ -188,7 +190,7 @@ class TableTest:
 
 def assess_heads(
     table: PerInputScores, addresses: Sequence[object], threshold: float, *, seed: int = 0, details: Sequence[str] = ()
-) -> TableTest:
+) -> AllHeadsTest:
     """Test every head on the reporting half, against the baseline that is largest on the selection half."""
     names, chosen = list(table.baselines), best_baseline_indices(table)
     baselines = chosen_baselines(table)
@@ -216,7 +218,7 @@ def assess_heads(
         )
         for h, address in enumerate(addresses)
     ]  # fmt: skip
-    return TableTest(evidence, family_size, _random_head_control(table, addresses, selection_gain, seed))
+    return AllHeadsTest(evidence, family_size, _random_head_control(table, addresses, selection_gain, seed))
 
 
 def best_baseline_indices(table: PerInputScores) -> np.ndarray:

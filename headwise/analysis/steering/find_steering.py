@@ -189,7 +189,7 @@ def find_steering(
     search = _prepare_search(model, positive, negative, settings, steps, progress)
     z, streams = mean_outputs(model, search.halves[0], last_prompt_token=method == "function_vector")
     is_positive = np.array([text.is_positive for text in search.halves[0]])
-    directions = {head: _direction(z[head], is_positive, method) for head in search.heads}
+    directions = {head: _head_direction(z[head], is_positive, method) for head in search.heads}
     scores = _head_scores(search, z, directions, is_positive)
     selected = sorted(search.heads, key=lambda head: -scores[head])[:num_heads]
     vectors = {str(head): torch.from_numpy(directions[head]).float() for head in selected}
@@ -201,10 +201,10 @@ def find_steering(
         "head_scores": {str(head): round(scores[head], 6) for head in selected},
     }  # fmt: skip
     steering = Steering(vectors, 1.0, name=name, origin=origin).for_model(model)
-    points = _curve(search, steering)
+    points = _evaluate_strengths(search, steering)
     strength = _choose_strength(points, search.max_divergence)
     steering = steering.at_strength(strength)
-    return _judge(search, steering, points, streams, is_positive, num_random)
+    return _compare_with_baselines(search, steering, points, streams, is_positive, num_random)
 
 
 def _prepare_search(
@@ -242,7 +242,7 @@ def _prepare_search(
     others = tokenized.subset(samples[::2]), tokenized.subset(samples[1::2])
     stored_settings = {
         "positive": [str(item) for item in positive], "negative": [str(item) for item in negative],
-        "heads": [str(head) for head in addresses], "corpus": tokenized.fingerprint, "model": _model_key(model),
+        "heads": [str(head) for head in addresses], "corpus": tokenized.fingerprint, "model": _weights_digest(model),
         "method": settings.method, "num_heads": settings.num_heads, "strengths": settings.strengths, "seed": settings.seed,
     }  # fmt: skip
     count = 2 + 4 * len(settings.strengths) + settings.num_random + 2 * MAX_RESIDUAL_LAYERS
@@ -257,7 +257,7 @@ def _prepare_search(
 
 
 @torch.no_grad()
-def _model_key(model: ModelProtocol) -> str:
+def _weights_digest(model: ModelProtocol) -> str:
     """Return a short digest of the sums of all weights, to recognize the model of a file of steps."""
     sums = [
         f"{name}:{float(to_float64(value).sum()):.10g}"
@@ -267,7 +267,7 @@ def _model_key(model: ModelProtocol) -> str:
     return hashlib.blake2b("\n".join(sums).encode(), digest_size=8).hexdigest()
 
 
-def _direction(z: np.ndarray, is_positive: np.ndarray, method: str) -> np.ndarray:
+def _head_direction(z: np.ndarray, is_positive: np.ndarray, method: str) -> np.ndarray:
     """Return the direction of one head from its outputs, (texts, e) → (e,), from the negative to the positive mean."""
     difference = z[is_positive].mean(0) - z[~is_positive].mean(0)
     if method != "ridge_probe":
@@ -287,7 +287,7 @@ def _separation(z: np.ndarray, is_positive: np.ndarray, folds: np.ndarray, metho
     distances = []
     for fold in (0, 1):
         fit, test = folds == fold, folds != fold
-        direction = _direction(z[fit], is_positive[fit], method)
+        direction = _head_direction(z[fit], is_positive[fit], method)
         up, down = z[test & is_positive] @ direction, z[test & ~is_positive] @ direction
         spread = np.sqrt((up.var() + down.var()) / 2)
         distances.append((up.mean() - down.mean()) / spread if spread > 0 else 0.0)
@@ -330,7 +330,7 @@ def _folds(texts: Sequence[ContrastText]) -> np.ndarray:
 # Evaluation.
 
 
-def _changes(search: SteeringSearch, half: int, step: str, change: Any) -> list[float]:
+def _log_prob_changes(search: SteeringSearch, half: int, step: str, change: Any) -> list[float]:
     """Return the change of the score of each text of a half inside a context."""
     texts = search.halves[half]
     plain = search.steps.run(f"plain texts {half}", lambda: search.text_scores(texts))
@@ -342,7 +342,7 @@ def _changes(search: SteeringSearch, half: int, step: str, change: Any) -> list[
     return list(np.subtract(search.steps.run(f"{step}, texts {half}", compute), plain))
 
 
-def _effect(search: SteeringSearch, half: int, changes: Sequence[float]) -> SteeringEffect:
+def _effect_with_interval(search: SteeringSearch, half: int, changes: Sequence[float]) -> SteeringEffect:
     """Return the change of positive minus that of negative texts per token, with a 95% interval over groups.
 
     For an encoder it is the mean change over all texts, because a steering moves every text to the positive side.
@@ -394,12 +394,15 @@ def _side_effect_summary(search: SteeringSearch, rows: Sequence[Sequence[float]]
     return SideEffect(distance=mean_of(1)) if search.axis is not None else SideEffect(mean_of(0), mean_of(1))
 
 
-def _curve(search: SteeringSearch, steering: Steering) -> list[SteeringPoint]:
+def _evaluate_strengths(search: SteeringSearch, steering: Steering) -> list[SteeringPoint]:
     """Evaluate each strength on both halves."""
     points = []
     for strength in search.strengths:
         change = partial(steering.applied, search.model, strength, check=False)
-        effects = [_effect(search, half, _changes(search, half, f"strength {strength}", change)) for half in (0, 1)]
+        effects = [
+            _effect_with_interval(search, half, _log_prob_changes(search, half, f"strength {strength}", change))
+            for half in (0, 1)
+        ]
         sides = [
             _side_effect_summary(
                 search,
@@ -419,7 +422,7 @@ def _choose_strength(points: Sequence[SteeringPoint], max_divergence: float) -> 
     return max(allowed, key=lambda point: point.selection_effect.mean).strength
 
 
-def _judge(
+def _compare_with_baselines(
     search: SteeringSearch,
     steering: Steering,
     points: list[SteeringPoint],
@@ -430,19 +433,21 @@ def _judge(
     """Compare the steering with its baselines on the held-out half."""
     model, strength = search.model, steering.strength
     point = next(point for point in points if point.strength == strength)
-    changes = _changes(search, 1, f"strength {strength}", partial(steering.applied, model, check=False))
+    changes = _log_prob_changes(search, 1, f"strength {strength}", partial(steering.applied, model, check=False))
     value_dims = {head.address: head.layer.spec.value_dim for head in model.heads}
     random_changes = []
     for draw in range(num_random):
         directions = random_directions(steering.vectors, search.heads, value_dims, 1 + search.seed * num_random + draw)
         random = Steering(directions, strength)
-        random_changes.append(_changes(search, 1, f"random {draw}", partial(random.applied, model, check=False)))
-    effects = [_effect(search, 1, row).mean for row in random_changes]
+        random_changes.append(
+            _log_prob_changes(search, 1, f"random {draw}", partial(random.applied, model, check=False))
+        )
+    effects = [_effect_with_interval(search, 1, row).mean for row in random_changes]
     p = (sum(effect >= point.effect.mean for effect in effects) + 1) / (num_random + 1)
     residual, layer, residual_change = _residual_effect(search, steering, streams, is_positive)
     differences = [np.subtract(changes, np.mean(random_changes, 0))]
     differences += [] if residual_change is None else [np.subtract(changes, residual_change)]
-    compared = [_effect(search, 1, list(row)) for row in differences]
+    compared = [_effect_with_interval(search, 1, list(row)) for row in differences]
     return SteeringResult(
         steering=steering,
         points=tuple(points),
@@ -476,21 +481,21 @@ def _residual_effect(
     layers = sorted(streams, key=lambda name: -_separation(streams[name], is_positive, folds, "mean_difference"))
     best: tuple[float, str, Callable[[], Any]] | None = None
     for name in layers[:MAX_RESIDUAL_LAYERS]:
-        difference = torch.from_numpy(_direction(streams[name], is_positive, "mean_difference"))
+        difference = torch.from_numpy(_head_direction(streams[name], is_positive, "mean_difference"))
         if not bool(difference.any()):
             continue
-        change = partial(_added_to_stream, search.model, name, difference / difference.norm() * norm)
-        mean = _effect(search, 0, _changes(search, 0, f"residual {name}", change)).mean
+        change = partial(_added_to_residual_stream, search.model, name, difference / difference.norm() * norm)
+        mean = _effect_with_interval(search, 0, _log_prob_changes(search, 0, f"residual {name}", change)).mean
         if best is None or mean > best[0]:
             best = mean, name, change
     if best is None:
         return None, "", None
-    changes = _changes(search, 1, f"residual {best[1]}", best[2])
-    return _effect(search, 1, changes), best[1], changes
+    changes = _log_prob_changes(search, 1, f"residual {best[1]}", best[2])
+    return _effect_with_interval(search, 1, changes), best[1], changes
 
 
 @contextmanager
-def _added_to_stream(model: ModelProtocol, layer_address: str, direction: Tensor) -> Iterator[None]:
+def _added_to_residual_stream(model: ModelProtocol, layer_address: str, direction: Tensor) -> Iterator[None]:
     """Add a vector (D,) to the residual stream at the output of one attention layer."""
     layer = next(item for item in model.attention_layers() if str(item.hook_point.address) == layer_address)
 

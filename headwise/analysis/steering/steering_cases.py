@@ -255,15 +255,16 @@ def list_score(text: str) -> float:
     return 1.0 if re.search(r"(?m)^\s*(\d+[.)]|[-*•])\s", text) else -1.0
 
 
-def _chat(question: str) -> str:
+def _chat_prompt(question: str) -> str:
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def _format_pairs() -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
     lists = tuple(
-        (_chat(f"Name three {k}."), f"1. {a}\n2. {b.capitalize()}\n3. {c.capitalize()}") for k, a, b, c in _THREES
+        (_chat_prompt(f"Name three {k}."), f"1. {a}\n2. {b.capitalize()}\n3. {c.capitalize()}")
+        for k, a, b, c in _THREES
     )
-    prose = tuple((_chat(f"Name three {k}."), f"{a}, {b} and {c} are three {k}.") for k, a, b, c in _THREES)
+    prose = tuple((_chat_prompt(f"Name three {k}."), f"{a}, {b} and {c} are three {k}.") for k, a, b, c in _THREES)
     return lists, prose
 
 
@@ -282,7 +283,7 @@ CASES = {
         _TENSE_PROMPTS,
         tense_score,
     ),
-    "format": SteeringCase("format", *_format_pairs(), tuple(map(_chat, _QUESTIONS)), list_score),
+    "format": SteeringCase("format", *_format_pairs(), tuple(map(_chat_prompt, _QUESTIONS)), list_score),
 }
 
 
@@ -336,7 +337,7 @@ def run_steering_case(
         )
         conditions[f"random {draw}"] = Steering(directions, search.steering.strength)
     continuations = {
-        name: runner.run(name, lambda steering=steering: _continue(model, texts.prompts, steering))
+        name: runner.run(name, lambda steering=steering: _greedy_continuations(model, texts.prompts, steering))
         for name, steering in conditions.items()
     }
     scores = {name: np.array([texts.judge(text) for text in rows]) for name, rows in continuations.items()}
@@ -393,7 +394,7 @@ def sentiment_classifier(encoder: ModelProtocol) -> tuple[Judge, float]:
     return judge, float(np.mean(hits))
 
 
-def _continue(model: ModelProtocol, prompts: Sequence[str], steering: Steering | None) -> list[str]:
+def _greedy_continuations(model: ModelProtocol, prompts: Sequence[str], steering: Steering | None) -> list[str]:
     """Return the greedy continuations of prompts, computed in one batch."""
     tokenizer: Any = model.tokenizer
     rows, end = [tokenizer.encode(prompt) for prompt in prompts], tokenizer.special.get("eos")
