@@ -124,7 +124,7 @@ CLASS_NOUNS = frozenset(
     session settings setup shape shard share signal size slice spec spread state states statistic stats steering step store
     strategy stream streamer study sum summary sums suppression sweep table target targets task tensor term test text timer
     timing token tokenizer tokens totals trace trajectory transform transformer trend trial tuner verdict verifier
-    view visibility weight weights widget word
+    view visibility weight weights widget word writer
     """.split()  # noqa: SIM905
 )
 

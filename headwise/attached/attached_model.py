@@ -14,7 +14,6 @@ from torch import Tensor
 
 from headwise.attached.attach_support import check_supported, copy_config
 from headwise.attached.attachment import Attachment, AttachRollbackState
-from headwise.attached.attention_norms import find_input_norm
 from headwise.attached.cache_policies import (
     CacheContext,
     cache_layer_factory,
@@ -32,6 +31,7 @@ from headwise.attached.generate import (
 )
 from headwise.attached.image_input_reader import ImageInputReader
 from headwise.attached.infer_spec import decoder_start_token, has_lm_head, infer_spec
+from headwise.attached.known_input_norms import find_input_norm
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.layer_probe import check_reconstruction, probe_layers
 from headwise.attached.offload import check_in_memory, copy_to_memory, is_offloaded

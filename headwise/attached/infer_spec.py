@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from headwise.attached.attention_norms import norm_placement_of
+from headwise.attached.known_input_norms import norm_placement_of
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.quantize_in_place import quantization_of
 from headwise.attached.transformers_forward import position_padding_idx

@@ -83,7 +83,7 @@ class AttachedLayer:
             rotary=Rotary() if info.rotary else None, window=info.window,
         )  # fmt: skip
         self.qkv, self.output_projection = QKVProjectionView(self), OutputProjectionView(self)
-        self.hook_point = GuardedHookPoint(self, info.window)
+        self.hook_point = AttachedLayerHookPoint(self, info.window)
         heads, kv_heads = len(self.spec.head_ids), len(self.spec.kv_head_ids)
         even_kv_of_head = (
             tuple(head * kv_heads // heads for head in range(heads)) if heads and heads % kv_heads == 0 else ()
@@ -227,7 +227,7 @@ def _query_fingerprint(q: Tensor) -> tuple[torch.Size, float]:
     return q.shape, float(to_float64(q.detach()).abs().sum())
 
 
-class GuardedHookPoint(HookPoint):
+class AttachedLayerHookPoint(HookPoint):
     """Hook point of an attached layer. If heads are coupled after attention, z can be recorded but not edited."""
 
     def __init__(self, layer: AttachedLayer, window: int | None) -> None:
