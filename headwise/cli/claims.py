@@ -4,11 +4,16 @@ import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headwise.cli.shell.common_options import DeviceOption, DtypeOption, ExecutorOption, JsonOption
+
+if TYPE_CHECKING:
+    from headwise.experiments.run_claims import ClaimResult
+
+DEFAULT_SEED_FILES = Path("docs/research/data")
 
 
 def run(
@@ -26,6 +31,16 @@ def run(
     corpus: Annotated[
         Path | None, typer.Option(help="With --model: a text file. Default: the embedded probe set.")
     ] = None,
+    seed_files: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with one JSON file of figures per seed. Missing seeds are run one by one, then all seeds of the "
+            "folder are judged together."
+        ),
+    ] = None,
+    status: Annotated[
+        bool, typer.Option("--status", help="Show how many seeds of --seed-files are finished, and run nothing.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Write the report page, the figures and the numbers to this folder.")
     ] = None,
@@ -56,8 +71,15 @@ def run(
         listing = [{"number": claim.number, "name": claim.name, "statement": claim.statement} for claim in selected]
         print(json.dumps(listing, indent=2)) if as_json else show_claim_list(selected)
         return
+    if status:
+        _show_status(names or [], _status_folder(seed_files), as_json=as_json)
+        return
+    if seed_files is not None and (model is not None or full or executor is not None):
+        raise ArgumentError("--seed-files: cannot be combined with --model, --full or --executor. Use --seeds N.")
     with show_progress() as progress, resume_hint_on_interrupt() if model is None else nullcontext():
-        results = claims(
+        results = _run_seed_files(
+            names or [], seed_files, seeds or 0, first_seed, cache=cache, processes=processes, progress=progress
+        ) if seed_files is not None else claims(
             names or [], full=full, seeds=seeds, first_seed=first_seed, model=model, corpus=corpus, device=device,
             dtype=dtype, cache=cache,
             processes=processes,
@@ -69,3 +91,32 @@ def run(
         print(json.dumps([result.to_dict() for result in results], indent=2))
     else:
         show_claims(results)
+
+
+def _run_seed_files(names: list[str], folder: Path, seeds: int, first_seed: int, **options: Any) -> "list[ClaimResult]":
+    """Run missing seeds, if a number of seeds is given, and judge all seeds of the folder."""
+    from headwise.experiments.seed_runs import judge_seeds, run_seeds
+
+    if not seeds:
+        return judge_seeds(folder, names)
+    return run_seeds(names, folder, seeds=seeds, first_seed=first_seed, **options)
+
+
+def _status_folder(folder: Path | None) -> Path:
+    """Return the folder of the figures, by default that of this repository if it is the working directory."""
+    from headwise.errors import ArgumentError
+
+    folder = DEFAULT_SEED_FILES if folder is None else folder
+    if not folder.is_dir():
+        raise ArgumentError(f"--seed-files: {folder} is not a folder. Pass the folder with the figures of the seeds.")
+    return folder
+
+
+def _show_status(names: list[str], folder: Path, *, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from headwise.experiments.seed_runs import seed_status
+    from headwise.ui.print_experiments import show_seed_status
+
+    rows = seed_status(folder, names)
+    print(json.dumps([asdict(row) for row in rows], indent=2)) if as_json else show_seed_status(rows, str(folder))

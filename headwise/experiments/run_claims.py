@@ -101,7 +101,7 @@ class ClaimResult:
         claim = self.claim
         return {
             "number": claim.number, "name": claim.name, "statement": claim.statement,
-            "counterevidence": claim.counterevidence, "setup": claim.setup, "rule": claim.rule,
+            "counterevidence": claim.counterevidence, "setup": claim.setup, "rule": claim.full_rule,
             "identity": claim.identity, "verdict": self.verdict.word,
             "depends_on": self.verdict.detail, "preliminary": self.has_few_seeds, "seeds": list(self.seeds),
             "exploratory": self.is_exploratory, "model": self.model_name, "command": self.rerun_command,

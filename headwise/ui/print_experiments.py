@@ -13,6 +13,7 @@ from headwise.experiments.engine.statistic import Condition, Statistic
 from headwise.experiments.experiment_context import EXPLORED_SEEDS
 from headwise.experiments.head_count_sweep import HeadSweep
 from headwise.experiments.run_claims import ClaimResult
+from headwise.experiments.seed_runs import ClaimProgress
 from headwise.io.atomic_write import atomic_folder, write_atomic
 from headwise.ui.claims_page_data import claims_report_data
 from headwise.ui.figures.claim_charts import draw_claim, has_plottable_statistics
@@ -20,7 +21,7 @@ from headwise.ui.report import write_report
 from headwise.ui.terminal_table import make_table
 
 VERDICT_COLORS = {
-    "holds": "green", "does not hold": "red", "depends": "yellow", "true by construction": "blue",
+    "holds": "green", "does not hold": "red", "depends": "yellow", "true by construction": "blue", "undecided": "magenta",
 }  # fmt: skip
 
 
@@ -71,6 +72,28 @@ def show_claim_list(claims: Sequence[Claim], console: Console | None = None) -> 
     (console or Console()).print(make_table("Claims", ["", "name", "statement"], rows))
 
 
+def show_seed_status(rows: Sequence[ClaimProgress], folder: str, console: Console | None = None) -> None:
+    """Print the planned and finished seeds of each claim."""
+    table = [
+        (row.name, "" if row.planned is None else row.planned, len(row.finished), _describe_ranges(row.finished))
+        for row in rows
+    ]
+    (console or Console()).print(
+        make_table(f"Seeds with figures in {folder}", ["claim", "planned seeds", "finished", "seeds"], table)
+    )
+
+
+def _describe_ranges(seeds: Sequence[int]) -> str:
+    """Return seeds as ranges, such as 500–502, 504."""
+    ranges: list[list[int]] = []
+    for seed in sorted(seeds):
+        if ranges and seed == ranges[-1][1] + 1:
+            ranges[-1][1] = seed
+        else:
+            ranges.append([seed, seed])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ranges)
+
+
 def show_claims(results: Sequence[ClaimResult], console: Console | None = None) -> None:
     """Print the verdicts, and for up to three claims their statistics."""
     console = console or Console()
@@ -84,7 +107,7 @@ def show_claims(results: Sequence[ClaimResult], console: Console | None = None) 
             ]
             console.print(
                 make_table(
-                    f"{result.claim.name}: {result.claim.rule}",
+                    f"{result.claim.name}: {result.claim.full_rule}",
                     ["statistic", "at", "mean", result.interval_note],
                     statistic_rows,
                 )
@@ -120,7 +143,7 @@ def claims_markdown(results: Sequence[ClaimResult], image_folder: str = "") -> s
     for r in results:
         claim = r.claim
         lines += ["", f"## {claim.name}", "", f"*{claim.statement}* **{_format_verdict(r)}**", ""]
-        lines += [f"Counterevidence: {claim.counterevidence} {claim.setup}", "", f"Rule: {claim.rule}", ""]
+        lines += [f"Counterevidence: {claim.counterevidence} {claim.setup}", "", f"Rule: {claim.full_rule}", ""]
         lines += [f"True by construction, not a finding: {claim.identity}.", ""] if claim.identity else []
         lines += [f"![{claim.name}]({image_folder}{_image_name(r)})", ""] if has_plottable_statistics(r) else []
         lines += [f"| statistic | at: mean ({r.interval_note}) |", "|---|---|"]

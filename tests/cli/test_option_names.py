@@ -96,7 +96,7 @@ COMMAND_OPTIONS = {
     "train": {"masked", "preset", "resume", "typer_context", "valid_source", "watch_heads"},
     "export": {"int8", "pooling", "tokenizer"},
     "sweep": {"depth"},
-    "claims": {"list_only", "quick"},
+    "claims": {"list_only", "quick", "seed_files", "status"},
     "generate": {"seed", "silence", "temperature", "top_k", "top_p"},
 }
 COMMANDS = {command.name: command.callback for command in app.registered_commands}

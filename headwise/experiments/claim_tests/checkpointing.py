@@ -155,7 +155,7 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("does not hold")
     details = [f"at {layers} layers little is {' and '.join(shortfalls[layers])}" for layers in refuted]
     details += [f"at {layers} layers the result is inconclusive" for layers in unsure]
-    return Verdict("depends", f"on the {'measurement' if unsure else 'depth'}: {'; '.join(details)}")
+    return Verdict("undecided" if unsure else "depends", f"{'' if unsure else 'on the depth: '}{'; '.join(details)}")
 
 
 CLAIM = Claim(
@@ -169,7 +169,7 @@ CLAIM = Claim(
     "several measurements, for time the median over rounds.",
     rule=f"A depth shows a trade if memory is significantly below {MAX_MEMORY_RATIO:g} times and time significantly above "
     f"{MIN_TIME_RATIO:g} times, and shows none if one of these is significantly false. Holds if every depth shows a trade, "
-    "does not hold if none does. Otherwise depends: on the measurement if some depth is inconclusive, else on the depth.",
+    "does not hold if none does. Otherwise depends: undecided if some depth is inconclusive, else on the depth.",
     judged=statistic_key_selector("memory ratio", "time ratio"),
     measure=measure,
     judge=judge,

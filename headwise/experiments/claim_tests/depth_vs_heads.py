@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
+from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
@@ -84,7 +84,7 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("does not hold", "less depth hurts more" if opposite else "")
     if worse and not_worse:
         return Verdict("depends", f"on when it is measured: fewer heads hurt more {worse[0]}, but not {not_worse[0]}")
-    return Verdict("depends", "on the seed: an interval includes the threshold")
+    return Verdict("undecided", "an interval includes the threshold")
 
 
 def _curve(trained: TrainedModel) -> dict[int, float]:
@@ -105,8 +105,9 @@ CLAIM = Claim(
     "steps. The held-out loss is measured during training.",
     rule="The loss with fewer heads minus the loss with fewer layers, paired by seed, at the end and on average over "
     f"training: holds if both are significantly above {MIN_GAP:g} nats per token, does not hold if both are significantly "
-    "below, else depends.",
+    "below, depends on when it is measured if one is above and one below, else undecided.",
     judged=statistic_key_selector(GAP),
+    primary=PrimaryQuantity(GAP, "at the end", 2 * MIN_GAP, "above", planned_seeds=10),
     measure=measure,
     judge=judge,
     plot=PlotSpec(MODELS, x="step", y="held-out loss, nats per token"),

@@ -120,7 +120,7 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("holds")
     if 2 * len(refuted) > len(gaps):
         return Verdict("does not hold", format_labeled_lists({"shown": confirmed, "open": unsure}))
-    return Verdict("depends", f"on {'the property and the model' if refuted else 'the seed, or the text'}; {details}")
+    return Verdict("depends", f"on the property and the model; {details}") if refuted else Verdict("undecided", details)
 
 
 GAP = "the way the claim has it"  # early − late for properties of early layers, late − early for properties of late layers
@@ -220,7 +220,7 @@ CLAIM = Claim(
     f"property is shown if the first and the last third differ in that direction by significantly more than {MIN_GAP:g} "
     "(fraction of attention, or accuracy), not so if by significantly less or in the other direction, else open. Holds if "
     "all are shown, does not hold if more than half are not so. Otherwise depends: on the property and the model if any is "
-    "not so, else on the seed or the text.",
+    "not so, else undecided.",
     judged=statistic_key_selector(GAP),
     measure=measure,
     judge=judge,

@@ -9,7 +9,7 @@ import torch
 
 from headwise.analysis import compare_weights, fold_norms_into_heads
 from headwise.errors import UnsupportedModelError
-from headwise.experiments.claim import Claim, PlotSpec, Verdict
+from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
@@ -71,7 +71,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
         statistics.add("loss", name, [run.loss for run in group])
         statistics.add("parameters", name, group[0].config.spec.num_parameters)
         for relation in group[0].probe_accuracy:
-            statistics.add(f"right, {name}", relation, [run.probe_accuracy[relation] for run in group])
+            statistics.add_proportion(f"right, {name}", relation, [run.probe_accuracy[relation] for run in group])
         models = [run.load_model() for run in group]
         statistics.add("maps apart (JS)", name, [head_diversity(model, texts)["js"] for model in models])
         statistics.add("overlap of what heads read, over chance", name, [input_overlap(model) for model in models])
@@ -97,7 +97,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     if overlap.is_interval_below(MIN_OVERLAP):
         return Verdict("does not hold", details)
     if not overlap.is_interval_above(MIN_OVERLAP):
-        return Verdict("depends", f"on the seed: {details}, and the interval includes {MIN_OVERLAP:g}")
+        return Verdict("undecided", f"{details}, and the interval includes {MIN_OVERLAP:g}")
     lost = {str(name): statistic for name, statistic in statistics.by_condition("lost by slices").items()}
     not_worse = [name for name, statistic in lost.items() if statistic.is_interval_below(MIN_LOSS)]
     unsure = [
@@ -109,7 +109,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     if unsure:
         names = " and ".join(unsure)
         details = f"the input subspaces overlap, but whether {names} lose more than {MIN_LOSS:g} nats is inconclusive"
-        return Verdict("depends", f"on the seed: {details}")
+        return Verdict("undecided", details)
     return Verdict("holds")
 
 
@@ -150,10 +150,12 @@ CLAIM = Claim(
     "Overlap is the mean Σ cos² of the principal angles between the input subspaces of two heads of a layer, relative to "
     "random subspaces.",
     rule=f"Does not hold if the input subspaces overlap significantly less than {MIN_OVERLAP:g} times as much as by chance. "
-    "Depends on the seed if the overlap is inconclusive. If it is significantly larger: holds if both sliced models lose "
+    "Undecided if the overlap is inconclusive. If it is significantly larger: holds if both sliced models lose "
     f"significantly more than {MIN_LOSS:g} nats per token, depends on the criterion if one of them loses significantly "
-    "less, else depends on the seed. On a given model only the overlap is judged.",
+    "less, else undecided. On a given model only the overlap is judged.",
     judged=_judged_statistics,
+    primary=PrimaryQuantity("lost by slices", WIDER, MIN_LOSS, "above", planned_seeds=6),
+    version=2,
     measure=measure,
     judge=judge,
     plot=PlotSpec(("loss", "overlap of what heads read, over chance"), y="nats per token; ratio to chance"),

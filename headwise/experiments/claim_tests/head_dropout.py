@@ -106,7 +106,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     findings = ("the worst head costs less", "heads are needed more evenly")
     unsure = [name for name, *outcomes in zip(findings, confirmed, refuted, strict=True) if not any(outcomes)]
     if unsure:
-        return Verdict("depends", f"on the seed: whether {' and '.join(unsure)} is inconclusive")
+        return Verdict("undecided", f"whether {' and '.join(unsure)} is inconclusive")
     if confirmed[0]:
         return Verdict(
             "depends", "on the criterion: the worst head costs less, but heads are as unevenly needed as before"
@@ -126,8 +126,8 @@ CLAIM = Claim(
     "head is silenced in turn (zero ablation) on held-out documents.",
     rule="Paired by seed: holds if the worst head costs significantly less than "
     f"{MAX_COST_RATIO:g} times as much and the Gini index of head costs decreases by significantly more than "
-    f"{MIN_GINI_DROP:g}. Does not hold if both are significantly false. Otherwise depends, on the seed if either is "
-    f"inconclusive. A loss increase of more than {MAX_LOSS_INCREASE:.0%} is mentioned.",
+    f"{MIN_GINI_DROP:g}. Does not hold if both are significantly false. Otherwise undecided if either is "
+    f"inconclusive, else depends on the criterion. A loss increase of more than {MAX_LOSS_INCREASE:.0%} is mentioned.",
     judged=statistic_key_selector("cost of the worst head, with over without", "Gini index, with − without"),
     measure=measure,
     judge=judge,

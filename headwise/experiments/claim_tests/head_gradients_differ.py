@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwise.analysis import TargetBatch, default_corpus
 from headwise.errors import UnsupportedModelError
-from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
+from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
@@ -167,10 +167,8 @@ def judge(statistics: StatisticTable) -> Verdict:
         for statistic in all_statistics
         if not statistic.is_interval_below(MAX_COSINE) and not statistic.is_interval_above(MAX_COSINE)
     ]
-    factor, num_steps = "seed" if unsure else "gradient", max(map(len, by_kind.values()))
-    return Verdict(
-        "depends", f"on the {factor}: significantly different {' and '.join(details)} of {num_steps} measured steps"
-    )
+    summary = f"significantly different {' and '.join(details)} of {max(map(len, by_kind.values()))} measured steps"
+    return Verdict("undecided", summary) if unsure else Verdict("depends", f"on the gradient: {summary}")
 
 
 CLAIM = Claim(
@@ -183,8 +181,9 @@ CLAIM = Claim(
     "basis of the head's channels. Random bases alone make the first different. Mean |cosine| over the head pairs of a "
     "layer: 1 for copies, about √(2/πN) for random vectors.",
     rule=f"Holds if both mean cosines are significantly below {MAX_COSINE:g} at every step. Does not hold if all are "
-    "significantly above it. Otherwise depends, on the seed if any is inconclusive.",
+    "significantly above it. Otherwise undecided if any is inconclusive, else depends on the gradient.",
     judged=statistic_key_selector(f"cosine {OWN_WEIGHTS}", f"cosine {OV_MATRIX}"),
+    primary=PrimaryQuantity(f"cosine {OV_MATRIX}", 1.0, MAX_COSINE, "below", planned_seeds=3),
     measure=measure,
     judge=judge,
     plot=PlotSpec(

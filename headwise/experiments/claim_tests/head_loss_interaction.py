@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis import TargetBatch, compare_heads
-from headwise.experiments.claim import Claim, PlotSpec, Verdict
+from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
@@ -159,7 +159,7 @@ def judge(statistics: StatisticTable) -> Verdict:
         )
     if interaction_statistic.is_interval_above(MAX_INTERACTION) and remaining.is_interval_above(0.5):
         return Verdict("does not hold", "heads interact through later layers and norms, with or without W_O")
-    return Verdict("depends", "on the seed: the interaction without W_O varies too much")
+    return Verdict("undecided", "the interaction without W_O varies too much")
 
 
 CLAIM = Claim(
@@ -175,9 +175,10 @@ CLAIM = Claim(
     rule=f"The loss decides. (If heads deviate from additivity in a layer's output by more than {ROUNDING:g}, it does not "
     "hold, and the code is wrong.) Holds if the interaction in the loss without mixing is significantly below "
     f"{MAX_INTERACTION:g}. Depends if it is significantly less than half of the default model's. Does not hold if it is "
-    f"significantly more than half and above {MAX_INTERACTION:g}. Otherwise depends on the seed.",
+    f"significantly more than half and above {MAX_INTERACTION:g}. Otherwise undecided.",
     identity="in the output of their own layer the effects of heads add up, with or without W_O: it is a sum over heads",
     judged=_judged_statistics,
+    primary=PrimaryQuantity("interaction in the loss", NO_MIXING, MAX_INTERACTION, "below", planned_seeds=6),
     measure=measure,
     judge=judge,
     plot=PlotSpec(("interaction in the loss", "interaction within the layer"), y="relative to the single costs"),

@@ -98,11 +98,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     gained = statistics["maps apart, gained in training"]
     if not gained.is_interval_above(MIN_DIVERGENCE):
         is_certain = gained.is_interval_below(MIN_DIVERGENCE)
-        return (
-            Verdict("does not hold")
-            if is_certain
-            else Verdict("depends", "on the seed: the distance of maps varies too much")
-        )
+        return Verdict("does not hold") if is_certain else Verdict("undecided", "the distance of maps varies too much")
     failures, unsure = [], []
     spaces = statistics["spaces alike beyond chance", "trained"]
     if not spaces.is_interval_below(MAX_OVERLAP):
@@ -115,9 +111,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     if failures:
         return Verdict("depends", f"on the comparison: their maps diverge, but {' and '.join(failures)}")
     if unsure:
-        return Verdict(
-            "depends", f"on the seed: their maps diverge, but whether {' and '.join(unsure)} is inconclusive"
-        )
+        return Verdict("undecided", f"their maps diverge, but whether {' and '.join(unsure)} is inconclusive")
     return Verdict("holds", "" if slopes else "head_dim was not compared")
 
 
@@ -133,8 +127,8 @@ CLAIM = Claim(
     rule=f"Does not hold if the distance of maps grows by significantly less than {MIN_DIVERGENCE:g} nats in training. "
     f"Holds if it grows by significantly more, the overlap is significantly less than {MAX_OVERLAP:g} beyond chance and the "
     f"distance grows by significantly more than {MIN_SLOPE:g} nats per doubling of the head count (if head counts were "
-    "compared). Otherwise depends: on the comparison if maps diverge but one of the others is significantly false, on the "
-    "seed if one is inconclusive.",
+    "compared). Otherwise depends: on the comparison if maps diverge but one of the others is significantly false, "
+    "else undecided.",
     judged=_judged_statistics,
     measure=measure,
     judge=judge,

@@ -107,12 +107,12 @@ def judge(statistics: StatisticTable) -> Verdict:
             return Verdict("holds")
         if half_twins.is_interval_below(MIN_HALF_TWIN_DISTANCE):
             return Verdict("depends", "on how long they are trained: even twins with different W_O stay close")
-        return Verdict("depends", "on the seed: twins stay together, the distance of half twins is inconclusive")
+        return Verdict("undecided", "twins stay together, the distance of half twins is inconclusive")
     if twins.is_interval_above(MIN_HALF_TWIN_DISTANCE):
         return Verdict("does not hold")
     if twins.is_interval_above(MAX_TWIN_DISTANCE):
         return Verdict("depends", "on rounding: twins drift apart, because sums are rounded in a different order")
-    return Verdict("depends", "on the seed: whether twins drift apart, possibly by rounding, is inconclusive")
+    return Verdict("undecided", "whether twins drift apart, possibly by rounding, is inconclusive")
 
 
 CLAIM = Claim(
@@ -129,7 +129,7 @@ CLAIM = Claim(
     f"{MAX_TWIN_DISTANCE:g} and half twins significantly further than {MIN_HALF_TWIN_DISTANCE:g}. Does not hold if twins "
     f"are significantly further than {MIN_HALF_TWIN_DISTANCE:g}. Otherwise depends: on rounding if twins are significantly "
     f"further than {MAX_TWIN_DISTANCE:g}, on the length of training if they are significantly closer and half twins "
-    f"significantly closer than {MIN_HALF_TWIN_DISTANCE:g}, else on the seed.",
+    f"significantly closer than {MIN_HALF_TWIN_DISTANCE:g}, else undecided.",
     judged=statistic_key_selector("share of others' distance"),
     measure=measure,
     judge=judge,

@@ -112,6 +112,7 @@ CLAIM = Claim(
     f"and v, compared with a loop over heads. The blockwise kernel runs in blocks of {ROW_BLOCK} rows and {HEAD_BLOCK} "
     "heads, at least three blocks.",
     rule=f"Holds if every kernel stays within {TOLERANCE:g} (relative, worst seed). Depends if only some do.",
+    possible_verdicts=("holds", "does not hold", "depends"),
     measure=measure,
     judge=judge,
     plot=PlotSpec(("relative difference",), y="relative difference"),

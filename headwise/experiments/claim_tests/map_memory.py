@@ -93,6 +93,7 @@ CLAIM = Claim(
     rule=f"Holds if the exponent is above {MIN_QUADRATIC:g} for the batched kernel and below {MAX_LINEAR:g} for both the "
     "blockwise and the fused kernel. Depends if only one of the two is below. Does not hold if neither is, or if the "
     "batched kernel is not above.",
+    possible_verdicts=("holds", "does not hold", "depends"),
     measure=measure,
     judge=judge,
     plot=PlotSpec(BACKENDS, x="tokens", y="MB above the inputs", log_x=True),

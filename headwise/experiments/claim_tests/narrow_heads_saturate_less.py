@@ -151,7 +151,7 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("does not hold")
     groups = (("so", confirmed), ("not so", refuted), ("open", unsure))
     parts = [f"{label}: {', '.join(names)}" for label, names in groups if names]
-    return Verdict("depends", f"on the {'seed' if unsure else 'scale'}; {'; '.join(parts)}")
+    return Verdict("undecided", "; ".join(parts)) if unsure else Verdict("depends", f"on the scale; {'; '.join(parts)}")
 
 
 CLAIM = Claim(
@@ -166,7 +166,7 @@ CLAIM = Claim(
     f"variance and {KEYS} keys are reported but not judged, because their slope is known.",
     rule="For both kinds of trained models: the slope of the entropy over log₂(head_dim), per seed. Holds if it is "
     f"significantly below −{MIN_SLOPE:g} for both, does not hold if significantly above −{MIN_SLOPE:g} for both. Otherwise "
-    "depends on the seed if either is inconclusive, else on the scale.",
+    "undecided if either is inconclusive, else depends on the scale.",
     judged=statistic_key_selector("entropy gained by a doubling of head_dim"),
     measure=measure,
     judge=judge,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from headwise.experiments.claim import Claim, PlotSpec, Verdict
+from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
@@ -23,8 +23,8 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
     )
     for relation in multiple[0]:
         pairs = [(a[relation], b[relation]) for a, b in zip(single, multiple, strict=True)]
-        statistics.add("right with one head", relation, [a for a, _ in pairs])
-        statistics.add("right with many heads", relation, [b for _, b in pairs])
+        statistics.add_proportion("right with one head", relation, [a for a, _ in pairs])
+        statistics.add_proportion("right with many heads", relation, [b for _, b in pairs])
         statistics.add("lost by one head", relation, [b - a for a, b in pairs])
     width, steps = experiment.size.width, min(STEPS, experiment.size.steps)
     for name, hidden, counts in (("", 0, HEADS), (", MLP behind", 4 * width, HEADS[:-1])):
@@ -33,8 +33,10 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
                 train_and_evaluate_lookups(heads, TASK, width=width, hidden=hidden, steps=steps, seed=seed)
                 for seed in experiment.seeds
             ]
-            statistics.add(f"look-ups right{name}", heads, [accuracy for accuracy, _ in accuracies])
-            statistics.add(f"all look-ups right{name}", heads, [all_correct for _, all_correct in accuracies])
+            statistics.add_proportion(f"look-ups right{name}", heads, [accuracy for accuracy, _ in accuracies])
+            statistics.add_proportion(
+                f"all look-ups right{name}", heads, [all_correct for _, all_correct in accuracies]
+            )
     return statistics
 
 
@@ -56,8 +58,10 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("does not hold", lookup_text)
     gain_text = f", does better at {', '.join(better)}" if better else ""
     open_text = f"; open: {', '.join(unsure)}" if unsure else ""
-    factor = "seed" if blended is None or (unsure and not worse) else "relation"
-    return Verdict("depends", f"on the {factor}: {loss_text}{gain_text}{open_text}; {lookup_text}")
+    summary = f"{loss_text}{gain_text}{open_text}; {lookup_text}"
+    if blended is None or (unsure and not worse):
+        return Verdict("undecided", summary)
+    return Verdict("depends", f"on the relation: {summary}")
 
 
 def _judge_lookups(statistics: StatisticTable) -> tuple[bool | None, str]:
@@ -111,10 +115,12 @@ CLAIM = Claim(
     f"{MAX_BLENDED:.0%} with one head. They contradict it if one of these is significantly false. Holds if they support it, "
     f"one head loses significantly more than {MIN_DIFFERENCE:.0%} accuracy in some relation, and significantly gains as much "
     "in none. Does not hold if they contradict it and one head loses significantly less than "
-    f"{MIN_DIFFERENCE:.0%} in every relation. Otherwise depends: on the seed if lookups are inconclusive, or if no relation "
+    f"{MIN_DIFFERENCE:.0%} in every relation. Otherwise undecided if lookups are inconclusive, or if no relation "
     "is significantly lost and some are inconclusive, else on the relation. Because any relation is enough, the intervals "
     "are corrected for all of them.",
     judged=_judged_statistics,
+    primary=PrimaryQuantity("all look-ups right", 1, MAX_BLENDED, "below", planned_seeds=2),
+    version=2,
     measure=measure,
     judge=judge,
     plot=PlotSpec(

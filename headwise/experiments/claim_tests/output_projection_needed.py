@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
+from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
@@ -22,7 +22,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
     for name, runs in trained.items():
         statistics.add("loss", name, [run.loss for run in runs])
         for relation in runs[0].probe_accuracy:
-            statistics.add(f"right, {name}", relation, [run.probe_accuracy[relation] for run in runs])
+            statistics.add_proportion(f"right, {name}", relation, [run.probe_accuracy[relation] for run in runs])
         if name != LEARNED_OUTPUT:
             pairs = zip(runs, trained[LEARNED_OUTPUT], strict=True)
             statistics.add("lost", name, [run.loss - reference.loss for run, reference in pairs])
@@ -40,10 +40,8 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("does not hold")
     unsure = [str(name) for name in lost if str(name) not in costly + cheap]
     groups = ((costly, "costs"), (cheap, "does not cost"), (unsure, "may cost, or not"))
-    factor = "the seed" if unsure else "the replacement of W_O"
-    return Verdict(
-        "depends", f"on {factor}: " + "; ".join(f"{', '.join(names)} {text}" for names, text in groups if names)
-    )
+    summary = "; ".join(f"{', '.join(names)} {text}" for names, text in groups if names)
+    return Verdict("undecided", summary) if unsure else Verdict("depends", f"on the replacement of W_O: {summary}")
 
 
 def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
@@ -61,8 +59,10 @@ CLAIM = Claim(
     "including W_V, which can compensate for much: a head writes x W_V W_O. The identity has larger values than a random "
     "W_O. At width 64 the frozen models train 4096 fewer parameters per layer. Losses are paired by seed.",
     rule=f"Holds if both frozen models lose significantly more than {MIN_LOSS:g} nats per token. Does not hold if both lose "
-    "significantly less. Otherwise depends, on the seed if either is inconclusive.",
+    "significantly less. Otherwise undecided if either is inconclusive, else depends on the replacement.",
     judged=statistic_key_selector("lost"),
+    primary=PrimaryQuantity("lost", "frozen random", MIN_LOSS, "above", planned_seeds=64),
+    version=2,
     measure=measure,
     judge=judge,
     plot=PlotSpec(("lost",), y="loss above that of a learned W_O, nats per token"),

@@ -94,7 +94,7 @@ def judge(statistics: StatisticTable) -> Verdict:
         return Verdict("does not hold")
     if moving:
         moves = "change" if len(moving) > 1 else "changes"
-        return Verdict("depends", f"on other parts of the layer: {', '.join(moving)} {moves} it")
+        return Verdict("true by construction", f"for plain layers; exceptions: {', '.join(moving)} {moves} the number")
     return Verdict("true by construction")
 
 
@@ -106,10 +106,10 @@ CLAIM = Claim(
     setup="Layers of one width with every head count that divides it, plain and with biases, gates, sinks, shared keys or "
     "sliced inputs. Each layer is built and its parameters are counted. For a given model: a plain layer of its width, and "
     "its own kind of layer.",
-    rule="Does not hold if the count of a plain layer changes at all. Depends if only that of another kind changes. "
-    "Otherwise it is true by construction.",
+    rule="Does not hold if the count of a plain layer changes at all. Otherwise it is true by construction for plain layers. "
+    "Other kinds of layers whose count changes are listed as exceptions.",
     identity="a plain layer has four matrices of width x width, however they are divided among heads",
-    possible_verdicts=("true by construction", "does not hold", "depends"),
+    possible_verdicts=("true by construction", "does not hold"),
     measure=measure,
     judge=judge,
     plot=PlotSpec(("parameters",), x="heads", y="parameters of a layer", log_x=True),

@@ -9,7 +9,14 @@ import numpy as np
 
 from headwise.analysis import default_corpus, eval_corpus, joint_quantization_costs, sensitivity
 from headwise.errors import ArgumentError, UnsupportedModelError
-from headwise.experiments.claim import Claim, PlotSpec, Verdict, format_labeled_lists, statistic_key_selector
+from headwise.experiments.claim import (
+    Claim,
+    PlotSpec,
+    PrimaryQuantity,
+    Verdict,
+    format_labeled_lists,
+    statistic_key_selector,
+)
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
@@ -248,7 +255,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     if len(refuted) > len(confirmed) + len(unsure):
         return Verdict("does not hold", format_labeled_lists({"shown": confirmed, "open": unsure}))
     details = format_labeled_lists({"shown": confirmed, "not so": refuted, "open": unsure})
-    return Verdict("depends", f"on {'the property and the model' if refuted else 'the seed, or the text'}; {details}")
+    return Verdict("depends", f"on the property and the model; {details}") if refuted else Verdict("undecided", details)
 
 
 SYNTHETIC_MODELS = "little models"
@@ -269,8 +276,9 @@ CLAIM = Claim(
     rule=f"Three properties are tested for each model: heads are uneven (spread above {MIN_SPREAD:g}), pairs are coupled "
     f"(above {MIN_COUPLING:g}), keys differ from values (by a factor of {FACTOR:g}, either way). Each is shown if "
     "significant, not so if significantly false, else open. Holds if all are shown, does not hold if more than half are "
-    "not so. Otherwise depends: on the property and the model if any is not so, else on the seed or the text.",
+    "not so. Otherwise depends: on the property and the model if any is not so, else undecided.",
     judged=statistic_key_selector(*THRESHOLDS),
+    primary=PrimaryQuantity(SPREAD, SYNTHETIC_MODELS, MIN_SPREAD, "above", planned_seeds=14),
     measure=measure,
     judge=judge,
     plot=PlotSpec((SPREAD, COUPLING, KEY_VALUE), y="ratio, or log2 ratio"),

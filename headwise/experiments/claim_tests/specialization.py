@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headwise.analysis import RELATION_THRESHOLD, Profile, best_relation_heads, profile
-from headwise.experiments.claim import Claim, PlotSpec, Verdict
+from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
@@ -68,7 +68,7 @@ def _before_and_after(pairs: list[tuple[Profile, ...]]) -> StatisticTable:
         for pair in gains
     ]
     for index, name in enumerate(("untrained", "trained")):
-        statistics.add("share of heads with a role", name, [pair[index] for pair in roles])
+        statistics.add_proportion("share of heads with a role", name, [pair[index] for pair in roles])
         statistics.add("relations followed", name, [pair[index] for pair in counts])
         for relation in dict.fromkeys(relation for pair in gains for relation in pair[index]):
             values = [pair[index][relation][0] for pair in gains if relation in pair[index]]
@@ -85,13 +85,14 @@ def judge(statistics: StatisticTable) -> Verdict:
     if not gained.is_interval_above(MIN_GAIN) and not relations.is_interval_above(0):
         if gained.is_interval_below(MIN_GAIN) and relations.is_interval_below(1):
             return Verdict("does not hold")
-        return Verdict("depends", "on the seed: whether heads acquire roles or follow relations is inconclusive")
+        return Verdict("undecided", "whether heads acquire roles or follow relations is inconclusive")
     if fraction.is_interval_above(MIN_ROLE_FRACTION) and relations.is_interval_above(0):
         return Verdict("holds")
     followed = statistics["relations followed", "trained"].mean
     details = f"{fraction.mean:.0%} have a role, and {followed:.1f} relations are followed"
     is_certain = fraction.is_interval_below(MIN_ROLE_FRACTION) or relations.is_interval_below(1)
-    return Verdict("depends", f"on the {'head' if is_certain else 'seed'}: {details} beyond a fixed offset")
+    details = f"{details} beyond a fixed offset"
+    return Verdict("depends", f"on the head: {details}") if is_certain else Verdict("undecided", details)
 
 
 CLAIM = Claim(
@@ -106,11 +107,13 @@ CLAIM = Claim(
     f"on one half of the texts and reported on the other. Followed means {RELATION_THRESHOLD:g} more accurate, with "
     "p < 0.05 over the relations.",
     rule=f"Does not hold if the fraction of heads with a role grew by significantly less than {MIN_GAIN:g} in training and "
-    "the number of followed relations by significantly less than one. Depends on the seed if neither this is significant "
+    "the number of followed relations by significantly less than one. Undecided if neither this is significant "
     f"nor a growth of the fraction by more than {MIN_GAIN:g} or of the number by more than zero. Otherwise holds if "
     f"significantly more than {MIN_ROLE_FRACTION:.0%} of heads have a role and the number of followed relations grew "
-    "significantly. Otherwise depends: on the head if one of these is significantly false, else on the seed.",
+    "significantly. Otherwise depends: on the head if one of these is significantly false, else undecided.",
     judged=_judged_statistics,
+    primary=PrimaryQuantity("share of heads with a role", "trained", MIN_ROLE_FRACTION, "above", planned_seeds=6),
+    version=2,
     measure=measure,
     judge=judge,
     plot=PlotSpec(("right beyond the best offset, trained", "right beyond the best offset, untrained"), y="accuracy"),

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
+from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
@@ -38,7 +38,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
         excesses[heads] = np.array(
             [[loss_excess(*pair) for pair in zip(runs, reference_runs, strict=True)] for runs in fast_runs]
         )  # (rates, seeds)
-        statistics.add("runs lost", heads, (excesses[heads] > LOST_NATS).mean(0).tolist())
+        statistics.add_proportion("runs lost", heads, (excesses[heads] > LOST_NATS).mean(0).tolist())
         statistics.add("cost of high rates", heads, excesses[heads].mean(0).tolist())
     single_head, *more_heads = excesses
     for heads in more_heads:
@@ -71,7 +71,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     if len(refuted) == len(spared):
         return Verdict("does not hold")
     if not stable:
-        return Verdict("depends", f"on the seed: whether high rates spare {_join(unsure)} heads is inconclusive")
+        return Verdict("undecided", f"whether high rates spare {_join(unsure)} heads is inconclusive")
     if wider:
         details = (
             f"high rates spare {_join(stable)} heads, but their losses spread further over seeds with {_join(wider)}"
@@ -85,7 +85,7 @@ def judge(statistics: StatisticTable) -> Verdict:
         details = (
             f"high rates significantly spare {_join(stable)} heads, whether {_join(unsure)} as well is inconclusive"
         )
-        return Verdict("depends", f"on the seed: {details}")
+        return Verdict("undecided", details)
     spread_note = f"is less with {_join(narrower)}" if narrower else "shows no difference with this number of seeds"
     return Verdict("holds", f"high rates cost one head more; the spread over seeds {spread_note}")
 
@@ -135,11 +135,13 @@ CLAIM = Claim(
     "documents, whose differences are part of that variation. A diverged run gets the loss of a uniform guess.",
     rule="The cost of high rates is the final loss above that of the same model at the default rate, averaged over both. "
     f"Does not hold if both larger head counts save significantly less than {MIN_SAVING:g} nats per token of the cost for "
-    "one head (paired by seed). Depends on the seed if neither saves significantly more. If one does: depends on what stable "
+    "one head (paired by seed). Undecided if neither saves significantly more. If one does: depends on what stable "
     "means if losses vary significantly more over seeds with many heads than with one (Fisher's F, which with few seeds "
-    "detects only large ratios), on the head count if the other saves significantly less, on the seed if that is "
+    "detects only large ratios), on the head count if the other saves significantly less, undecided if that is "
     "inconclusive. Otherwise holds.",
     judged=statistic_key_selector("spared by many heads", "spread of one head over that of many"),
+    primary=PrimaryQuantity("spared by many heads", 8, MIN_SAVING, "above", planned_seeds=7),
+    version=2,
     measure=measure,
     judge=judge,
     plot=PlotSpec(("cost of high rates",), x="heads", y="nats above the default rate", log_x=True),

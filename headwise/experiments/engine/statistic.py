@@ -12,8 +12,9 @@ from scipy.special import bdtr, fdtri, ndtri, stdtrit  # scipy.stats has them to
 from headwise.errors import ArgumentError
 
 Condition = str | int | float | None  # condition of a measurement: a head count, or the name of a variant
-# Kind of interval: Student's t for a mean, ranks for a median, Fisher's F for a ratio of standard deviations, or given.
-IntervalKind = Literal["mean", "median", "spread", "known"]
+# Kind of interval: Student's t for a mean, the part of it inside [0, 1] for a proportion, ranks for a median, Fisher's F for
+# a ratio of standard deviations, or given.
+IntervalKind = Literal["mean", "proportion", "median", "spread", "known"]
 LEVEL = 0.95
 
 
@@ -52,6 +53,21 @@ class Statistic:
         if not samples:
             raise ArgumentError("values: a statistic needs at least one value. Got an empty sequence.")
         return _estimate(samples, "mean", LEVEL)
+
+    @staticmethod
+    def proportion_of(values: Sequence[float] | float) -> "Statistic":
+        """Return the mean of one proportion per seed, with the part of Student's t interval that is inside [0, 1].
+
+        The true mean of proportions is inside [0, 1], so the restriction does not change how often the interval contains it.
+
+        >>> statistic = Statistic.proportion_of([0.9, 1.0, 0.95])
+        >>> round(statistic.low, 3), statistic.high
+        (0.826, 1.0)
+        """
+        samples = tuple(map(float, [values] if isinstance(values, int | float) else values))
+        if not samples or any(not 0 <= value <= 1 for value in samples):
+            raise ArgumentError(f"values: proportions must be from 0 to 1, at least one. Got {samples}.")
+        return _estimate(samples, "proportion", LEVEL)
 
     @staticmethod
     def median_of(values: Sequence[float]) -> "Statistic":
@@ -110,9 +126,10 @@ def _estimate(values: tuple[float, ...], interval_kind: IntervalKind, level: flo
         all_equal = len(set(values)) == 1 and interval_kind != "spread"
         mean, low, high = (values[0],) * 3 if all_equal else (math.nan, -math.inf, math.inf)
     else:
-        mean, low, high = {"mean": _mean_interval, "median": _median_interval, "spread": _spread_ratio_interval}[
-            interval_kind
-        ](values, level)
+        mean, low, high = {
+            "mean": _mean_interval, "proportion": _proportion_interval, "median": _median_interval,
+            "spread": _spread_ratio_interval,
+        }[interval_kind](values, level)  # fmt: skip
     return Statistic(mean, low, high, values, interval_kind, level)
 
 
@@ -120,6 +137,11 @@ def _mean_interval(values: tuple[float, ...], level: float) -> tuple[float, floa
     mean, n = float(np.mean(values)), len(values)
     half_width = float(stdtrit(n - 1, (1 + level) / 2) * np.std(values, ddof=1) / math.sqrt(n))
     return mean, mean - half_width, mean + half_width
+
+
+def _proportion_interval(values: tuple[float, ...], level: float) -> tuple[float, float, float]:
+    mean, low, high = _mean_interval(values, level)
+    return mean, max(0.0, low), min(1.0, high)
 
 
 def _median_interval(values: tuple[float, ...], level: float) -> tuple[float, float, float]:
@@ -156,6 +178,13 @@ class StatisticTable:
         """Add a statistic and return the table."""
         self._statistics[name, condition] = values if isinstance(values, Statistic) else Statistic.mean_of(values)
         return self
+
+    def add_proportion(self, name: str, condition: Condition, values: Sequence[float] | float) -> "StatisticTable":
+        """Add one proportion per seed and return the table. Its interval is inside [0, 1]."""
+        return self.add(name, condition, Statistic.proportion_of(values))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._statistics
 
     def __getitem__(self, name_or_key: str | tuple[str, Condition]) -> Statistic:
         key = (name_or_key, None) if isinstance(name_or_key, str) else name_or_key

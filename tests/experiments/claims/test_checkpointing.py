@@ -44,10 +44,7 @@ def test_checkpointing_memory_at_threshold_depends():
         statistics.add(name, position, values)
     statistics.add("memory ratio", 2, [0.79, 0.77, 0.81, 0.8, 0.78])
     assert CLAIM.judge(StatisticTable().add("memory ratio", 2, 0.79).add("time ratio", 2, 1.3)).word == "holds"
-    assert (
-        str(CLAIM.correct_and_judge(statistics)[1])
-        == "depends: on the measurement: at 2 layers the result is inconclusive"
-    )
+    assert str(CLAIM.correct_and_judge(statistics)[1]) == "undecided: at 2 layers the result is inconclusive"
 
 
 def test_checkpointing_cost_memory_ratio_per_measurement():

@@ -59,8 +59,8 @@ CLEARLY_ABOVE, NEAR_ZERO, WIDE_INTERVAL = [0.2, 0.21, 0.2], [0.0, 0.01, 0.0], [-
     [
         (
             (CLEARLY_ABOVE, WIDE_INTERVAL, WIDE_INTERVAL, WIDE_INTERVAL),
-            "depends",
-            "on the seed, or the text; shown: local early (trained); open: syn",
+            "undecided",
+            "shown: local early (trained); open: syn",
         ),
         (
             (NEAR_ZERO, NEAR_ZERO, WIDE_INTERVAL, WIDE_INTERVAL),

@@ -15,7 +15,7 @@ def rows(products, softmax):
     ]
 
 
-CASES = {"true by construction": rows(1.0, 1.02), "depends": rows(1.0, 1.4), "does not hold": rows(1.1, 1.4)}
+CASES = {"true by construction": rows(1.0, 1.02), "does not hold": rows(1.1, 1.4)}
 
 
 @pytest.mark.parametrize(("width", "heads", "tokens"), [(48, 1, 7), (48, 6, 7), (48, 48, 7), (96, 8, 31)])
@@ -39,11 +39,11 @@ def test_flops_softmax_matters_for_narrow_layer(tmp_path):
     assert statistics["most over fewest", "with softmax 64x128"].mean == pytest.approx(per_token[1] / per_token[0])
     assert statistics["most over fewest", "with softmax 768x1024"].mean < 1.05
     assert statistics["most over fewest", "products 64x128"].mean == 1
-    assert CLAIM.judge(statistics).word == "depends"
+    assert "exceptions" in CLAIM.judge(statistics).detail
 
 
 def test_flops_given_model_gives_verdict():
     model = Transformer(ModelSpec(vocab=11, context=16, layers=1, attention=AttentionSpec(width=12, heads=4)))
     statistics = measure_model(model)
     assert list(statistics.by_condition("products")) == [1, 2, 4]
-    assert CLAIM.judge(statistics).word == "depends"  # 16 tokens of width 12: softmax counts
+    assert "exceptions" in CLAIM.judge(statistics).detail  # 16 tokens of width 12: softmax counts

@@ -31,8 +31,8 @@ CASES = {"holds": rows(5.0, 2.0), "depends": rows(5.0, 1.2), "does not hold": ro
     ("small", "large", "reason"),
     [
         (5.0, 1.2, "on the size (width x heads x tokens); not so: 768x12x512 forward, 768x12x512 with backward"),
-        (5.0, 1.6, "on the timing noise; open: 768x12x512 forward, 768x12x512 with backward"),
-        (1.0, 1.6, "on the timing noise; not so: 64x8x64 forward, 64x8x64 with backward; open: 768x12x512"),
+        (5.0, 1.6, "open: 768x12x512 forward, 768x12x512 with backward"),
+        (1.0, 1.6, "not so: 64x8x64 forward, 64x8x64 with backward; open: 768x12x512"),
     ],
 )
 def test_one_projection_open_interval_depends(small, large, reason):

@@ -29,7 +29,7 @@ def test_bandwidth_noisy_timing_depends():
     statistics = StatisticTable()
     for name, position, _ in rows(1, 1):
         statistics.add(name, position, Statistic.median_of([1.0, 1.2] * 8))
-    assert CLAIM.correct_and_judge(statistics)[1].detail.startswith("on the timing noise: whether 64 heads")
+    assert CLAIM.correct_and_judge(statistics)[1].detail.startswith("whether 64 heads")
 
 
 def test_relative_times_more_heads_take_longer():

@@ -20,7 +20,7 @@ from tests.experiments.tiny import tiny_experiment
 SHARE = "share of others' distance"
 CASES = {
     "holds": [(SHARE, "twins", [0.0, 0.0, 1e-6]), (SHARE, "half twins", [0.6, 0.61, 0.6])],
-    "depends": [(SHARE, "twins", [0.0, 0.05, 0.01]), (SHARE, "half twins", [0.6, 0.61, 0.6])],
+    "depends": [(SHARE, "twins", [0.0, 0.0, 0.0]), (SHARE, "half twins", [0.05, 0.051, 0.05])],
     "does not hold": [(SHARE, "twins", [0.7, 0.71, 0.7]), (SHARE, "half twins", [0.6, 0.61, 0.6])],
 }
 
@@ -34,14 +34,14 @@ def test_identical_init_unmoved_twins_depends():
 @pytest.mark.parametrize(
     ("twins", "half", "reason"),
     [
-        ([0.0, 0.05, 0.01], 0.6, "on the seed: whether twins drift apart"),
+        ([0.0, 0.05, 0.01], 0.6, "whether twins drift apart"),
         ([0.05, 0.051, 0.05], 0.6, "on rounding"),
-        (0.0, [0.0, 0.1, 0.3], "on the seed: twins stay together"),
+        (0.0, [0.0, 0.1, 0.3], "twins stay together"),
     ],
 )
 def test_identical_init_open_interval_depends(twins, half, reason):
     verdict = judge(StatisticTable().add(SHARE, "twins", twins).add(SHARE, "half twins", half))
-    assert verdict.word == "depends"
+    assert verdict.word == ("depends" if reason.startswith("on ") else "undecided")
     assert verdict.detail.startswith(reason)
 
 

@@ -42,7 +42,7 @@ CASES = {
     ("scaled", "unscaled", "reason"),
     [
         ([0.0, 0.001, 0.0], [-0.1, -0.11, -0.1], "on the scale; so: trained, unscaled; not so: trained, by 1/√d"),
-        ([0.0, 0.001, 0.0], [-0.05, 0.02, 0.0], "on the seed; not so: trained, by 1/√d; open: trained, unscaled"),
+        ([0.0, 0.001, 0.0], [-0.05, 0.02, 0.0], "not so: trained, by 1/√d; open: trained, unscaled"),
     ],
 )
 def test_saturation_open_interval_depends(scaled, unscaled, reason):

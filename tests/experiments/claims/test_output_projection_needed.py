@@ -35,4 +35,4 @@ def test_output_projection_costs_are_paired_by_seed(tmp_path):
 
 def test_output_projection_open_interval_depends():
     statistics = StatisticTable().add("lost", "frozen random", [0.0, 0.1, 0.05]).add("lost", "identity", 0.1)
-    assert CLAIM.judge(statistics).detail == "on the seed: identity costs; frozen random may cost, or not"
+    assert CLAIM.judge(statistics).detail == "identity costs; frozen random may cost, or not"

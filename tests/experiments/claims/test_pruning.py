@@ -42,6 +42,11 @@ CASES = {
         (FIVE_PERCENT, RANKED, [0.5, 0.5, 0.25]),
         (ONE_PERCENT, RANDOM, [0, 0, 0]),
     ],
+    "undecided": [
+        (ONE_PERCENT, RANKED, [0.1, 0.5, 0.25]),
+        (FIVE_PERCENT, RANKED, [0.5, 0.5, 0.25]),
+        (ONE_PERCENT, RANDOM, [0, 0, 0]),
+    ],
 }
 
 
@@ -117,7 +122,7 @@ def test_pruning_claim_one_seed_below_quarter_depends():
     statistics = StatisticTable()
     for row in rows:
         statistics.add(*row)
-    assert str(CLAIM.judge(statistics)) == "depends: on the seed: between 12% and 50% can be pruned"
+    assert str(CLAIM.judge(statistics)) == "undecided: between 12% and 50% can be pruned"
 
 
 def test_loss_increase_model_without_output_raises(experiment):

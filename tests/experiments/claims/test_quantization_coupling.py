@@ -49,9 +49,7 @@ def test_quantization_claim_depends_names_reason() -> None:
     statistics = quantization_coupling.StatisticTable()
     for name, position, values in rows(CLEARLY_ABOVE, WIDE_INTERVAL, CLEARLY_ABOVE):
         statistics.add(name, position, values)
-    assert str(CLAIM.judge(statistics)).startswith(
-        "depends: on the seed, or the text; shown: heads uneven (little models)"
-    )
+    assert str(CLAIM.judge(statistics)).startswith("undecided: shown: heads uneven (little models)")
 
 
 def make_costs(n: int = 40, noise: float = 0.0) -> QuantizationCosts:

@@ -35,9 +35,9 @@ CASES = {
 @pytest.mark.parametrize(
     ("gained", "relations", "reason"),
     [
-        ([0.0, 0.0, 0.01], [0, 1, 0], "on the seed"),
-        ([-0.1, 0.0, 0.2], [0, 0, 0], "on the seed"),
-        ([0.2, 0.21, 0.2], [0, 1, 0], "on the seed"),
+        ([0.0, 0.0, 0.01], [0, 1, 0], ""),
+        ([-0.1, 0.0, 0.2], [0, 0, 0], ""),
+        ([0.2, 0.21, 0.2], [0, 1, 0], ""),
         ([0.2, 0.21, 0.2], [0, 0, 0], "on the head"),
     ],
 )
@@ -46,7 +46,7 @@ def test_specialization_open_interval_depends(gained, relations, reason):
     for row in make_rows([0.8, 0.8, 0.8], gained, relations):
         statistics.add(*row)
     verdict = judge(statistics)
-    assert verdict.word == "depends"
+    assert verdict.word == ("depends" if reason.startswith("on ") else "undecided")
     assert verdict.detail.startswith(reason)
 
 

@@ -13,7 +13,7 @@ CASES = {
         (SPARED, 32, [0.5, 0.6, 0.7]),
         (SPREAD, 8, Statistic.with_interval(2, 0.3, 12)),
     ],
-    "depends": [(SPARED, 8, [0.5, 0.6, 0.7]), (SPARED, 32, [0.0, 0.6, 0.7])],
+    "depends": [(SPARED, 8, [0.5, 0.55, 0.6]), (SPARED, 32, [0.0, 0.01, 0.0])],
     "does not hold": [(SPARED, 8, [0.05, 0.06, 0.07]), (SPARED, 32, -0.4)],
 }
 WIDE_INTERVAL = Statistic.with_interval(0.63, -0.64, 1.9)
@@ -22,15 +22,15 @@ WIDE_INTERVAL = Statistic.with_interval(0.63, -0.64, 1.9)
 @pytest.mark.parametrize(
     ("eight", "thirty_two", "reason"),
     [
-        (WIDE_INTERVAL, WIDE_INTERVAL, "on the seed: whether high rates spare 8 and 32 heads"),
-        (-0.4, WIDE_INTERVAL, "on the seed: whether high rates spare 32 heads"),
-        (0.6, WIDE_INTERVAL, "on the seed: high rates significantly spare 8 heads, whether 32"),
+        (WIDE_INTERVAL, WIDE_INTERVAL, "whether high rates spare 8 and 32 heads"),
+        (-0.4, WIDE_INTERVAL, "whether high rates spare 32 heads"),
+        (0.6, WIDE_INTERVAL, "high rates significantly spare 8 heads, whether 32"),
         (0.6, -0.4, "on the head count: high rates significantly spare 8 of 8 and 32 heads"),
     ],
 )
 def test_stability_open_interval_depends(eight, thirty_two, reason):
     verdict = CLAIM.judge(StatisticTable().add(SPARED, 8, eight).add(SPARED, 32, thirty_two))
-    assert verdict.word == "depends"
+    assert verdict.word == ("depends" if reason.startswith("on ") else "undecided")
     assert verdict.detail.startswith(reason)
 
 
