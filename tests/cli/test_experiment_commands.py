@@ -92,7 +92,7 @@ def test_claims_out_writes_page_and_figures(tmp_path: Path):
         "01-same-numbers.svg", "03-parameters.svg", "claims.html", "claims.json", "claims.md",
     ]  # fmt: skip
     saved = json.loads((out / "claims.json").read_text())
-    assert [claim["verdict"] for claim in saved] == ["holds", "depends"]
+    assert [claim["verdict"] for claim in saved] == ["holds", "true by construction"]
     assert "headwise claims parameters" in (out / "claims.md").read_text()
     code, output, _ = run_command(*command, "--json")
     assert json.loads(output) == saved
