@@ -106,25 +106,25 @@ BANNED_NAMES = frozenset(
 # Last words of class names. A new class ends in one of them, or adds its noun here.
 CLASS_NOUNS = frozenset(
     """
-    ablator accessor accumulator accuracy activations address alignment allocation architecture arcs attachment attention
-    attribution axis batch batches bias bits block blocks buffer cache call capture case check checkpoint checkpoints
-    choice chunk circuit claim collector command comparison components config context contexts converter copy corpus
-    cost costs curve curves data demo description details difference display distance document drop dropout edge effect
-    effects embedding emergence encoder ensemble entropy entry error estimate estimator evaluation evaluator evidence
-    example executor experiment extractor facts family feature file files flops focus folder footprint forward
-    fraction fragment function gates gather generation grad grid group groups guard head heads history hook hooks
-    image importance index info input key kl labels language layer layout line linear log logits loop loss map mapping
-    maps mark mask match matching matrices matrix means measurement mentions metric mixin mlp mode model module mover name
-    names norm noun observer offset offsets ops options output outputs pair pairs params partition parts pass patch
-    patches placement plan planner plot point points policy pool pooler position prediction prefill preprocessor printer probe
-    probs
-    profile projection projections prompt protocol provider proxy qkv quantize queue range rank ranker reader recipe
-    record recorder recording relation report request rerun responses result results rng role rotary row rows rule
-    runner sample sampler samples sampling scaling scan score scores search selection sensitivity sentence sequences server
-    session settings setup shape shard share signal size slice spec spread state states statistic stats steering step store
-    strategy stream streamer study sum summary sums suppression sweep table target targets task tensor term test text timer
-    timing token tokenizer tokens totals trace trajectory transform transformer trend trial tuner verdict verifier
-    view visibility weight weights widget word writer
+    ablator accessor accumulator accuracy activations address alignment allocation architecture arcs attachment
+    attention attribution axis batch batches bias bits block blocks buffer cache call capture case check checkpoint
+    checkpoints choice chunk circuit claim collector command comparison components config context contexts converter
+    copy corpus cost costs curve curves data demo description details difference display distance document drop
+    dropout edge effect effects embedding emergence encoder ensemble entropy entry error estimate estimator evaluation
+    evaluator evidence example executor experiment extractor facts family feature file files flops focus folder
+    footprint forward fraction fragment function gates gather generation grad grid group groups guard head heads
+    history hook hooks image importance index info input key kl labels language layer layout line linear log logits
+    loop loss map mapping maps mark mask match matching matrices matrix means measurement mentions metric mixin mlp
+    mode model module mover name names norm noun observer offset offsets ops options output outputs pair pairs params
+    partition parts pass patch patches placement plan planner plot point points policy pool pooler position prediction
+    prefill preprocessor printer probe probs profile progress projection projections prompt protocol provider proxy
+    qkv quantity quantize queue range rank ranker reader recipe record recorder recording relation report request
+    rerun responses result results rng role rotary row rows rule runner sample sampler samples sampling scaling scan
+    score scores search selection sensitivity sentence sequences server session settings setup shape shard share
+    signal size slice spec spread state states statistic stats steering step store strategy stream streamer study sum
+    summary sums suppression sweep table target targets task tensor term test text timer timing token tokenizer tokens
+    totals trace trajectory transform transformer trend trial tuner verdict verifier view visibility weight weights
+    widget word writer
     """.split()  # noqa: SIM905
 )
 

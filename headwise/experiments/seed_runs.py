@@ -19,7 +19,6 @@ from headwise.experiments.experiment_context import ExperimentSize
 from headwise.experiments.registry import find_claims
 from headwise.experiments.run_claims import ClaimResult, claims
 from headwise.io import write_atomic
-from headwise.io.resolve_path import read_text
 from headwise.progress import Progress
 
 FORMAT = 1
@@ -73,7 +72,7 @@ def load_seed_files(folder: str | Path) -> list[SeedFile]:
     files = []
     for path in Path(folder).glob("claims-seed-*.json"):
         try:
-            data = json.loads(read_text(path))
+            data = json.loads(path.read_text(encoding="utf-8"))
             files.append(SeedFile(int(data["seed"]), dict(data["claims"]), path, json.dumps(data["size"])))
         except (ValueError, KeyError, TypeError) as error:
             raise FileFormatError(
