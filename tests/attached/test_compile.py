@@ -12,7 +12,7 @@ import headwise as hw
 from tests.attached.models import BY_NAME, main_output
 
 each_family = pytest.mark.parametrize(
-    "name", ["llama", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma3", "gpt2"))]
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "qwen3", "gemma3", "gpt2"))]
 )
 
 
@@ -129,13 +129,13 @@ def test_generate_with_a_compiled_static_cache_equals_the_dynamic_cache(
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     attached = hw.attach(model)
     monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *arguments, **named: True)
-    options: Any = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    options: Any = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     options["pad_token_id"] = 0
     static = {
         "cache_implementation": "static",
         "compile_config": compile_config(backend="eager", fullgraph=False, mode=None),
     }
-    for heads in ("", "1.1", "0.0"):
+    for heads in ("", "1.1"):
         with silenced(attached, heads) if heads else nullcontext():
             expected = model.generate(ids, **options)
             actual = model.generate(ids, **options, **static)
