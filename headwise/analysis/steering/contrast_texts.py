@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.errors import ArgumentError
 from headwise.heads.hook_point import AttentionCall
-from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import ModelProtocol, eval_mode
 from headwise.spec import Address
 
@@ -172,7 +172,7 @@ def mean_outputs(
     def store(table: dict[Any, np.ndarray], key: Any, values: Tensor) -> None:
         if key not in table:
             table[key] = np.zeros((len(texts), values.shape[-1]))
-        table[key][rows] = values.double().cpu().numpy()
+        table[key][rows] = values.cpu().double().numpy()
 
     def listen(call: AttentionCall) -> None:
         z_wide = at_least_float32(call.z)
@@ -238,7 +238,7 @@ def completion_log_probs(model: ModelProtocol, texts: Sequence[ContrastText]) ->
             log_probs = at_least_float32(model.output(states)).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
             counts = scored[:, 1:].sum(1).tolist()
             for index, values in zip(indices, log_probs.split(counts), strict=True):
-                sums[index] = float(values.double().sum())
+                sums[index] = float(to_float64(values).sum())
     return sums
 
 

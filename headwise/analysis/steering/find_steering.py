@@ -377,8 +377,8 @@ def _side_effect(search: SteeringSearch, half: int, change: Any) -> list[list[fl
             plain = at_least_float32(model.output(model(ids, hidden=True)[0, :-1])).log_softmax(-1)
             with change():
                 changed = at_least_float32(model.output(model(ids, hidden=True)[0, :-1])).log_softmax(-1)
-            loss_change = (plain - changed).gather(-1, targets).double().sum()
-            kl = (plain.exp() * (plain - changed)).double().sum()
+            loss_change = to_float64((plain - changed).gather(-1, targets)).sum()
+            kl = to_float64(plain.exp() * (plain - changed)).sum()
             rows.append([float(loss_change), float(kl), float(len(targets))])
     return rows
 
