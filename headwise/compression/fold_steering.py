@@ -17,7 +17,7 @@ from headwise.analysis.steering.steering import Steering
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.head import Head
 from headwise.heads.steering_edits import unit_vectors
-from headwise.kernels.rounding_tolerance import to_float64
+from headwise.kernels.rounding_tolerance import to_float64, without_autocast
 from headwise.model import ModelProtocol, check_model, eval_mode
 from headwise.spec import LayerAddress
 
@@ -25,6 +25,7 @@ M = TypeVar("M", bound=ModelProtocol)
 PROBE_TOKENS = (1, 2, 3, 5, 7)  # token ids on which a folded attached model is compared with the steered one
 
 
+@without_autocast
 @torch.no_grad()
 def fold_steering(model: M, steering: Steering, *, check: bool = True) -> M:
     """Return a copy of a model that computes the steered outputs with changed weights and without hooks.

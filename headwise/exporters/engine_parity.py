@@ -137,6 +137,11 @@ def float32_copy(model: ModelProtocol) -> ModelProtocol:
     return copied
 
 
+def cpu_copy(model: Any) -> Any:
+    """Return a copy of a model on the CPU, and a model on the CPU itself. A traced file keeps the device of its weights."""
+    return model if model.device.type == "cpu" else copy.deepcopy(model).to("cpu")
+
+
 @torch.no_grad()
 def compare_generated(
     model: ModelProtocol, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[EngineToken]]

@@ -13,10 +13,12 @@ from headwise.exporters.engine_parity import (
     ParityReport,
     compare_generated,
     compare_hidden_states,
+    cpu_copy,
     end_token_ids,
     float32_copy,
 )
 from headwise.io.atomic_write import atomic_file
+from headwise.kernels.rounding_tolerance import without_autocast
 from headwise.model import ModelProtocol
 from headwise.weights.export import export as write_folder
 from headwise.weights.to_native import to_native
@@ -75,6 +77,7 @@ class ExportTarget:
     install_extra: str | None
 
 
+@without_autocast
 def export(
     model: ModelProtocol,
     path: str | Path,
@@ -187,7 +190,7 @@ def _write_gguf(
 def _write_onnx(model: Any, path: Path, int8: bool = False) -> tuple[str, ...]:
     from headwise.exporters.onnx_export import write_onnx
 
-    native = to_native(model)
+    native = cpu_copy(to_native(model))
     full_model = float32_copy(native)
     note = "weights in float32, because onnxruntime lacks half-precision operators on CPUs"
     notes = () if full_model is native else (note,)
@@ -199,7 +202,7 @@ def _write_torch(model: Any, path: Path) -> tuple[str, ...]:
 
     if path.suffix != ".pt2":
         raise ArgumentError(f"path={path.name!r}: a torch.export file must end in .pt2. Rename it.")
-    native = to_native(model)
+    native = cpu_copy(to_native(model))
     with atomic_file(path, written_by_headwise, "torch.export file") as staging:
         return write_pt2(native, staging)
 

@@ -1,12 +1,16 @@
 """Numerical precision of sums, norms and tolerances for models in half precision."""
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache, wraps
 from math import sqrt
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+F = TypeVar("F", bound=Callable[..., Any])
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 CONFIDENCE = 4.0  # standard deviations: random rounding errors exceed the bound once in 16,000 cases
 
 
@@ -29,6 +33,27 @@ def autocast_disabled(device: torch.device) -> AbstractContextManager[object]:
     torch.float32
     """
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def without_autocast(function: F) -> F:
+    """Make a function compute in the dtype of the weights if it is called inside `torch.autocast`.
+
+    For functions that check their results up to the rounding of that dtype, or that write a model to a file.
+
+    >>> with torch.autocast("cpu"):
+    ...     without_autocast(torch.mm)(torch.ones(2, 2), torch.ones(2, 2)).dtype
+    torch.float32
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for name in AUTOCAST_DEVICES:
+                if torch.is_autocast_enabled(name):
+                    stack.enter_context(torch.autocast(name, enabled=False))
+            return function(*args, **kwargs)
+
+    return cast(F, run)
 
 
 @cache

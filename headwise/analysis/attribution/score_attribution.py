@@ -22,7 +22,7 @@ from headwise.analysis.recording.attention_maps import TokenGroups, Word
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import Head
-from headwise.kernels.rounding_tolerance import has_float64, rounding_bound, to_float64
+from headwise.kernels.rounding_tolerance import has_float64, rounding_bound, to_float64, without_autocast
 from headwise.kernels.score_params import masked_scores
 from headwise.model import ModelProtocol
 from headwise.spec import Address
@@ -161,6 +161,7 @@ class ScoreAttribution:
         }
 
 
+@without_autocast
 @torch.no_grad()
 def explain(
     model: ModelProtocol,
