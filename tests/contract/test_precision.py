@@ -18,6 +18,7 @@ import headwise as hw
 from headwise.errors import HeadwiseError
 from tests.contract.attached_models import NATIVE, TOKENIZER, batch, build_model, logits, sample_heads
 from tests.contract.functions import FUNCTIONS, flatten_numbers
+from tests.contract.public_calls import PUBLIC_CALLS
 
 MODELS = ("decoder", "llama", "encoder", "encoder-decoder", "gpt2", "bert", "bart")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,7 +26,7 @@ MODES = (*DTYPES, *(f"autocast {name}" for name in DTYPES))
 UNITS = 16
 JUMPING = {
     "profile", "profile, light", "profile, prompts", "HeadHistory", "compare_heads", "linear_probe", "sensitivity",
-    "coreference", "report", "prune_study", "curve", "plan_streaming",
+    "coreference", "report", "prune_study", "curve", "plan_streaming", "allocate_bits", "generate, sampled", "describe",
 }  # fmt: skip
 SLOW = {
     "profile",
@@ -41,6 +42,12 @@ SLOW = {
 SAMPLE = {
     (MODELS[index % 2], function, MODES[index // 2 % len(MODES)])
     for index, function in enumerate(name for name in FUNCTIONS if name not in SLOW)
+}
+
+# Calls that compare with results in the dtype of the weights, train, or generate.
+AUTOCAST_SAMPLE = {
+    (MODELS[index % 2], call, MODES[2 + index // 2 % 2])
+    for index, call in enumerate(("explain", "explain", "fold_steering", "fold_steering", "train", "generate, sampled"))
 }
 
 
@@ -59,7 +66,7 @@ def make_model(name: str, dtype: torch.dtype | None = None, *, wide: bool = Fals
 def numbers(function: str, model: Any, name: str) -> np.ndarray | str:
     """Return the numbers of a call, or its error."""
     try:
-        return np.array(flatten_numbers(FUNCTIONS[function](model, name)))
+        return np.array(flatten_numbers((FUNCTIONS | PUBLIC_CALLS)[function](model, name)))
     except HeadwiseError as error:
         return str(error)
 
@@ -76,7 +83,17 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("name", "function", "mode"), cases())
+def autocast_cases() -> list[Any]:
+    """Calls of public functions under autocast. onnxruntime does not depend on autocast, and its export takes long."""
+    cases = ((name, call, mode) for name in MODELS[:2] for call in PUBLIC_CALLS for mode in MODES[2:])
+    return [
+        pytest.param(*case, marks=() if case in AUTOCAST_SAMPLE else pytest.mark.slow)
+        for case in cases
+        if case[1] != "export, onnx"
+    ]
+
+
+@pytest.mark.parametrize(("name", "function", "mode"), [*cases(), *autocast_cases()])
 def test_function_in_half_precision_equals_float32(name: str, function: str, mode: str) -> None:
     is_autocast, dtype = mode.startswith("autocast"), DTYPES[mode.removeprefix("autocast ")]
     want = expected_numbers(name, function, None if is_autocast else dtype)
@@ -92,6 +109,20 @@ def test_function_in_half_precision_equals_float32(name: str, function: str, mod
         got, want = np.nan_to_num(got), np.nan_to_num(want)
         size = np.abs(want[want != np.round(want)]).max(initial=1.0)
         np.testing.assert_allclose(got, want, rtol=0, atol=UNITS * torch.finfo(dtype).eps * size)
+
+
+@pytest.mark.parametrize("name", MODELS[:2])
+def test_training_step_under_autocast_equals_float32(name: str) -> None:
+    def gradients(dtype: torch.dtype | None) -> torch.Tensor:
+        model, inputs = make_model(name), batch(name, "right")
+        with torch.autocast("cpu", dtype) if dtype else nullcontext():
+            loss = model(**inputs)[inputs["attention_mask"]].float().log_softmax(-1)[..., 3].mean()
+        loss.backward()
+        return torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])
+
+    want, got = gradients(None), gradients(torch.bfloat16)
+    assert want.dtype == got.dtype == torch.float32
+    assert (got - want).norm() <= UNITS * torch.finfo(torch.bfloat16).eps * want.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -207,7 +207,10 @@ def _index(func: Any, tensor: Tensor, args: Any) -> Any:
     """Index with lists, arrays and numbers, which torch would convert through the data pointer."""
 
     def convert(index: Any) -> Any:
-        return torch.as_tensor(np.asarray(index)).to(NAME) if isinstance(index, (list, np.ndarray)) else index
+        if not isinstance(index, (list, np.ndarray)):
+            return index
+        positions = torch.as_tensor(np.asarray(index))
+        return (positions if positions.numel() else positions.long()).to(NAME)  # an empty list is float64 in numpy
 
     index = tuple(map(convert, args[0])) if isinstance(args[0], tuple) else convert(args[0])
     if func is Tensor.__getitem__:

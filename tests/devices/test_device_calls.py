@@ -3,11 +3,15 @@
 import gc
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import headwise as hw
 from headwise.errors import HeadwiseError
+from headwise.ui.live_session import LiveSession
+from tests.contract.attached_models import TEXTS
+from tests.contract.functions import flatten_numbers
 from tests.contract.layers import MODELS
 from tests.devices.pretend_device import pretend_device
 from tests.devices.test_pretend_device import make_model
@@ -15,7 +19,7 @@ from tests.devices.test_pretend_device import make_model
 IDS = torch.tensor([[3, 5, 7, 9, 11], [4, 6, 8, 10, 12]])
 
 
-@pytest.mark.parametrize("float64", [True, False])
+@pytest.mark.parametrize("float64", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("basis", ["given", "balanced", "random"])
 def test_quantize_on_device_equals_cpu(basis: Any, float64: bool) -> None:
     expected = hw.quantize(make_model("decoder", "cpu"), 8, basis=basis)(IDS)
@@ -93,7 +97,7 @@ def test_quantized_model_on_device_equals_cpu_after_loading(bits: Any, tmp_path:
     torch.testing.assert_close(result, hw.load(tmp_path / "small").eval()(IDS), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("float64", [True, False])
+@pytest.mark.parametrize("float64", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("relative_to_mean", [False, True])
 @pytest.mark.parametrize("name", ["decoder", "llama"])
 def test_explain_on_device_equals_cpu(name: str, relative_to_mean: bool, float64: bool) -> None:
@@ -154,6 +158,21 @@ def test_profile_of_images_on_device_equals_cpu() -> None:
         torch.testing.assert_close(
             torch.tensor(result[name]), torch.tensor(values), rtol=1e-3, atol=1e-4, equal_nan=True
         )
+
+
+def test_live_session_on_device_equals_cpu() -> None:
+    def run(device: str) -> list[float]:
+        model = make_model("decoder", device)
+        session = LiveSession(model)
+        data: list[Any] = [
+            session.predict(TEXTS[0], ["1.1"]), session.sentence_data(TEXTS[0]), session.explain(TEXTS[0], "1.1", 4, 2, True)
+        ]  # fmt: skip
+        return flatten_numbers(data)
+
+    expected = run("cpu")
+    assert expected
+    with pretend_device(float64=False):
+        np.testing.assert_allclose(run("pretend"), expected, rtol=2e-3, atol=2e-4)
 
 
 def test_shift_on_pretend_device_equals_cpu() -> None:

@@ -16,6 +16,7 @@ from tests.runner import run_command
 
 TOKENIZER = word_tokenizer(VOCABULARY)
 TEXT = "the teacher gave the students their book"
+NOUNS = [word for word in VOCABULARY if word.isalpha()][60:80]
 FEW = ("--max-texts", 2, "--max-length", 16)
 # Arguments of each command. {model}: folder, {texts}: file, {out}: a new path.
 COMMANDS: dict[str, tuple[Any, ...]] = {
@@ -36,8 +37,27 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "export": ("{llama}", "{out}"),
     "train": ("{texts}", "--out", "{out}", "--preset", "nano", "--layers", 1, "--steps", 2, "--batch-size", 2),
     "distill": ("{model}", "{texts}", "--out", "{out}", "--layers", 1, "--steps", 2, "--batch-size", 2),
+    "find": ("{model}", "{examples}"),
+    "steer": (
+        "{model}", "--positive", "{positive}", "--negative", "{negative}", "--num-heads", 2, "--strengths", "1,4",
+        "--num-random", 3, "--max-kl", 9, "--corpus", "{few}",
+    ),
+    "evaluate": ("{model}", "--max-items", 6, "--silence", "1.0", "--reference", "{model}"),
+    "claims": ("early-late", "--model", "{model}", "--corpus", "{texts}", "--processes", 1),
+    "demo": ("--train", "--quick", "--out", "{out}"),
+}  # fmt: skip
+SLOW = {
+    "profile, prompts", "plot", "describe", "profile", "sensitivity", "cache", "train", "distill", "claims", "demo",
+    "evaluate",
+}  # fmt: skip
+COMMANDS_WITHOUT_MODEL = {
+    "corpus": "text", "diff": "profiles on the host", "info": "reads headers of files", "layout": "estimates from a spec",
+    "presets": "specs", "store": "files", "sweep": "trains its models on the CPU, in processes of its own",
+}  # fmt: skip
+COMMANDS_TESTED_ELSEWHERE = {
+    "selftest": "test_selftest.py",
+    "view": "the server; test_device_calls.py runs its session",
 }
-SLOW = {"profile, prompts", "plot", "describe", "profile", "sensitivity", "cache", "train", "distill"}
 UNCOMPARED = ("second", "path", "speed", "ratio", "time", "digest", "device", "tokens_per", "peak")
 
 
@@ -56,6 +76,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hw.Transformer(hw.ModelSpec(vocab=64, context=64, layers=1, attention=rotary, **kinds)).save(folder / "llama")
     documents = list(hw.Corpus.synthetic("held-out", documents=24, seed=3).items())
     (folder / "texts.txt").write_text("\n\n".join(document.text for document in documents))
+    (folder / "few.txt").write_text("\n\n".join(document.text for document in documents[:2]))
+    for name, adjective in (("positive", "big"), ("negative", "small")):
+        lines = [f"the {adjective} {noun} saw the {adjective} door" for noun in NOUNS]
+        (folder / f"{name}.txt").write_text("\n".join(lines))
+    examples = [{"text": f"the {noun} saw the big door", "pairs": [[2, 1], [5, 3]]} for noun in NOUNS]
+    (folder / "examples.jsonl").write_text("\n".join(map(json.dumps, examples)))
     return folder
 
 
@@ -77,6 +103,8 @@ def run(files: Path, command: str, device: str) -> Any:
     """Run a command on a device and return its JSON result."""
     places = {
         "model": files / "model", "llama": files / "llama", "texts": files / "texts.txt", "text": TEXT,
+        "few": files / "few.txt", "positive": files / "positive.txt", "negative": files / "negative.txt",
+        "examples": files / "examples.jsonl",
         "out": files / f"{device} {command}".replace(", ", " ").replace(" ", "-"),
     }  # fmt: skip
     arguments = [item.format(**places) if isinstance(item, str) else item for item in COMMANDS[command]]

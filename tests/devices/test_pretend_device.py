@@ -9,23 +9,26 @@ import headwise as hw
 from headwise.errors import HeadwiseError
 from tests.contract.attached_models import NATIVE, TOKENIZER, build_model
 from tests.contract.functions import FUNCTIONS, flatten_numbers
+from tests.contract.public_calls import EXPENSIVE, PUBLIC_CALLS
 from tests.devices.pretend_device import pretend_device
 
 MODELS = ("decoder", "encoder", "encoder-decoder", "llama", "gpt2", "bert")
 PAIR = ("decoder", "llama")
-# Each function once with float64 and once without, on alternating models.
-SAMPLE = {
-    (PAIR[(index + float64) % 2], function, float64)
-    for index, function in enumerate(FUNCTIONS)
-    for float64 in (True, False)
-    if not (float64 and function.startswith(("profile", "prune_study", "report")))
-}
+CALLS = FUNCTIONS | PUBLIC_CALLS
+SLOW = EXPENSIVE | {"profile, light", "curve", "AttentionToPosition"}
+# Each call without float64, on alternating models; the selftest runs with float64.
+SAMPLE = {(PAIR[index % 2], call, False) for index, call in enumerate(CALLS) if call not in SLOW}
+# Calls that only an attached model or an encoder supports run on that.
+SAMPLE |= {("llama", call, False) for call in ("per_head_cache", "cached", "quantized", "export, gguf")}
+SAMPLE |= {("encoder", "embed", False)}
 
 
 def run(function: Any, model: Any, name: str) -> list[float] | str:
     """Return the numbers of a call, or its error."""
     try:
-        return flatten_numbers(function(model, name))
+        numbers = flatten_numbers(function(model, name))
+        assert numbers
+        return numbers
     except HeadwiseError as error:
         return str(error)
 
@@ -35,7 +38,7 @@ def cases() -> list[Any]:
         pytest.param(name, function, float64, marks=() if (name, function, float64) in SAMPLE else pytest.mark.slow)
         for name in MODELS
         for float64 in (True, False)
-        for function in FUNCTIONS
+        for function in CALLS
     ]
 
 
@@ -51,9 +54,9 @@ def make_model(name: str, device: str) -> Any:
 
 @pytest.mark.parametrize(("name", "function", "float64"), cases())
 def test_function_on_device_equals_cpu(name: str, function: str, float64: bool) -> None:
-    expected = run(FUNCTIONS[function], make_model(name, "cpu"), name)
+    expected = run(CALLS[function], make_model(name, "cpu"), name)
     with pretend_device(float64=float64):
-        result = run(FUNCTIONS[function], make_model(name, "pretend"), name)
+        result = run(CALLS[function], make_model(name, "pretend"), name)
     if isinstance(expected, str) or isinstance(result, str):
         assert result == expected
         return

@@ -20,8 +20,15 @@ PROFILES = {
 }
 
 
-@pytest.mark.parametrize("kind", PROFILES)
-@pytest.mark.parametrize("name", ["decoder", "llama"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("decoder", "texts"),
+        ("decoder", "relations"),
+        ("llama", "texts"),
+        pytest.param("llama", "relations", marks=pytest.mark.slow),
+    ],
+)
 def test_profile_copies_at_most_four_times_per_batch_and_layer(name: str, kind: str) -> None:
     with pretend_device(float64=False) as device, ExitStack() as stack:
         model, calls = make_model(name, "pretend"), []
