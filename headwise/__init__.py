@@ -17,6 +17,8 @@ _NAMES_BY_MODULE = {
         "CachePolicy",
         "ModelSpec",
         "Plan",
+        "QKNorm",
+        "QueryScaling",
         "Rotary",
         "RotaryScaling",
         "preset",
@@ -64,7 +66,8 @@ _NAMES_BY_MODULE = {
 
 __all__ = [  # noqa: RUF022 (in the order of the packages)
     "HeadwiseError",
-    "Address", "AttentionSpec", "CachePolicy", "ModelSpec", "Plan", "Rotary", "RotaryScaling", "preset", "presets",
+    "Address", "AttentionSpec", "CachePolicy", "ModelSpec", "Plan", "QKNorm", "QueryScaling", "Rotary", "RotaryScaling",
+    "preset", "presets",
     "Mask", "attention", "causal", "document_mask", "padding_mask", "per_head", "window",
     "Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch",
     "Transformer",
@@ -124,6 +127,8 @@ if TYPE_CHECKING:
         CachePolicy,
         ModelSpec,
         Plan,
+        QKNorm,
+        QueryScaling,
         Rotary,
         RotaryScaling,
         preset,

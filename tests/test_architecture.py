@@ -130,7 +130,19 @@ CLASS_NOUNS = frozenset(
 
 PUBLIC_NAMES = [
     "HeadwiseError",
-    *("Address", "AttentionSpec", "CachePolicy", "ModelSpec", "Plan", "Rotary", "RotaryScaling", "preset", "presets"),
+    *(
+        "Address",
+        "AttentionSpec",
+        "CachePolicy",
+        "ModelSpec",
+        "Plan",
+        "QKNorm",
+        "QueryScaling",
+        "Rotary",
+        "RotaryScaling",
+        "preset",
+        "presets",
+    ),
     *("Mask", "attention", "causal", "document_mask", "padding_mask", "per_head", "window"),
     *("Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch"),
     "Transformer",

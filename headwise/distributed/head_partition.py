@@ -274,4 +274,5 @@ class GatheredLayer(HookPoint):
         k, v = self.partition.gather_kv(call.k), self.partition.gather_kv(call.v)
         assert isinstance(call.params, LocalHeadScoreParams)
         assert call.params.make_full_params is not None
-        return AttentionCall(self, q, k, v, call.params.make_full_params(q, k, v), z)
+        token_gate = None if call.token_gate is None else self.partition.gather_heads(call.token_gate)
+        return AttentionCall(self, q, k, v, call.params.make_full_params(q, k, v), z, token_gate)

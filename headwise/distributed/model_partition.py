@@ -83,6 +83,11 @@ def partition_model(spec: ModelSpec, processes: int) -> tuple[RankPartition, ...
             raise UnsupportedModelError(
                 f"processes: the model has only {count} {unit}. Got {processes} processes. Start at most {count}."
             )
+    if processes > 1 and spec.attention.qk_norm is not None and spec.attention.qk_norm.over == "width":
+        raise UnsupportedModelError(
+            "model: its queries and keys are normalized over all heads, so its heads cannot be split over processes. Use "
+            "processes=1."
+        )
     if processes > 1 and spec.activation_bits != FULL_PRECISION:
         raise UnsupportedModelError(
             "model: a model with 8-bit activations cannot be split over processes, because the activations need one scale "

@@ -240,7 +240,9 @@ def _block_parameters(spec: ModelSpec) -> list[int]:
     """Return the number of parameters of each block."""
     norm = spec.width * (2 if spec.norm == "layer" else 1)
     up, down = spec.mlp_width * (spec.width + spec.mlp_bias), spec.width * (spec.mlp_width + spec.mlp_bias)
-    mlp = up * (2 if spec.has_gated_mlp else 1) + down + norm * (spec.norm_placement != "parallel")
+    mlp = (
+        up * (2 if spec.has_gated_mlp else 1) + down + norm * {"parallel": 0, "sandwich": 3}.get(spec.norm_placement, 1)
+    )
     sizes: dict[tuple[bool, int], int] = {}
     for layer_address in spec.layer_addresses:
         key = (layer_address.stack == "enc", layer_address.layer)

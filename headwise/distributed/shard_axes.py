@@ -87,6 +87,10 @@ def _attention_axis(rest: str, full_layer: AttentionSpec, heads_by_rank: list[tu
         return None
     if rest == "output_projection.weight":
         return ShardAxis(1, head_indices)
+    if (norm_match := re.fullmatch(r"([qk])_norm\.(weight|bias)", rest)) is not None:
+        if full_layer.qk_norm is None or full_layer.qk_norm.weights != "per_head":
+            return None
+        return ShardAxis(0, head_indices if norm_match[1] == "q" else kv_indices)
     projection = (
         "o"
         if rest.startswith("output_projection.")

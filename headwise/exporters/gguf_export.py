@@ -35,6 +35,7 @@ MODEL_FIELDS = {
     "weight_rules": (), "activation_bits": 32, "stacks": (),
     "embed_width": 0, "shared_layers": False, "position_offset": ANY_VALUE, "output_activation": ANY_VALUE,
     "causal_t5_buckets": ANY_VALUE, "decoder_start_id": None, "logit_scale": 1.0,
+    "rotaries": (), "logit_softcap": None,
 }  # fmt: skip
 ATTENTION_FIELDS = {
     **dict.fromkeys(("width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width"), ANY_VALUE),
@@ -44,7 +45,8 @@ ATTENTION_FIELDS = {
     # llama.cpp supports no position bias
     **{field.name: field.default for field in fields(AttentionSpec) if field.name in POSITION_BIASES},
     "t5_max_distance": ANY_VALUE, "t5_bidirectional": ANY_VALUE,
-    "softcap": None, "softmax": "plain", "head_input": "full", "gated": False,
+    "softcap": None, "softmax": "plain", "head_input": "full", "gated": False, "output_gate": None,
+    "qk_norm": None, "query_scaling": None,
 }  # fmt: skip
 
 

@@ -15,8 +15,10 @@ from headwise.heads.head import AttentionLayerProtocol, Heads
 from headwise.heads.head_dropout import HeadDropout
 from headwise.heads.hook_point import HOOKS, HookPoint, apply_gate
 from headwise.heads.initialize_parameters import initialize
+from headwise.heads.output_gate import OutputGate
 from headwise.heads.per_head_output import PerHeadOutput
 from headwise.heads.projections import QKVProjection, make_output_projection
+from headwise.heads.qk_norm import HeadNorm
 from headwise.kernels import (
     BACKENDS,
     POSITION_BIASES,
@@ -54,7 +56,7 @@ class MultiHeadAttention(nn.Module):
     Attributes:
         spec: Configuration of the layer.
         heads: The heads of the layer; `layer.heads[1]` is one head.
-        hook_point: Hook point of z, between the kernel and W_O.
+        hook_point: Hook point of z, between the kernel and W_O. With an output gate, z is the gated output.
 
     Raises:
         ArgumentError: A field or the backend is unknown, or width or heads are missing.
@@ -91,6 +93,9 @@ class MultiHeadAttention(nn.Module):
         present = len(spec.head_ids)
         self.sink = nn.Parameter(torch.empty(present)) if spec.softmax == "sink" else None
         self.gate = nn.Parameter(torch.empty(present)) if spec.gated else None
+        self.q_norm = HeadNorm(spec, "q") if spec.qk_norm is not None else None
+        self.k_norm = HeadNorm(spec, "k") if spec.qk_norm is not None else None
+        self.output_gate = OutputGate(spec) if spec.output_gate is not None else None
         position_parameters = spec.position_params_per_head
         self.position_bias = nn.Parameter(torch.empty(present, position_parameters)) if position_parameters else None
         self.head_dropout = HeadDropout(spec.head_dropout, spec.head_dropout_schedule)
@@ -149,14 +154,23 @@ class MultiHeadAttention(nn.Module):
         cache: LayerCache | None = None,
         request: ScoreRequest | None = None,
     ) -> Tensor:
-        """Compute the outputs of all heads before W_O: z, (B, H, T, e). The arguments are those of `forward`."""
+        """Compute the outputs of all heads before W_O: z, (B, H, T, e). The arguments are those of `forward`.
+
+        z enters W_O, so all gates of the layer are applied.
+        """
         if request is None:
             request = ScoreRequest(mask, bias)
         elif mask is not None or bias is not None:
             raise ArgumentError("request: already contains the mask and the bias. Omit mask and bias.")
         cache = NO_CACHE if cache is None else cache
         q, k, v, request = self._project(x, source, request, positions, cache)
-        return self._attend(q, k, v, request, gate, cache)
+        return self._attend(q, k, v, request, gate, cache, self.token_gate(x))
+
+    def token_gate(self, x: Tensor) -> Tensor | None:
+        """Return the output gate of each token: (B, T, D) → (B, H, T, 1 or e), or None without an output gate."""
+        if self.output_gate is None:
+            return None
+        return self.output_gate(x if self.partition is None else self.partition.collectives.copy_to_group(x))
 
     def attention_weights(
         self,
@@ -251,6 +265,18 @@ class MultiHeadAttention(nn.Module):
         self.qkv.sum_kv_grads_in_backward = (
             partial(partition.sum_kv_grads_in_backward, sizes=self.qkv.sizes) if partition.has_replicated_kv else None
         )
+        for norm in (self.q_norm, self.k_norm):
+            if norm is None:
+                continue
+            if norm.norm.weights == "shared":  # every process uses the gains for its own heads
+                norm.sum_grads = partition.collectives.copy_to_group
+            elif norm is self.k_norm and partition.has_replicated_kv:
+                norm.sum_grads = self._sum_key_gain_grads
+
+    def _sum_key_gain_grads(self, gains: Tensor) -> Tensor:
+        """Return the gains of the keys of this process, (K, d). The backward pass sums those of copied KV heads."""
+        assert self.qkv.sum_kv_grads_in_backward is not None
+        return self.qkv.sum_kv_grads_in_backward(gains.flatten(), "k").view_as(gains)
 
     @property
     def _full_spec(self) -> AttentionSpec:
@@ -360,11 +386,33 @@ class MultiHeadAttention(nn.Module):
         rotary_table = self._rotary_table(x, source, positions, cache)
         stored_source = None if source is None else cache.stored_source_kv(source)
         if stored_source is not None:
-            return *self.qkv.project(x, "q"), *stored_source, request  # pyright: ignore[reportReturnType]
-        q, k, v = self.qkv(x, source, rotary_table)
+            (q,) = self.qkv.project(x, "q")
+            q = q if self.q_norm is None else self.q_norm(q, x)
+            return q, *stored_source, request  # pyright: ignore[reportReturnType]
+        if self.q_norm is None:
+            q, k, v = self.qkv(x, source, rotary_table)
+        else:
+            q, k, v = self.qkv(x, source)
+            q, k = self._normalize_qk(q, k, (x, x if source is None else source), rotary_table)
+        if rotary_table is not None:
+            q = rotary_table.scale_queries(q)
         if self.spec.cache and source is None and cache is NO_CACHE:  # as a per-head cache would return them
             k, v = fake_quantize_kv(k, self.spec.cache_policies), fake_quantize_kv(v, self.spec.cache_policies)
         return q, k, v, request
+
+    def _normalize_qk(
+        self, q: Tensor, k: Tensor, inputs: tuple[Tensor, Tensor], rotary_table: RotaryTable | None
+    ) -> tuple[Tensor, Tensor]:
+        """Normalize and rotate queries and keys, in the order of the spec. `inputs` are the inputs of both projections."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        is_last = self.q_norm.norm.after_rotary
+        if is_last and rotary_table is not None:
+            q, k = rotary_table.rotate(q), rotary_table.rotate(k)
+        q, k = self.q_norm(q, inputs[0]), self.k_norm(k, inputs[1])
+        if is_last or rotary_table is None:
+            return q, k
+        return rotary_table.rotate(q), rotary_table.rotate(k)
 
     def _attend(
         self,
@@ -374,12 +422,13 @@ class MultiHeadAttention(nn.Module):
         request: ScoreRequest,
         gate: Tensor | None = None,
         cache: LayerCache = NO_CACHE,
+        token_gate: Tensor | None = None,
     ) -> Tensor:
         """Attend, apply gates and head dropout, and pass the hook point: z, (B, H, T, e)."""
         with self._local_rng(q.device):
             result = cache.attend(q, k, v, self._bind(request))
-        z = self._apply_gates(result.z, gate)
-        return z if HOOKS.now is HOOKS else self.hook_point.apply(q, result, z)
+        z = self._apply_gates(result.z if token_gate is None else result.z * token_gate, gate)
+        return z if HOOKS.now is HOOKS else self.hook_point.apply(q, result, z, token_gate)
 
     def _bind(self, request: ScoreRequest) -> ScoreRequest:
         """Return a request for this layer. It shares the memo of the given one."""
@@ -408,7 +457,7 @@ class MultiHeadAttention(nn.Module):
     def _rotary_table(
         self, x: Tensor, source: Tensor | None, positions: Tensor | RotaryTable | None, cache: LayerCache
     ) -> RotaryTable | None:
-        if self.spec.rotary is None:
+        if self.spec.rotary is None and self.spec.query_scaling is None:
             return None
         if source is not None:
             raise ArgumentError(
@@ -419,7 +468,7 @@ class MultiHeadAttention(nn.Module):
             return positions
         if positions is None:
             positions = torch.arange(cache.length, cache.length + x.shape[1], device=x.device)
-        return RotaryTable.at(positions, self.spec.rotary, self.spec.head_dim, x.dtype)
+        return RotaryTable.at(positions, self.spec.rotary, self.spec.head_dim, x.dtype, self.spec.query_scaling)
 
     def _check_input(self, x: Tensor, source: Tensor | None) -> None:
         spec = self.spec

@@ -8,6 +8,9 @@ factors: W_V = U√Σ and W_O = √ΣVᵀ. Between W_Q and W_K, G must commute w
     rotary channels       a rotation and a scaling of each rotary pair, which commute with the rotary rotation: W_Q and W_K
                           are scaled to equal norm and rotated to their principal axes
     other channels        any invertible G among the channels that are not rotated
+    QK norm               none: the norm lies between W_Q, W_K and the scores, so both stay as they are
+
+An output gate per channel multiplies z between W_V and W_O, so these stay as they are, too.
 
 Heads that share a KV head share its basis. All computations are in float64.
 """
@@ -74,8 +77,10 @@ def balanced_basis(matrices: LayerHeadMatrices, spec: AttentionSpec) -> LayerHea
     result = change_basis(matrices, spec, "given")
     for kv_index in range(len(spec.kv_head_ids)):
         heads = [head for head, head_kv in enumerate(spec.kv_of_head) if head_kv == kv_index]
-        _balance_vo(result, heads, kv_index)
-        _balance_qk(result, heads, kv_index, spec.rotary)
+        if spec.output_gate != "channel":
+            _balance_vo(result, heads, kv_index)
+        if spec.qk_norm is None:
+            _balance_qk(result, heads, kv_index, spec.rotary)
     return result
 
 
@@ -87,12 +92,15 @@ def random_basis(matrices: LayerHeadMatrices, spec: AttentionSpec, seed: int = 0
     for kv_index in range(len(spec.kv_head_ids)):
         heads = [head for head, head_kv in enumerate(spec.kv_of_head) if head_kv == kv_index]
         rotation = _random_rotation(result.v.shape[1], generator)
+        rotation = rotation if spec.output_gate != "channel" else torch.eye(len(rotation), dtype=rotation.dtype)
         _write_columns(result.v, result.b_v, [kv_index], _with_bias(result.v, result.b_v, [kv_index]) @ rotation)
         result.o[heads] = (rotation.mT @ to_float64(result.o[heads])).to(result.o)
         rotation = torch.zeros(result.q.shape[1], result.q.shape[1], dtype=torch.float64)
         rotary_pairs, fixed_channels = split_rotary_channels(len(rotation), spec.rotary)
         for channels in [*rotary_pairs, *([fixed_channels] if fixed_channels else [])]:
             rotation[torch.tensor(channels)[:, None], channels] = _random_rotation(len(channels), generator)
+        if spec.qk_norm is not None:
+            continue
         _write_columns(result.q, result.b_q, heads, _with_bias(result.q, result.b_q, heads) @ rotation)
         _write_columns(result.k, result.b_k, [kv_index], _with_bias(result.k, result.b_k, [kv_index]) @ rotation)
     return result

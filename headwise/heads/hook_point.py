@@ -81,7 +81,8 @@ class AttentionCall:
         k: Keys after positions, (B, K, S, d).
         v: Values, (B, K, S, e).
         params: Mask, scale, bias, sink and KV groups of the call.
-        z: Head outputs before W_O, (B, H, T, e).
+        z: Head outputs before W_O, after all gates, (B, H, T, e).
+        token_gate: Output gate of the tokens of a native layer, (B, H, T, 1 or e), which is a factor of z. None without one.
     """
 
     hook_point: "HookPoint"
@@ -90,6 +91,7 @@ class AttentionCall:
     v: Tensor
     params: ScoreParams
     z: Tensor
+    token_gate: Tensor | None = None
 
     def maps(self) -> Tensor:
         """Compute the attention weights of every head from q and k in at least float32, (B, H, T, S)."""
@@ -210,11 +212,11 @@ class HookPoint:
         """Give an unpickled hook point a new key."""
         self.__dict__ |= state | {"key": f"hook point {next(_numbers)}"}
 
-    def apply(self, q: Tensor, result: AttendResult, z: Tensor) -> Tensor:
+    def apply(self, q: Tensor, result: AttendResult, z: Tensor, token_gate: Tensor | None = None) -> Tensor:
         """Apply the open edits to z, then call the listeners. The layer calls this between the kernel and W_O."""
         z = self.apply_edits(z)
         if self.has_listeners:
-            self.notify_listeners(q, result.keys, result.values, lambda: result.params, z)
+            self.notify_listeners(q, result.keys, result.values, lambda: result.params, z, token_gate)
         return z
 
     def apply_edits(self, z: Tensor) -> Tensor:
@@ -226,22 +228,34 @@ class HookPoint:
         return z
 
     def notify_listeners(
-        self, q: Tensor, k: Tensor, v: Tensor, make_params: Callable[[], ScoreParams], z: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        make_params: Callable[[], ScoreParams],
+        z: Tensor,
+        token_gate: Tensor | None = None,
     ) -> None:
         """Call the listeners of this context. They run outside of compiled code (a graph break)."""
         if torch.compiler.is_compiling():
             from headwise.heads.uncompiled_listeners import call_uncompiled
 
-            call_uncompiled(self, q, k, v, make_params, z)
+            call_uncompiled(self, q, k, v, make_params, z, token_gate)
         else:
-            call_listeners(self, q, k, v, make_params, z)
+            call_listeners(self, q, k, v, make_params, z, token_gate)
 
 
 def call_listeners(
-    hook_point: HookPoint, q: Tensor, k: Tensor, v: Tensor, make_params: Callable[[], ScoreParams], z: Tensor
+    hook_point: HookPoint,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    make_params: Callable[[], ScoreParams],
+    z: Tensor,
+    token_gate: Tensor | None = None,
 ) -> None:
     """Call the listeners that this context has at a hook point."""
-    call = AttentionCall(hook_point, q, k, v, make_params(), z)
+    call = AttentionCall(hook_point, q, k, v, make_params(), z, token_gate)
     for listener in HOOKS.now.listeners.get(hook_point.key, ()):
         listener(call)
 

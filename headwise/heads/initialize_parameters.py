@@ -6,7 +6,8 @@
     other linear layers               –                                 normal, 0.02
     token, position, type embeddings  –                                 normal, 0.02
     biases                            0                                 0
-    norms                             weight 1, bias 0                  weight 1, bias 0
+    norms                             gain 1, bias 0                    gain 1, bias 0
+    output gates                      Xavier uniform                    normal, 0.02
     gates                             1                                 1
     sinks                             0                                 0
     position biases                   `Bias.initial_value`              `Bias.initial_value`
@@ -21,7 +22,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from headwise.heads.output_gate import OutputGate
 from headwise.heads.projections import OutputProjection, QKVProjection
+from headwise.heads.qk_norm import HeadNorm
 from headwise.kernels import POSITION_BIASES
 
 STD = 0.02
@@ -50,8 +53,17 @@ def initialize(module: nn.Module, *, residual_writes: int | None = None) -> None
             _constant(submodule.bias, 0.0)
         elif isinstance(submodule, nn.Embedding):
             _fill(submodule.weight, False)
+        elif isinstance(submodule, OutputGate):
+            _fill(submodule.weight, residual_writes is None)
+            _constant(submodule.bias, 0.0)
+        elif isinstance(submodule, HeadNorm):
+            _constant(submodule.weight, 0.0 if submodule.norm.kind == "rms_plus_one" else 1.0)
+            _constant(submodule.bias, 0.0)
+            if submodule.pruned_weight is not None:
+                _fill(submodule.pruned_weight, residual_writes is None)
+                _constant(submodule.pruned_bias, 0.0)
         elif isinstance(submodule, nn.LayerNorm | nn.RMSNorm):
-            _constant(submodule.weight, 1.0)
+            _constant(submodule.weight, 0.0 if getattr(submodule, "weight_offset", 0.0) else 1.0)
             _constant(getattr(submodule, "bias", None), 0.0)
         for name, value in submodule.named_parameters(recurse=False):
             if name == "gate":

@@ -90,7 +90,9 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
         "a softcap": spec.softcap is not None,
         "a learned sink": spec.softmax == "sink",
         "head_input='slice'": spec.head_input == "slice",
-        "gates": spec.gated,
+        "gates": spec.gated or spec.output_gate is not None,
+        "a norm of queries and keys": spec.qk_norm is not None,
+        "scaling of queries by position": spec.query_scaling is not None,
         "head dropout": spec.head_dropout > 0,
     }
     for feature, is_used in unsupported.items():

@@ -8,7 +8,7 @@ from headwise.cache import NO_CACHE, LayerCache, ModelCache
 from headwise.heads import HookPoint, MultiHeadAttention
 from headwise.kernels import Mask, RotaryTable, ScoreRequest, causal, padding_mask
 from headwise.model.layers import MLP, make_norm
-from headwise.spec import LayerAddress, ModelSpec
+from headwise.spec import LayerAddress, ModelSpec, QueryScaling, Rotary
 
 CAUSAL = causal()  # a call of a function with a cache makes torch.compile warn
 
@@ -21,7 +21,7 @@ class BlockContext:
         causal: Whether attention is causal.
         mask: Additional mask of the caller.
         attention_mask: (B, S), True at real tokens. None if all tokens are real.
-        rotary_table: Rotary angles of the tokens.
+        rotary_tables: Rotary angles of the tokens, one table for each kind of layer (`Block.position_kind`).
         gates: Factors of the head outputs by layer, (H,) or (B, H).
         cache: Cache of the model.
         memory: Encoded source of an encoder-decoder, (B, S, D).
@@ -31,7 +31,7 @@ class BlockContext:
     causal: bool = False
     mask: Mask | None = None
     attention_mask: Tensor | None = None
-    rotary_table: RotaryTable | None = None
+    rotary_tables: tuple[RotaryTable | None, ...] = (None,)
     gates: dict[LayerAddress, Tensor] = field(default_factory=dict)
     cache: ModelCache | None = None
     memory: Tensor | None = None
@@ -85,11 +85,14 @@ class Block(nn.Module):
     pre:       x + f(norm(x)) for each sub-layer             (https://arxiv.org/abs/2002.04745)
     post:      norm(x + f(x)) for each sub-layer             (https://arxiv.org/abs/1706.03762)
     parallel:  x + attention(norm(x)) + mlp(norm(x))         (GPT-J, Wang and Komatsuzaki 2021)
+    sandwich:  x + norm(f(norm(x))) for each sub-layer       (https://arxiv.org/abs/2105.13290)
+    output:    x + norm(f(x)) for each sub-layer             (https://arxiv.org/abs/2111.09883)
     """
 
     def __init__(self, spec: ModelSpec, address: LayerAddress, backend: str = "auto", storage: str = "qkv") -> None:
         super().__init__()
         self.norm_placement = spec.norm_placement
+        self.position_kind = position_kinds(spec)[1][address.layer]
         self.attention = MultiHeadAttention(
             spec.attention_at(address), backend=backend, storage=storage, address=address
         )
@@ -103,6 +106,10 @@ class Block(nn.Module):
             self.norm_cross = make_norm(spec)
         self.mlp = MLP(spec)
         self.norm_mlp = make_norm(spec) if spec.norm_placement != "parallel" else None
+        # second norms of a sandwich block; `norm_attention` and `norm_mlp` are those of the inputs
+        is_sandwich = spec.norm_placement == "sandwich"
+        self.norm_attention_output = make_norm(spec) if is_sandwich else None
+        self.norm_mlp_output = make_norm(spec) if is_sandwich else None
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
@@ -111,15 +118,16 @@ class Block(nn.Module):
         return self.finish(x, normed, self.attend(normed, context), context)
 
     def attention_input(self, x: Tensor) -> Tensor:
-        """Return the input of self-attention, normalized unless the block is post-norm: (B, T, D) → (B, T, D)."""
-        return x if self.norm_placement == "post" else self.norm_attention(x)
+        """Return the input of self-attention, after its norm if there is one: (B, T, D) → (B, T, D)."""
+        return x if self.norm_placement in ("post", "output") else self.norm_attention(x)
 
     def attend(self, normed: Tensor, context: BlockContext) -> Tensor:
         """Compute the output of self-attention: (B, T, D) → (B, T, D)."""
         cache = context.layer_cache(self.attention.hook_point)
         request = context.score_request(cache, normed.shape[1], has_policies=bool(self.attention.spec.cache))
         gate = context.layer_gate(self.attention.hook_point)
-        out = self.attention(normed, request=request, positions=context.rotary_table, gate=gate, cache=cache)
+        positions = context.rotary_tables[self.position_kind]
+        out = self.attention(normed, request=request, positions=positions, gate=gate, cache=cache)
         return self._drop(out)
 
     def finish(self, x: Tensor, normed: Tensor, attention_output: Tensor, context: BlockContext) -> Tensor:
@@ -132,6 +140,8 @@ class Block(nn.Module):
             if self.cross is not None:
                 x = x + self._cross_attend(self.norm_cross(x), context)
             return x + self._mlp(self.norm_mlp(x))  # pyright: ignore[reportOptionalCall]
+        if self.norm_placement in ("sandwich", "output"):
+            return self._finish_output_norms(x, attention_output, context)
         if self.norm_placement == "post":
             x = self.norm_attention(x + attention_output)
             if self.cross is not None:
@@ -139,6 +149,22 @@ class Block(nn.Module):
             return self.norm_mlp(x + self._mlp(x))  # pyright: ignore[reportOptionalCall]
         out = x + attention_output + self._mlp(normed)
         return out if self.cross is None else out + self._cross_attend(self.norm_cross(x), context)
+
+    @property
+    def output_norms(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """Norms of the outputs of attention and MLP before they are added to the residual stream, or None."""
+        if self.norm_placement == "sandwich":
+            return self.norm_attention_output, self.norm_mlp_output
+        return (self.norm_attention, self.norm_mlp) if self.norm_placement == "output" else (None, None)
+
+    def _finish_output_norms(self, x: Tensor, attention_output: Tensor, context: BlockContext) -> Tensor:
+        """Run a block whose sub-layer outputs have a norm, after self-attention."""
+        attention_norm, mlp_norm = self.output_norms
+        x = x + attention_norm(attention_output)  # pyright: ignore[reportOptionalCall]
+        if self.cross is not None:
+            x = x + self._cross_attend(self.norm_cross(x), context)
+        mlp_input = self.norm_mlp(x) if self.norm_placement == "sandwich" else x  # pyright: ignore[reportOptionalCall]
+        return x + mlp_norm(self._mlp(mlp_input))  # pyright: ignore[reportOptionalCall]
 
     def _cross_attend(self, x: Tensor, context: BlockContext) -> Tensor:
         assert self.cross is not None
@@ -151,6 +177,25 @@ class Block(nn.Module):
 
     def _drop(self, x: Tensor) -> Tensor:
         return self.dropout(x) if self.dropout.training else x  # avoids the overhead of a module call
+
+
+PositionKind = tuple[Rotary | None, QueryScaling | None]
+
+
+def position_kinds(spec: ModelSpec) -> tuple[tuple[PositionKind, ...], tuple[int, ...]]:
+    """Return the different positions of the layers of a model, and the index of each layer's among them.
+
+    >>> from headwise.spec import Rotary, preset
+    >>> from dataclasses import replace
+    >>> kinds, index_of_layer = position_kinds(replace(preset("synthetic"), rotaries=(Rotary(), Rotary(), None)))
+    >>> len(kinds), index_of_layer
+    (2, (0, 0, 1, 0))
+    """
+    layers, scaling = max(spec.layers, spec.encoder_layers), spec.attention.query_scaling
+    rotaries = spec.rotaries or (spec.attention.rotary,)
+    by_layer = [(rotaries[layer % len(rotaries)], scaling) for layer in range(layers)]
+    kinds = tuple(dict.fromkeys(by_layer)) or ((spec.attention.rotary, scaling),)
+    return kinds, tuple(kinds.index(kind) for kind in by_layer)
 
 
 def _and_all(masks: list[Mask]) -> Mask | None:

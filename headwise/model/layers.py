@@ -13,7 +13,8 @@ from headwise.heads.collectives_protocol import CollectivesProtocol
 from headwise.heads.quantized_layers import QuantizedEmbedding, QuantizedLinear, TiedQuantizedLinear
 from headwise.kernels import sinusoidal
 from headwise.kernels.matmul_tuner import Linear, linear
-from headwise.model.loss import IGNORE_INDEX, linear_cross_entropy
+from headwise.kernels.rounding_tolerance import at_least_float32
+from headwise.model.loss import IGNORE_INDEX, chunked_cross_entropy, linear_cross_entropy
 from headwise.spec import ModelSpec
 from headwise.spec.weight_bits import FULL_PRECISION
 
@@ -30,8 +31,20 @@ ACTIVATIONS = {
 
 def make_norm(spec: ModelSpec, width: int = 0) -> nn.Module:
     """Create the norm of a spec: LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467). Default: the model's width."""
-    kind = nn.LayerNorm if spec.norm == "layer" else nn.RMSNorm
+    kind = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "rms_plus_one": OffsetRMSNorm}[spec.norm]
     return kind(width or spec.width, eps=spec.norm_eps)
+
+
+class OffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm whose gain is 1 + weight, as in Gemma. The sum is computed in at least float32."""
+
+    weight_offset = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize each token: (…, D) → (…, D)."""
+        wide = at_least_float32(x)
+        normed = F.rms_norm(wide, tuple(self.normalized_shape), eps=self.eps)
+        return (normed * (1.0 + at_least_float32(self.weight))).to(x.dtype)
 
 
 class VocabShardProtocol(Protocol):
@@ -154,6 +167,7 @@ class LMHead(nn.Module):
     def __init__(self, spec: ModelSpec, tokens: nn.Embedding | QuantizedEmbedding) -> None:
         super().__init__()
         masked, self.tied, self.scale = spec.output == "mlm", spec.tied, spec.logit_scale
+        self.softcap, self.vocab = spec.logit_softcap, spec.vocab
         self.activation = ACTIVATIONS[spec.output_activation or spec.activation]
         width = spec.embed_width or spec.width
         self.transform = Linear(spec.width, width) if masked else None
@@ -175,7 +189,12 @@ class LMHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute logits: (B, T, D) → (B, T, V)."""
         x = self.pre_vocab_transform(x)
-        return self.vocabulary(x) if self.vocab_shard is None else self.vocab_shard.logits(self.vocabulary, x)
+        return self._logits(x) if self.vocab_shard is None else self.vocab_shard.logits(self._logits, x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return the logits of the rows of the vocabulary in this process, capped if the model has a cap."""
+        logits = self.vocabulary(x)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def pre_vocab_transform(self, x: Tensor) -> Tensor:
         """Apply the transform layer of masked language models and the logit scale, if there are any: (…, D) → (…, D)."""
@@ -190,7 +209,9 @@ class LMHead(nn.Module):
             hidden, targets = hidden[is_target], targets[is_target]  # (n, D), (n,)
         hidden = self.pre_vocab_transform(hidden)
         if self.vocab_shard is not None:
-            return self.vocab_shard.cross_entropy(self.vocabulary, hidden, targets, total)
+            return self.vocab_shard.cross_entropy(self._logits, hidden, targets, total)
+        if self.softcap is not None:
+            return chunked_cross_entropy(self._logits, self.vocab, hidden, targets, total)
         return linear_cross_entropy(hidden, self.vocabulary.weight, self.vocabulary.bias, targets, total)
 
 

@@ -12,6 +12,7 @@ from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import MultiHeadAttention
 from headwise.heads.head import HeadPattern
 from headwise.heads.projections import prune_quantized_state
+from headwise.heads.qk_norm import keep_pruned_rows
 from headwise.heads.quantized_layers import is_quantized_key
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.spec import Address, AttentionSpec, LayerAddress, ModelSpec, select
@@ -53,6 +54,7 @@ def prune(model: T, heads: HeadPattern, folded_biases: Biases | None = None, cac
     for name, layer in model.named_modules():
         if isinstance(layer, MultiHeadAttention):
             pruned_layer = spec.attention_at(layer.hook_point.address)
+            keep_pruned_rows(state, f"{name}.", layer, layer.spec, pruned_layer)
             _prune_layer(state, f"{name}.", layer.spec, pruned_layer)
             prune_quantized_state(state, f"{name}.", layer, pruned_layer)
             if spec.attention.out_bias:
@@ -80,10 +82,12 @@ def _prune_layer(state: dict[str, Tensor], prefix: str, before: AttentionSpec, a
     """Keep the slices of the remaining heads. W_O has heads on the second axis, all other tensors on the first."""
     head_indices = [before.head_ids.index(number) for number in after.head_ids]
     kv_indices = [before.kv_head_ids.index(number) for number in after.kv_head_ids]
-    indices_by_name = dict.fromkeys(
-        ("qkv.q", "output_projection.weight", "sink", "gate", "position_bias"), head_indices
-    )
-    indices_by_part = indices_by_name | {"qkv.k": kv_indices, "qkv.v": kv_indices}
+    by_head = ["qkv.q.", "output_projection.weight", "sink", "gate", "position_bias", "output_gate."]
+    by_kv_head = ["qkv.k.", "qkv.v."]
+    if before.qk_norm is not None and before.qk_norm.weights == "per_head":
+        by_head += ["q_norm.weight", "q_norm.bias"]
+        by_kv_head += ["k_norm.weight", "k_norm.bias"]
+    indices_by_part = dict.fromkeys(by_head, head_indices) | dict.fromkeys(by_kv_head, kv_indices)
     for part, kept_indices in indices_by_part.items():
         for name in [name for name in state if name.startswith(prefix + part) and not is_quantized_key(name)]:
             index = torch.tensor(kept_indices, dtype=torch.long, device=state[name].device)

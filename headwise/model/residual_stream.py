@@ -42,8 +42,8 @@ class LinearizedNorm:
 
     @staticmethod
     def from_module(module: nn.Module) -> "LinearizedNorm":
-        """Return the linearized norm of a LayerNorm or RMSNorm of torch."""
-        return LinearizedNorm(module, centered=isinstance(module, nn.LayerNorm))
+        """Return the linearized norm of a LayerNorm or RMSNorm of torch, or of a native model."""
+        return LinearizedNorm(module, isinstance(module, nn.LayerNorm), getattr(module, "weight_offset", 0.0))
 
     @staticmethod
     @torch.no_grad()
@@ -157,11 +157,11 @@ def residual_stream(model: "Transformer") -> ResidualStream:
         or model.output is None
     ):
         raise UnsupportedModelError(
-            f"residual stream: needs a pre-norm or parallel decoder with logits. Got kind={model.spec.kind!r}, "
-            f"norm_placement={model.spec.norm_placement!r}, output={model.spec.output!r}."
+            f"residual stream: needs a decoder with logits whose layers add to the residual stream. Got "
+            f"kind={model.spec.kind!r}, norm_placement={model.spec.norm_placement!r}, output={model.spec.output!r}."
         )
     blocks: list[Any] = list(model.blocks)
-    layers = {layer: ResidualLayer(block.norm_attention, None, block.mlp, block) for layer, block in enumerate(blocks)}
+    layers = {layer: _residual_layer(block) for layer, block in enumerate(blocks)}
     return ResidualStream(
         blocks[0],
         layers,
@@ -172,12 +172,23 @@ def residual_stream(model: "Transformer") -> ResidualStream:
     )
 
 
+def _residual_layer(block: Any) -> ResidualLayer:
+    """Return the norms of a native block, and the module whose output is added to the residual stream after attention."""
+    attention_norm, mlp_norm = block.output_norms
+    return ResidualLayer(
+        None if block.norm_placement == "output" else block.norm_attention,
+        None if attention_norm is None else LinearizedNorm.from_module(attention_norm),
+        block.mlp if mlp_norm is None else mlp_norm,
+        block,
+    )
+
+
 def input_norms(model: "Transformer") -> Norms:
     """Return the input norms of q, and of k and v, for each layer of a native model."""
     norms_by_layer: Norms = {}
     blocks: list[Any] = [*model.encoder_blocks, *model.blocks]
     for block in blocks:
-        input_norm = None if block.norm_placement == "post" else block.norm_attention
+        input_norm = None if block.norm_placement in ("post", "output") else block.norm_attention
         norms_by_layer[str(block.attention.hook_point.address)] = input_norm, input_norm
         if block.cross is not None:
             cross_norm = None if block.norm_placement == "post" else block.norm_cross

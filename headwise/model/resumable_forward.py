@@ -148,14 +148,11 @@ class BlockResumableForward:
 
 def _repeat_context(context: BlockContext, copies: int) -> BlockContext:
     """Return the block context of `copies` copies of the batch."""
-    attention_mask, rotary_table = context.attention_mask, context.rotary_table
+    attention_mask = context.attention_mask
     if attention_mask is not None:
         attention_mask = attention_mask.repeat(copies, 1)
-    if rotary_table is not None and len(rotary_table.cos) > 1:
-        rotary_table = replace(
-            rotary_table, cos=rotary_table.cos.repeat(copies, 1, 1, 1), sin=rotary_table.sin.repeat(copies, 1, 1, 1)
-        )
-    return replace(context, attention_mask=attention_mask, rotary_table=rotary_table)
+    tables = tuple(None if table is None else table.repeat_batch(copies) for table in context.rotary_tables)
+    return replace(context, attention_mask=attention_mask, rotary_tables=tables)
 
 
 class ReplayForward:

@@ -90,9 +90,10 @@ def _full_and_streamed(
 ) -> tuple[Tensor, Tensor]:
     """Return z over all keys and z over the keys that a streaming head caches, (B, H, T, e) each."""
     layer, score_request = block.attention, context.score_request(NO_CACHE, attention_input.shape[1])
-    full = layer.compute_z(attention_input, request=score_request, positions=context.rotary_table)
+    positions = context.rotary_tables[block.position_kind]
+    full = layer.compute_z(attention_input, request=score_request, positions=positions)
     with cache_policy_override(layer, list(layer.spec.kv_head_ids), policy):
-        return full, layer.compute_z(attention_input, request=score_request, positions=context.rotary_table)
+        return full, layer.compute_z(attention_input, request=score_request, positions=positions)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from headwise.heads.head import AttentionLayerProtocol, Gates, resolve_gates
 from headwise.heads.hook_point import HOOKS, replaying
 from headwise.kernels import Mask, RotaryTable
 from headwise.kernels.matmul_tuner import MatmulTuner
-from headwise.model.block import Block, BlockContext
+from headwise.model.block import Block, BlockContext, position_kinds
 from headwise.model.generate import generate, stream
 from headwise.model.layers import Embedding, LMHead, Pooler, make_norm
 from headwise.model.prune import prune
@@ -99,6 +99,7 @@ class Transformer(nn.Module):
         self.plans: tuple[Plan, ...] = ()
         self.matmul_tuner = MatmulTuner()
         self.checkpointing = False
+        self.position_kinds = position_kinds(spec)[0]  # rotary embeddings that differ between layers
         two_stacks = spec.kind == "encoder-decoder"
         with nullcontext() if device is None else torch.device(device):
             self.embed = Embedding(spec)
@@ -175,7 +176,7 @@ class Transformer(nn.Module):
                 causal=self.spec.kind != "encoder",
                 mask=mask,
                 attention_mask=None if full_attention_mask is None else full_attention_mask.bool(),
-                rotary_table=self._rotary_table(positions),
+                rotary_tables=self._rotary_tables(positions),
                 gates=layer_gates,
                 cache=cache,
                 memory=memory,
@@ -314,7 +315,7 @@ class Transformer(nn.Module):
         context = BlockContext(
             causal=self.spec.kind == "decoder",
             attention_mask=None if attention_mask is None else attention_mask.bool(),
-            rotary_table=self._rotary_table(positions),
+            rotary_tables=self._rotary_tables(positions),
             gates=resolve_gates(self.gathered_layers(), gates),
         )
         return self._embed(ids, positions, None), context
@@ -487,11 +488,13 @@ class Transformer(nn.Module):
             )
         return positions
 
-    def _rotary_table(self, positions: Tensor) -> RotaryTable | None:
-        attention = self.spec.attention
-        if attention.rotary is None:
-            return None
-        return RotaryTable.at(positions, attention.rotary, attention.head_dim, self.embed.reference_tensor.dtype)
+    def _rotary_tables(self, positions: Tensor) -> tuple[RotaryTable | None, ...]:
+        """Return one table for each kind of layer. None for layers without rotary embedding and query scaling."""
+        head_dim, dtype = self.spec.attention.head_dim, self.embed.reference_tensor.dtype
+        return tuple(
+            None if kind == (None, None) else RotaryTable.at(positions, kind[0], head_dim, dtype, kind[1])
+            for kind in self.position_kinds
+        )
 
     def _embed(self, ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
         try:

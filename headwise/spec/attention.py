@@ -1,5 +1,6 @@
 """Configuration of one attention layer: sizes, heads, position encoding and softmax. Does not import torch."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,27 +18,71 @@ class RotaryScaling:
 
     Attributes:
         kind: "linear" divides every frequency by `factor`. "llama3" divides low frequencies, keeps high frequencies and
-            interpolates between them (Llama 3, https://arxiv.org/abs/2407.21783).
+            interpolates between them (Llama 3, https://arxiv.org/abs/2407.21783). "yarn" does the same with a ramp over the
+            channels, and scales cosines and sines (https://arxiv.org/abs/2309.00071). "dynamic" raises theta for texts longer
+            than `original_context`. "longrope" divides each frequency by its own factor
+            (https://arxiv.org/abs/2402.13753).
         factor: Divisor of the scaled frequencies, above 0.
         low_freq_factor: llama3 only. Frequencies with a wavelength above `original_context / low_freq_factor` are divided.
         high_freq_factor: llama3 only. Frequencies with a wavelength below `original_context / high_freq_factor` are kept.
-        original_context: llama3 only. Context length of pretraining, in tokens.
+        original_context: Context length of pretraining, in tokens. Not used by linear.
+        beta_fast: yarn only. Frequencies with more rotations than this over the original context are kept.
+        beta_slow: yarn only. Frequencies with fewer rotations than this over the original context are divided.
+        truncate: yarn only. Whether the ends of the ramp are rounded to channels.
+        attention_factor: yarn and longrope only. Factor of cosines and sines. None means the value of the paper, which
+            depends on `factor`.
+        short_factors: longrope only. Divisor of each frequency for texts of at most `original_context` tokens.
+        long_factors: longrope only. Divisor of each frequency for longer texts.
 
     >>> Rotary(theta=500000.0, scaling=RotaryScaling("llama3", factor=8.0)).scaling.original_context
     8192
+    >>> round(RotaryScaling("yarn", factor=4.0, original_context=32768).cos_sin_factor, 4)
+    1.1386
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3"):
-            raise ArgumentError(f"RotaryScaling kind={self.kind!r}: unknown. Use 'linear' or 'llama3'.")
+        kinds = ("linear", "llama3", "yarn", "dynamic", "longrope")
+        if self.kind not in kinds:
+            raise ArgumentError(f"RotaryScaling kind={self.kind!r}: unknown. Use one of {', '.join(map(repr, kinds))}.")
         if self.factor <= 0:
             raise ArgumentError(f"RotaryScaling factor={self.factor}: must be above 0.")
+        for name in ("short_factors", "long_factors"):
+            factors = tuple(map(float, getattr(self, name)))
+            object.__setattr__(self, name, factors)
+            if self.kind == "longrope" and (not factors or min(factors) <= 0):
+                raise ArgumentError(
+                    f"RotaryScaling {name}={factors}: longrope needs one positive number per pair of channels."
+                )
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True if the frequencies depend on the length of the text."""
+        return self.kind in ("dynamic", "longrope")
+
+    @property
+    def cos_sin_factor(self) -> float:
+        """Factor of cosines and sines: `attention_factor`, or its default in the paper of the kind."""
+        if self.kind not in ("yarn", "longrope"):
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        if self.kind == "yarn":
+            return 0.1 * math.log(self.factor) + 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_context))
 
 
 @dataclass(frozen=True)
@@ -66,6 +111,77 @@ class Rotary:
             raise ArgumentError(f"Rotary layout={self.layout!r}: unknown. Use 'half' or 'interleaved'.")
         if self.dims is not None and (self.dims < 2 or self.dims % 2):
             raise ArgumentError(f"Rotary dims={self.dims}: must be an even number of at least 2.")
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """Norm of queries and keys before their dot product (https://arxiv.org/abs/2010.04245).
+
+    Attributes:
+        kind: "rms" (RMSNorm), "rms_plus_one" (RMSNorm whose gain is 1 + weight, as in Gemma) or "layer" (LayerNorm).
+        over: Channels that one norm covers: "head" (those of one head) or "width" (those of all heads, as in OLMo 2). With
+            "width" the norm of a head depends on all heads, so a pruned layer keeps the rows of pruned heads for it.
+        weights: "shared" (one gain per channel for all heads), "per_head" (own gains of each head) or "none".
+        bias: Whether the norms have a bias, in the shape of the gains.
+        after_rotary: Whether the norms follow the rotary embedding instead of preceding it.
+        eps: Epsilon of the norms.
+
+    >>> AttentionSpec(width=64, heads=4, qk_norm=QKNorm(over="width")).qk_norm.weights
+    'per_head'
+    """
+
+    kind: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    over: Literal["head", "width"] = "head"
+    weights: Literal["shared", "per_head", "none"] = "shared"
+    bias: bool = False
+    after_rotary: bool = False
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        choices = {
+            "kind": ("rms", "rms_plus_one", "layer"),
+            "over": ("head", "width"),
+            "weights": ("shared", "per_head", "none"),
+        }
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ArgumentError(
+                    f"QKNorm {field}={getattr(self, field)!r}: unknown. Use one of {', '.join(allowed)}."
+                )
+        check_type(self, bool, "bias", "after_rotary")
+        if self.eps < 0:
+            raise ArgumentError(f"QKNorm eps={self.eps}: must be at least 0.")
+        if self.over == "width" and self.weights == "shared":
+            object.__setattr__(self, "weights", "per_head")
+        if self.bias and self.weights == "none":
+            raise ArgumentError("QKNorm bias=True: needs gains. Set weights='shared' or 'per_head'.")
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Attention temperature that depends on the position: queries are multiplied by a factor that grows with it.
+
+    The factor is 1 + beta · log(1 + ⌊(position + offset) / context⌋), as in Llama 4
+    (https://ai.meta.com/blog/llama-4-multimodal-intelligence/). A constant temperature is `AttentionSpec.scale`.
+
+    Attributes:
+        beta: Growth of the factor, at least 0.
+        context: Number of tokens after which the factor grows.
+        offset: Added to the position.
+
+    >>> AttentionSpec(width=64, heads=4, query_scaling=QueryScaling(beta=0.1, context=8192)).query_scaling.offset
+    0
+    """
+
+    beta: float
+    context: int
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if self.beta < 0:
+            raise ArgumentError(f"QueryScaling beta={self.beta}: must be at least 0.")
+        if self.context < 1:
+            raise ArgumentError(f"QueryScaling context={self.context}: must be at least 1.")
 
 
 MAX_HEADS = 2**16
@@ -127,6 +243,8 @@ class AttentionSpec(JSONSpec):
         out_bias: Whether the output projection has a bias.
         scale: Factor of the attention scores. None means 1/√head_dim.
         rotary: Rotary position embedding. None means no rotary embedding.
+        qk_norm: Norm of queries and keys. None means no norm.
+        query_scaling: Factor of the queries that grows with their position. None means no such factor.
         alibi: Whether scores have an ALiBi bias: minus the slope of the head times the distance.
         t5_buckets: Number of distance buckets of a learned T5 position bias per head. 0 means no such bias.
         t5_max_distance: All distances from this one on share the last T5 bucket.
@@ -136,6 +254,9 @@ class AttentionSpec(JSONSpec):
         softmax: "plain"; "off_by_one" adds 1 to the denominator; "sink" adds a learned logit per head.
         head_input: "full" projects the full residual stream for each head; "slice" projects the head's own slice of it.
         gated: Whether each head has a learnable scalar that multiplies its output.
+        output_gate: Gate of z that is computed from the input of each token, a sigmoid of a linear layer: "head" (one number
+            per head) or "channel" (one per channel, https://arxiv.org/abs/2505.06708). z is always the gated output, which
+            enters W_O. The gate has a bias if `bias` is True, and is never quantized. None means no gate.
         dropout: Dropout rate of attention weights in training.
         head_dropout: Rate at which entire heads are dropped in training.
         head_dropout_schedule: Schedule of `head_dropout` over training: "constant", "ramp" or "v".
@@ -159,6 +280,8 @@ class AttentionSpec(JSONSpec):
     out_bias: bool = False
     scale: float | None = None
     rotary: Rotary | None = None
+    qk_norm: QKNorm | None = None
+    query_scaling: QueryScaling | None = None
     alibi: bool = False
     t5_buckets: int = 0
     t5_max_distance: int = 128
@@ -168,6 +291,7 @@ class AttentionSpec(JSONSpec):
     softmax: Literal["plain", "off_by_one", "sink"] = "plain"
     head_input: Literal["full", "slice"] = "full"
     gated: bool = False
+    output_gate: Literal["head", "channel"] | None = None
     dropout: float = 0.0
     head_dropout: float = 0.0
     head_dropout_schedule: Literal["constant", "ramp", "v"] = "constant"
@@ -179,6 +303,14 @@ class AttentionSpec(JSONSpec):
         check_type(self, bool, "bias", "out_bias", "alibi", "gated", "t5_bidirectional")
         if self.rotary is not None and not isinstance(self.rotary, Rotary):
             raise ArgumentError(f"rotary={self.rotary!r}: must be a Rotary object, for example Rotary(theta=10000.0).")
+        for name, kind, example in (
+            ("qk_norm", QKNorm, "QKNorm()"),
+            ("query_scaling", QueryScaling, "QueryScaling(0.1, 8192)"),
+        ):
+            if not isinstance(getattr(self, name), kind | None):
+                raise ArgumentError(
+                    f"{name}={getattr(self, name)!r}: must be a {kind.__name__} object, for example {example}."
+                )
         if self.width < 1:
             raise ArgumentError(f"width={self.width}: must be at least 1.")
         self._set_field("head_dim", self.head_dim or self._default_head_dim())
@@ -265,10 +397,25 @@ class AttentionSpec(JSONSpec):
                 f"rotary: cannot rotate {rotary_dims} of {self.head_dim} channels per head, because channels are rotated "
                 f"in pairs. Set an even head_dim, or Rotary(dims=...) to an even number of at most head_dim."
             )
+        scaling = self.rotary.scaling
+        if scaling is not None and scaling.kind == "longrope":
+            for name in ("short_factors", "long_factors"):
+                if len(getattr(scaling, name)) != rotary_dims // 2:
+                    raise ArgumentError(
+                        f"rotary: longrope needs one factor for each of {rotary_dims // 2} pairs of channels. Got "
+                        f"{len(getattr(scaling, name))} in {name}."
+                    )
 
     def _check_input(self) -> None:
         if self.head_input not in ("full", "slice"):
             raise ArgumentError(f"head_input={self.head_input!r}: unknown. Use 'full' or 'slice'.")
+        if self.output_gate not in (None, "head", "channel"):
+            raise ArgumentError(f"output_gate={self.output_gate!r}: unknown. Use 'head', 'channel' or None.")
+        if self.head_input == "slice" and (self.output_gate is not None or self._has_width_norm):
+            raise ArgumentError(
+                "head_input='slice': a head reads only its own slice, but output_gate and a norm over the full width read "
+                "the full residual stream. Use head_input='full'."
+            )
         if self.head_input == "slice" and (self.heads == 0 or self.width % self.heads or self.kv_width % self.heads):
             raise ArgumentError(
                 f"head_input='slice': each head has its own slice of the residual stream, so width={self.width} and "
@@ -334,9 +481,9 @@ class AttentionSpec(JSONSpec):
         return 0 if self.position_bias_field is None else POSITION_BIASES[self.position_bias_field](self)
 
     def without_positions(self) -> "AttentionSpec":
-        """Return this spec without window, rotary embedding and position bias, for keys from another sequence."""
+        """Return this spec without window, rotary, query scaling and position bias, for keys from another sequence."""
         disabled = {name: type(getattr(self, name))() for name in POSITION_BIASES}  # False, 0
-        return replace(self, window=None, rotary=None, **disabled)
+        return replace(self, window=None, rotary=None, query_scaling=None, **disabled)
 
     def _kv_of(self, head: int) -> int:
         return head * self.kv_heads // self.heads
@@ -351,7 +498,34 @@ class AttentionSpec(JSONSpec):
         total = queries * self.width // input_slices + keys_values * self.kv_width // input_slices
         total += heads * self.value_dim * self.width
         total += (queries + keys_values) * self.bias + self.width * self.out_bias
-        return total + heads * (self.gated + (self.softmax == "sink") + self.position_params_per_head)
+        total += heads * (self.gated + (self.softmax == "sink") + self.position_params_per_head)
+        if self.output_gate is not None:
+            total += heads * (self.value_dim if self.output_gate == "channel" else 1) * (self.width + self.bias)
+        return total + self._num_norm_parameters
+
+    @property
+    def _has_width_norm(self) -> bool:
+        return self.qk_norm is not None and self.qk_norm.over == "width"
+
+    @property
+    def pruned_norm_rows(self) -> dict[str, tuple[int, ...]]:
+        """Pruned heads ("q") and KV heads ("k") whose rows the layer keeps for a norm over the full width."""
+        if not self._has_width_norm:
+            return {"q": (), "k": ()}
+        return {
+            "q": tuple(head for head in range(self.heads) if head not in self.head_ids),
+            "k": tuple(head for head in range(self.kv_heads) if head not in self.kv_head_ids),
+        }
+
+    @property
+    def _num_norm_parameters(self) -> int:
+        if self.qk_norm is None:
+            return 0
+        pruned = {projection: len(rows) for projection, rows in self.pruned_norm_rows.items()}
+        total = self.head_dim * (pruned["q"] * (self.width + self.bias) + pruned["k"] * (self.kv_width + self.bias))
+        present = len(self.head_ids) + len(self.kv_head_ids)
+        gains = {"shared": 2, "per_head": present, "none": 0}[self.qk_norm.weights]
+        return total + self.head_dim * gains * (1 + self.qk_norm.bias)
 
     def keep_heads(self, heads: tuple[int, ...]) -> "AttentionSpec":
         """Return this spec with only some of its heads.

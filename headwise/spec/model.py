@@ -7,7 +7,7 @@ from typing import Literal
 
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.spec.address import Address, LayerAddress, select
-from headwise.spec.attention import AttentionSpec, check_at_most, check_non_negative_int, check_type
+from headwise.spec.attention import AttentionSpec, Rotary, check_at_most, check_non_negative_int, check_type
 from headwise.spec.cache_policy import KEEP_ALL, CachePolicies, CacheRule, rules_from_policies
 from headwise.spec.json_spec import JSONSpec
 from headwise.spec.weight_bits import (
@@ -35,8 +35,8 @@ KeptHeads = Mapping[str, Iterable[int]] | tuple[tuple[str, tuple[int, ...]], ...
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
 CHOICES = {
     "kind": ("decoder", "encoder", "encoder-decoder"),
-    "norm_placement": ("pre", "post", "parallel"),
-    "norm": ("layer", "rms"),
+    "norm_placement": ("pre", "post", "parallel", "sandwich", "output"),
+    "norm": ("layer", "rms", "rms_plus_one"),
     "activation": ("gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh", "reglu"),
     "positions": ("learned", "sinusoidal", "none"),
     "output": ("lm", "mlm", "none"),
@@ -56,8 +56,10 @@ class ModelSpec(JSONSpec):
         mlp_width: Inner width of the MLPs. 0 means four times the width.
         kind: "decoder", "encoder" or "encoder-decoder".
         encoder_layers: Number of encoder layers of an encoder-decoder. 0 means `layers`.
-        norm_placement: "pre" (before each sub-layer), "post" (after it), or "parallel" (attention and MLP share one norm).
-        norm: "layer" (LayerNorm) or "rms" (RMSNorm).
+        norm_placement: "pre" (before each sub-layer), "post" (after it and the residual sum), "parallel" (attention and MLP
+            share one norm), "sandwich" (before each sub-layer, and on its output before the residual sum, as in Gemma 2) or
+            "output" (only on the output before the residual sum, as in OLMo 2).
+        norm: "layer" (LayerNorm), "rms" (RMSNorm) or "rms_plus_one" (RMSNorm whose gain is 1 + weight, as in Gemma).
         norm_eps: Epsilon of the norms.
         activation: Activation of the MLPs. "swiglu", "geglu", "geglu_tanh" and "reglu" have a second up projection, the gate.
         mlp_bias: Whether the MLPs have biases.
@@ -65,6 +67,8 @@ class ModelSpec(JSONSpec):
         position_offset: Number of rows of the position table before the row of the first token (RoBERTa: 2).
         windows: Attention window of each layer, repeated if there are more layers. Empty means `attention.window`
             in all layers.
+        rotaries: Rotary embedding of each layer, repeated if there are more layers; None in a layer without positions (NoPE).
+            Empty means `attention.rotary` in all layers.
         embed_norm: Whether a norm follows the embeddings.
         embed_scale: Factor of the token embeddings.
         embed_width: Width of the embeddings if a linear layer maps them to the residual stream (ALBERT). 0: no such layer.
@@ -78,6 +82,7 @@ class ModelSpec(JSONSpec):
         pooler: Whether an encoder has a pooler over its first token.
         output: "lm" (next-token logits), "mlm" (masked-token logits) or "none" (hidden states).
         output_activation: Activation of the transform layer of output="mlm". Empty means `activation`.
+        logit_softcap: Logits become logit_softcap·tanh(logit/logit_softcap). None means no cap.
         tied: Whether the output projection shares the weights of the token embedding.
         dropout: Dropout rate of the embeddings and of the output of each sub-layer.
         kept_heads: Remaining heads by layer, such as {"5": (0, 1)}. Layers that are not listed have all heads.
@@ -101,8 +106,8 @@ class ModelSpec(JSONSpec):
     mlp_width: int = 0
     kind: Literal["decoder", "encoder", "encoder-decoder"] = "decoder"
     encoder_layers: int = 0
-    norm_placement: Literal["pre", "post", "parallel"] = "pre"
-    norm: Literal["layer", "rms"] = "layer"
+    norm_placement: Literal["pre", "post", "parallel", "sandwich", "output"] = "pre"
+    norm: Literal["layer", "rms", "rms_plus_one"] = "layer"
     norm_eps: float = 1e-5
     activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh", "reglu"] = "gelu"
     mlp_bias: bool = True
@@ -119,6 +124,8 @@ class ModelSpec(JSONSpec):
     stacks: tuple[tuple[str, int], ...] = ()
     embed_width: int = 0
     shared_layers: bool = False
+    rotaries: tuple[Rotary | None, ...] = ()
+    logit_softcap: float | None = None
     cache: tuple[CacheRule, ...] = ()
     weight_rules: tuple[WeightRule, ...] = ()
     activation_bits: int = FULL_PRECISION
@@ -136,6 +143,7 @@ class ModelSpec(JSONSpec):
         check_type(self, float, "norm_eps", "embed_scale", "dropout", "logit_scale")
         object.__setattr__(self, "mlp_width", self.mlp_width or 4 * self.width)
         object.__setattr__(self, "windows", tuple(self.windows))
+        object.__setattr__(self, "rotaries", tuple(self.rotaries))
         object.__setattr__(self, "stacks", tuple((name, layers) for name, layers in self.stacks))
         if self.kind == "encoder-decoder":
             object.__setattr__(self, "encoder_layers", self.encoder_layers or self.layers)
@@ -175,6 +183,10 @@ class ModelSpec(JSONSpec):
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ArgumentError(f"{field}={getattr(self, field)!r}: unknown. Use one of {', '.join(allowed)}.")
+        if self.logit_softcap is not None and (self.logit_softcap <= 0 or self.output == "none"):
+            raise ArgumentError(
+                f"logit_softcap={self.logit_softcap}: must be above 0, in a model with logits. Use None for no cap."
+            )
         if self.attention.kept_heads is not None:
             raise ArgumentError(
                 "attention.kept_heads: applies to one layer only. In a ModelSpec, set kept_heads={'5': (0, 1)} by layer."
@@ -220,10 +232,12 @@ class ModelSpec(JSONSpec):
                 f"embed_width={self.embed_width}: supported for kind='encoder' or 'decoder' with output='mlm' or 'none'. Got "
                 f"kind={self.kind!r}, output={self.output!r}. Set embed_width=0."
             )
-        if self.shared_layers and (self.kind == "encoder-decoder" or self.windows or self.cache or self.weight_rules):
+        if self.shared_layers and (
+            self.kind == "encoder-decoder" or self.windows or self.rotaries or self.cache or self.weight_rules
+        ):
             raise ArgumentError(
-                "shared_layers=True: layers that share their weights cannot differ in windows, cache policies or weight "
-                "bits, and an encoder-decoder cannot share them. Set shared_layers=False."
+                "shared_layers=True: layers that share their weights cannot differ in windows, rotaries, cache policies or "
+                "weight bits, and an encoder-decoder cannot share them. Set shared_layers=False."
             )
         if self.shared_layers and len({self.attention_at(layer).kept_heads for layer in self.layer_addresses}) > 1:
             raise ArgumentError(
@@ -268,7 +282,7 @@ class ModelSpec(JSONSpec):
         return (*encoder, *decoder)
 
     def attention_at(self, layer_address: LayerAddress) -> AttentionSpec:
-        """Return the configuration of one attention layer, with its own heads, window, cache policies and weight bits.
+        """Return the configuration of one attention layer: its own heads, window, rotary embedding, cache policies and bits.
 
         Args:
             layer_address: Address of the layer.
@@ -285,6 +299,8 @@ class ModelSpec(JSONSpec):
             spec = replace(spec, window=self.windows[layer_address.layer % len(self.windows)])
         if self.causal_t5_buckets and self.kind != "encoder" and layer_address.stack in ("", "dec"):
             spec = replace(spec, t5_bidirectional=False)
+        if self.rotaries:
+            spec = replace(spec, rotary=self.rotaries[layer_address.layer % len(self.rotaries)])
         if layer_address.stack == "cross":  # keys come from another sequence, so distances have no meaning
             spec = spec.without_positions()
         spec = replace(
@@ -503,6 +519,7 @@ class ModelSpec(JSONSpec):
         up, down = self.mlp_width * (width + self.mlp_bias), width * (self.mlp_width + self.mlp_bias)
         total += blocks * (up * (2 if self.has_gated_mlp else 1) + down)
         total += norm * (len(layers) + (0 if self.norm_placement == "parallel" else blocks))
+        total += norm * 2 * blocks * (self.norm_placement == "sandwich")
         total += norm * self.num_final_norms
         total += width * (width + 1) * self.pooler
         if self.output == "mlm":

@@ -9,7 +9,7 @@ from torch import Tensor
 from headwise.heads import MultiHeadAttention
 from headwise.kernels import BACKENDS, Mask, causal
 from headwise.model import ModelProtocol, Transformer
-from headwise.spec import AttentionSpec, LayerAddress, ModelSpec, Rotary
+from headwise.spec import AttentionSpec, LayerAddress, ModelSpec, QKNorm, QueryScaling, Rotary, RotaryScaling
 
 # All sizes are different. head_dim is even, for rotary positions.
 B, T, S, WIDTH, HEADS, HEAD_DIM = 2, 5, 7, 20, 4, 6
@@ -33,6 +33,19 @@ LAYERS: dict[str, AttentionSpec] = {
     "rotary, partial": replace(PLAIN, rotary=Rotary(dims=4)),
     "window": replace(PLAIN, window=2),
     "gated": replace(PLAIN, gated=True),
+    "QK norm": replace(PLAIN, qk_norm=QKNorm(), rotary=Rotary(), kv_heads=2),
+    "QK norm, layer, per head": replace(
+        PLAIN, qk_norm=QKNorm("layer", weights="per_head", bias=True), rotary=Rotary(dims=4), kv_heads=2, bias=True
+    ),
+    "QK norm, after rotary": replace(PLAIN, qk_norm=QKNorm("rms_plus_one", after_rotary=True), rotary=Rotary()),
+    "QK norm, no weights": replace(PLAIN, qk_norm=QKNorm(weights="none", eps=0.1)),
+    "QK norm, width": replace(PLAIN, qk_norm=QKNorm(over="width"), rotary=Rotary(), kv_heads=2, bias=True),
+    "gate per head": replace(PLAIN, output_gate="head"),
+    "gate per channel": replace(PLAIN, output_gate="channel", bias=True, value_dim=3, kv_heads=2),
+    "query scaling": replace(PLAIN, query_scaling=QueryScaling(0.5, 2, 1)),
+    "yarn, query scaling": replace(
+        PLAIN, rotary=Rotary(scaling=RotaryScaling("yarn", 4.0, original_context=3)), query_scaling=QueryScaling(0.5, 2)
+    ),
     "slice": replace(PLAIN, head_input="slice", bias=True),
     "cross": replace(PLAIN, kv_width=13, bias=True, out_bias=True),
     "cut": replace(PLAIN, kept_heads=(0, 3), bias=True, out_bias=True),
@@ -40,6 +53,13 @@ LAYERS: dict[str, AttentionSpec] = {
     "cut, buckets": replace(PLAIN, kept_heads=(0, 3), t5_buckets=8),
     "cut, slice": replace(PLAIN, kept_heads=(0, 3), head_input="slice"),
     "cut, uneven groups": replace(PLAIN, kept_heads=(0, 2, 3), kv_heads=2, bias=True),
+    "cut, QK norm per head": replace(PLAIN, kept_heads=(0, 3), kv_heads=2, qk_norm=QKNorm(weights="per_head")),
+    "cut, QK norm width": replace(
+        PLAIN, kept_heads=(0, 1), kv_heads=2, bias=True, qk_norm=QKNorm("layer", "width"), output_gate="channel"
+    ),
+    "cut, QK norm over all KV heads": replace(
+        PLAIN, kv_heads=2, qk_norm=QKNorm(over="width"), kept_heads=(0, 3), output_gate="head"
+    ),
     "cut, no head left": replace(PLAIN, kept_heads=(), bias=True, out_bias=True, softmax="sink", gated=True),
 }
 
@@ -57,6 +77,29 @@ MODELS: dict[str, ModelSpec] = {
     ),
     "decoder, buckets": ModelSpec(**SIZES, attention=replace(SMALL, t5_buckets=8), positions="none"),
     "decoder, windows": ModelSpec(**SIZES, attention=GROUPED, positions="none", windows=(None, 3)),
+    "decoder, QK norm": ModelSpec(
+        **SIZES,
+        attention=replace(GROUPED, qk_norm=QKNorm("rms_plus_one"), query_scaling=QueryScaling(0.5, 3), softcap=None),
+        norm="rms_plus_one",
+        norm_placement="sandwich",
+        activation="geglu_tanh",
+        mlp_bias=False,
+        positions="none",
+        windows=(3, None),
+        rotaries=(Rotary(), Rotary(theta=500.0, scaling=RotaryScaling("yarn", 4.0, original_context=3))),
+        logit_softcap=3.0,
+    ),
+    "decoder, gates": ModelSpec(
+        **SIZES,
+        attention=replace(GROUPED, qk_norm=QKNorm(over="width"), output_gate="channel", bias=True),
+        norm="rms",
+        norm_placement="output",
+        activation="swiglu",
+        mlp_bias=False,
+        positions="none",
+        rotaries=(Rotary(), None),
+        tied=False,
+    ),
     "decoder, cut": ModelSpec(**SIZES, attention=GROUPED, positions="none", kept_heads={"0": (0, 3), "1": ()}),
     "encoder": ModelSpec(
         **SIZES,
@@ -156,12 +199,32 @@ def prune_layer_state(state: dict[str, Tensor], before: AttentionSpec, after: At
     for projection, indices in rows.items():
         for kind in ("weight", "bias"):
             key = f"{prefix}qkv.{projection}.{kind}"
+            if key not in state:
+                continue
+            if before.qk_norm is not None and before.qk_norm.over == "width" and projection != "v":
+                keep_rows(state, key, f"{prefix}{projection}_norm.pruned_{kind}", before, after)
+            state[key] = state[key][indices]
+    state[f"{prefix}output_projection.weight"] = state[f"{prefix}output_projection.weight"][:, heads]
+    per_head = before.qk_norm is not None and before.qk_norm.weights == "per_head"
+    for projection, indices in (("q", heads), ("k", kv_heads)) if per_head else ():
+        for kind in ("weight", "bias"):
+            key = f"{prefix}{projection}_norm.{kind}"
             if key in state:
                 state[key] = state[key][indices]
-    state[f"{prefix}output_projection.weight"] = state[f"{prefix}output_projection.weight"][:, heads]
-    for name in ("sink", "gate", "position_bias"):
+    for name in ("sink", "gate", "position_bias", "output_gate.weight", "output_gate.bias"):
         if f"{prefix}{name}" in state:
             state[f"{prefix}{name}"] = state[f"{prefix}{name}"][heads]
+
+
+def keep_rows(state: dict[str, Tensor], key: str, pruned_key: str, before: AttentionSpec, after: AttentionSpec) -> None:
+    """Keep the rows of pruned heads, in the order of the heads, which a norm over all heads reads."""
+    total, present, kept = (before.heads, before.head_ids, after.head_ids)
+    if ".k." in key:
+        total, present, kept = (before.kv_heads, before.kv_head_ids, after.kv_head_ids)
+    earlier = [number for number in range(total) if number not in present]
+    rows = dict(zip(present, state[key], strict=True)) | dict(zip(earlier, state.get(pruned_key, ()), strict=True))
+    if len(kept) < total:
+        state[pruned_key] = torch.stack([rows[number] for number in range(total) if number not in kept])
 
 
 def state_prefix(address: LayerAddress) -> str:

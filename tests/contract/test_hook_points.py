@@ -62,6 +62,9 @@ def assert_call_reproduces_output(attention_call: AttentionCall, layer: MultiHea
     z = attention_weights(attention_call.q, attention_call.k, attention_call.params) @ attention_call.v[:, kv_of_head]
     if layer.gate is not None:
         z = z * layer.gate[:, None, None]
+    if layer.output_gate is not None:
+        assert attention_call.token_gate is not None
+        z = z * attention_call.token_gate
     assert_equal(attention_call.z, z)
     total = torch.zeros_like(out) if layer.b_O is None else layer.b_O.expand_as(out)
     for index in range(len(layer.spec.head_ids)):
@@ -156,6 +159,8 @@ PRUNED_HEADS = {
     "decoder, parallel": ("1.3",),
     "decoder, windows": ("1.0,0.3",),
     "decoder, cut": ("0.3", "0.*"),
+    "decoder, QK norm": ("0.1", "0.0-1,1.2"),
+    "decoder, gates": ("0.1", "0.0-1,1.2"),
     "encoder": ("0.1", "*.2"),
     "encoder-decoder": ("enc.0.1", "dec.1.2", "cross.0.*", "enc.1.*,dec.0.3,cross.1.0-1"),
 }

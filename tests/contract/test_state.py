@@ -9,6 +9,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
 from headwise.model import Transformer
+from headwise.spec import AttentionSpec
 from tests.contract.layers import LAYERS, MODELS, assert_equal, call_layer, make_layer, make_model, run_model
 
 STORAGES = ("qkv", "q,kv", "q,k,v")
@@ -63,8 +64,29 @@ def test_state_dict_any_storage_has_head_axis(name: str, storage: str) -> None:
         want |= {"gate": (H,)}
     if spec.t5_buckets:
         want |= {"position_bias": (H, spec.t5_buckets)}
+    if spec.output_gate is not None:
+        channels = e if spec.output_gate == "channel" else 1
+        want |= {"output_gate.weight": (H, channels, spec.width)}
+        want |= {"output_gate.bias": (H, channels)} if spec.bias else {}
+    if spec.qk_norm is not None:
+        want |= norm_shapes(spec)
     state = make_layer(spec, storage=storage).state_dict()
     assert {key: tuple(value.shape) for key, value in state.items()} == want
+
+
+def norm_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of gains and biases, and of the rows of pruned heads that a norm over the full width reads."""
+    norm, shapes = spec.qk_norm, {}
+    assert norm is not None
+    for projection, present, total in (("q", spec.head_ids, spec.heads), ("k", spec.kv_head_ids, spec.kv_heads)):
+        gains = (len(present), spec.head_dim) if norm.weights == "per_head" else (spec.head_dim,)
+        shapes |= {} if norm.weights == "none" else {f"{projection}_norm.weight": gains}
+        shapes |= {f"{projection}_norm.bias": gains} if norm.bias else {}
+        pruned = (total - len(present), spec.head_dim)
+        if norm.over == "width" and pruned[0]:
+            shapes |= {f"{projection}_norm.pruned_weight": (*pruned, spec.width)}
+            shapes |= {f"{projection}_norm.pruned_bias": pruned} if spec.bias else {}
+    return shapes
 
 
 @torch.no_grad()

@@ -39,8 +39,10 @@ def test_basis_change_keeps_heads(name: str, change: Callable[..., LayerHeadMatr
     assert_equal(call_layer(other), call_layer(layer), 1e-9)
     for head, same in zip(layer.heads, other.heads, strict=True):
         assert_equal(same.OV.dense(), head.OV.dense(), 1e-10)
-    if layer.spec.head_ids:
-        assert not torch.equal(matrices.q, layer.qkv.weight_by_head("q"))  # the basis changed
+    if layer.spec.head_ids:  # the basis changed, unless a norm or a gate acts on the channels
+        assert torch.equal(matrices.q, layer.qkv.weight_by_head("q")) == (layer.spec.qk_norm is not None)
+        is_fixed = layer.spec.output_gate == "channel"
+        assert torch.allclose(matrices.v, layer.qkv.weight_by_head("v"), atol=1e-12) == is_fixed
 
 
 def test_balanced_values_and_outputs_share_singular_values() -> None:

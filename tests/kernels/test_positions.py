@@ -1,16 +1,19 @@
 """Position encodings against closed formulas, complex numbers, transformers and the ALiBi paper."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwise.errors import HeadwiseError
 from headwise.kernels import AlibiBias, RotaryTable, alibi_slopes, sinusoidal
 from headwise.kernels.positions import rotary_frequencies
-from headwise.spec import Rotary, RotaryScaling
+from headwise.spec import AttentionSpec, Rotary, RotaryScaling
 
 B, H, T, d = 2, 3, 7, 10
 each_layout = pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -173,3 +176,56 @@ def test_alibi_bias_block_equals_slice_of_full() -> None:
     alibi = AlibiBias(alibi_slopes(H))
     full = alibi.block(range(T), range(11), T, 11)
     assert torch.equal(alibi.block(range(2, 5), range(3, 10), T, 11), full[:, :, 2:5, 3:10])
+
+
+# Scaling of rotary frequencies, against transformers.
+
+SETTINGS: dict[str, tuple[RotaryScaling, dict[str, Any]]] = {
+    "yarn": (RotaryScaling("yarn", 4.0, original_context=32), {"original_max_position_embeddings": 32}),
+    "yarn, all settings": (
+        RotaryScaling(
+            "yarn", 6.0, original_context=64, beta_fast=8.0, beta_slow=2.0, truncate=False, attention_factor=1.7
+        ),
+        {
+            "original_max_position_embeddings": 64,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+            "attention_factor": 1.7,
+        },
+    ),
+    "dynamic": (RotaryScaling("dynamic", 3.0, original_context=48), {}),
+    "longrope": (
+        RotaryScaling("longrope", 8.0, original_context=32, short_factors=(1.0,) * 8, long_factors=tuple(range(1, 9))),
+        {
+            "original_max_position_embeddings": 32,
+            "short_factor": [1.0] * 8,
+            "long_factor": [float(i) for i in range(1, 9)],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("length", [16, 48, 100])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rotary_scaling_equals_transformers(name: str, length: int) -> None:
+    scaling, settings = SETTINGS[name]
+    parameters = {"rope_type": scaling.kind, "rope_theta": 500.0, "factor": scaling.factor, **settings}
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=48, rope_parameters=parameters
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, "cpu", seq_len=length)
+    rotary = Rotary(theta=500.0, scaling=scaling)
+    torch.testing.assert_close(rotary_frequencies(rotary, 16, length=length), expected, rtol=1e-6, atol=0)
+    assert scaling.cos_sin_factor == pytest.approx(factor, rel=1e-12)
+    table = RotaryTable.at(torch.arange(length), rotary, 16)
+    want = torch.cos(torch.arange(length)[:, None].float() * expected) * factor
+    torch.testing.assert_close(table.cos[0, 0, :, :8], want, rtol=1e-5, atol=1e-5)
+
+
+def test_rotary_longrope_wrong_number_of_factors_raises() -> None:
+    scaling = RotaryScaling("longrope", 2.0, short_factors=(1.0,), long_factors=(2.0,))
+    with pytest.raises(HeadwiseError, match="one factor for each of 4 pairs"):
+        AttentionSpec(width=16, heads=2, rotary=Rotary(scaling=scaling))
+    with pytest.raises(HeadwiseError, match="needs one positive number"):
+        RotaryScaling("longrope", 2.0)

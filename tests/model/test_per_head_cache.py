@@ -40,7 +40,7 @@ def masked_forward(plain: Transformer, spec: ModelSpec, ids: Tensor, attention_m
         x = block(
             x,
             BlockContext(
-                causal=True, mask=mask, attention_mask=context.attention_mask, rotary_table=context.rotary_table
+                causal=True, mask=mask, attention_mask=context.attention_mask, rotary_tables=context.rotary_tables
             ),
         )
     x = x if plain.norm is None else plain.norm(x)

@@ -79,8 +79,8 @@ def test_rotary_invalid_settings_raise() -> None:
     for dims in (0, 3, -2):
         with pytest.raises(HeadwiseError, match=f"dims={dims}: must be an even number"):
             Rotary(dims=dims)
-    with pytest.raises(HeadwiseError, match="kind='yarn': unknown"):
-        RotaryScaling("yarn", 2.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(HeadwiseError, match="kind='ntk': unknown"):
+        RotaryScaling("ntk", 2.0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(HeadwiseError, match="factor=0: must be above 0"):
         RotaryScaling("linear", 0)
 
@@ -123,7 +123,7 @@ MODEL_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "context": ({"context": -1}, "context=-1: must be an integer"),
     "layers": ({"layers": -1}, "layers=-1: must be an integer"),
     "kind": ({"kind": "both"}, "kind='both': unknown. Use one of decoder, encoder, encoder-decoder"),
-    "norm_placement": ({"norm_placement": "sandwich"}, "norm_placement='sandwich': unknown"),
+    "norm_placement": ({"norm_placement": "between"}, "norm_placement='between': unknown"),
     "norm": ({"norm": "batch"}, "norm='batch': unknown"),
     "activation": ({"activation": "silu"}, "activation='silu': unknown"),
     "positions": ({"positions": "rotary"}, "positions='rotary': unknown"),
@@ -287,7 +287,7 @@ JSON_ERRORS = {
     "number for truth": (PLAIN | {"tied": 1}, "ModelSpec.tied=1: must be bool"),
     "null": (PLAIN | {"vocab": None}, "ModelSpec.vocab=None: must be int"),
     "number for a word": (PLAIN | {"norm_placement": 3}, "ModelSpec.norm_placement=3: must be 'pre' or 'post'"),
-    "word unknown": (PLAIN | {"norm_placement": "sandwich"}, "norm_placement='sandwich': unknown"),
+    "word unknown": (PLAIN | {"norm_placement": "between"}, "norm_placement='between': unknown"),
     "windows": (PLAIN | {"windows": [None, "3"]}, "ModelSpec.windows='3': must be int or None"),
     "kept numbers": (PLAIN | {"kept_heads": {"0": ["1"]}}, "ModelSpec.kept_heads.0='1': must be int"),
     "kept no list": (PLAIN | {"kept_heads": {"0": 1}}, "ModelSpec.kept_heads.0=1: must be tuple"),

@@ -140,6 +140,7 @@ def _quantized_cache_output(
     cached = k if target.part == "keys" else v
     cached[:, kv_index] = fake_quantize(cached[:, kv_index], target.bits)
     z = run_kernel(clean_call.q, k, v, clean_call.params)
+    z = z if clean_call.token_gate is None else z * clean_call.token_gate
     return z if layer.gate is None else apply_gate(z, layer.gate)
 
 

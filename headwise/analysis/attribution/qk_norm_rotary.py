@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import UnsupportedModelError
+from headwise.heads import MultiHeadAttention
+from headwise.kernels import RotaryTable
 from headwise.kernels.rounding_tolerance import rounding_bound, to_float64
 from headwise.model import LinearizedNorm
 
@@ -50,6 +52,8 @@ class QKNormRotaryTransform:
         layout: Channel pairs of the rotary embedding: "none", "half" or "interleaved".
         cos: Cosines of the rotary angles, (T, dims/2).
         sin: Sines of the rotary angles, (T, dims/2).
+        norms_last: Whether the norms follow the rotation.
+        query_factor: Factor of the queries by position, (T, 1), or None.
     """
 
     factor: dict[str, float] = field(default_factory=lambda: {"q": 1.0, "k": 1.0})
@@ -57,15 +61,18 @@ class QKNormRotaryTransform:
     layout: str = "none"
     cos: Tensor | None = None
     sin: Tensor | None = None
+    norms_last: bool = False
+    query_factor: Tensor | None = None
 
     def apply(self, projection: str, head: int, x: Tensor, positions: list[int]) -> Tensor:
         """Transform parts of one head's queries or keys at some positions: (…, n, d) → (…, n, d)."""
         x = x * self.factor[projection]
-        if projection in self.norms:
-            x = x * self.norms[projection].multiplier(head)[positions]
-        if self.cos is None or self.sin is None:
-            return x
-        return _rotate(x, self.cos[positions], self.sin[positions], self.layout)
+        norm = self.norms[projection].multiplier(head)[positions] if projection in self.norms else 1.0
+        x = x if self.norms_last else x * norm
+        if self.cos is not None and self.sin is not None:
+            x = _rotate(x, self.cos[positions], self.sin[positions], self.layout)
+        x = x * norm if self.norms_last else x
+        return x if self.query_factor is None or projection == "k" else x * self.query_factor[positions]
 
 
 def infer_qk_transform(
@@ -96,6 +103,46 @@ def infer_qk_transform(
     raise UnsupportedModelError(
         f"layer {layer.hook_point.address}: scores cannot be attributed, because the transform between W_Q, W_K and the "
         f"scores is not a combination of QK norm, rotary embedding and scale factor. Choose a head of another layer."
+    )
+
+
+def native_qk_transform(
+    layer: MultiHeadAttention, projected: dict[str, Tensor], inputs: Tensor
+) -> QKNormRotaryTransform:
+    """Return the transform of a native layer for a text without padding, which is known from its spec.
+
+    Args:
+        layer: The attention layer.
+        projected: Projected queries and keys, (H, T, d), by "q" and "k".
+        inputs: Input of the layer, (T, D).
+    """
+    spec, (_, T, d) = layer.spec, projected["q"].shape
+    norms: dict[str, FrozenQKNorm] = {}
+    positions = torch.arange(T, device=inputs.device)
+    table = RotaryTable.at(positions, spec.rotary, d, inputs.dtype, spec.query_scaling)
+    for projection, norm in (("q", layer.q_norm), ("k", layer.k_norm)):
+        if norm is None:
+            continue
+        if norm.norm.kind == "layer" or norm.norm.bias:
+            raise UnsupportedModelError(
+                f"layer {layer.hook_point.address}: scores cannot be attributed, because its queries and keys pass through a "
+                f"LayerNorm. Only RMS norms without bias are supported. Choose a head of another model."
+            )
+        x = projected[projection]  # the scale is that of the projections: a rotation keeps the length
+        gain = x.new_ones(d) if norm.gain is None else to_float64(norm.gain)
+        scale = to_float64(norm.double_statistics(x[None], inputs[None])[0])  # (H or 1, T, 1)
+        norms[projection] = FrozenQKNorm(gain.expand(len(x), d)[:, None], scale)
+    cos, sin = (to_float64(tensor[0, 0]) for tensor in (table.cos, table.sin))  # (T, dims)
+    step = cos.shape[-1] // 2
+    is_half, query_factor = table.layout == "half", table.query_factor
+    cos, sin = (cos[:, :step], -sin[:, :step]) if is_half else (cos[:, ::2], -sin[:, ::2])
+    return QKNormRotaryTransform(
+        norms=norms,
+        layout=table.layout if step else "none",
+        cos=cos if step else None,
+        sin=sin if step else None,
+        norms_last=spec.qk_norm is not None and spec.qk_norm.after_rotary,
+        query_factor=None if query_factor is None else to_float64(query_factor[0, 0]),
     )
 
 

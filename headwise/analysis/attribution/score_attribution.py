@@ -15,13 +15,18 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.attribution.logit_attribution import as_ids
-from headwise.analysis.attribution.qk_norm_rotary import ROUNDINGS, QKNormRotaryTransform, infer_qk_transform
+from headwise.analysis.attribution.qk_norm_rotary import (
+    ROUNDINGS,
+    QKNormRotaryTransform,
+    infer_qk_transform,
+    native_qk_transform,
+)
 from headwise.analysis.attribution.residual_parts import ResidualParts, num_roundings_before_layer
 from headwise.analysis.attribution.score_path_trace import AttentionPathStep, trace_path
 from headwise.analysis.recording.attention_maps import TokenGroups, Word
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.errors import ArgumentError, UnsupportedModelError
-from headwise.heads import Head
+from headwise.heads import Head, MultiHeadAttention
 from headwise.kernels.rounding_tolerance import has_float64, rounding_bound, to_float64, without_autocast
 from headwise.kernels.score_params import masked_scores
 from headwise.model import ModelProtocol
@@ -298,6 +303,8 @@ def _qk_transform(residual_parts: ResidualParts, head: Address) -> QKNormRotaryT
             torch.cat([residual_parts.recording[head_view.address].only_call.k for head_view in kv_readers])
         ),
     }
+    if isinstance(layer, MultiHeadAttention) and (layer.q_norm is not None or layer.spec.query_scaling is not None):
+        return native_qk_transform(layer, projected, residual_parts.read)
     return infer_qk_transform(layer, projected, score_inputs, residual_parts.read.dtype)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.attribution.residual_parts import BIASES, ResidualParts
+from headwise.heads import MultiHeadAttention
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.spec import Address
 
@@ -56,6 +57,7 @@ def trace_path(
         stream_direction = _before_norm(residual_parts, layer, position, direction, head.layer)  # (D,)
         weights = to_float64(call.map(rows=position)[0, 0])  # (S,)
         value_direction = to_float64(head_view.W_O) @ stream_direction  # (e,)
+        value_direction = value_direction * _gate(residual_parts, head, position)
         contributions = weights * (to_float64(call.v[0]) @ value_direction)  # (S,)
         source = int(contributions.abs().argmax())
         steps.append(
@@ -65,6 +67,22 @@ def trace_path(
         names, inputs = residual_parts.layer_input_parts(layer, [position])
         part_scores = inputs[:, 0] @ direction  # (P,)
         part = names[int(part_scores.abs().argmax())]
+
+
+def _gate(residual_parts: ResidualParts, head: Address, position: int) -> Tensor:
+    """Return the factor of the z of a head at a position by the gates of a native layer, (1 or e,)."""
+    layer = residual_parts.layer_of(head)
+    factor = torch.ones(1, dtype=torch.float64)
+    if not isinstance(layer, MultiHeadAttention):
+        return factor
+    index = layer.hook_point.head_index(head)
+    if layer.gate is not None:
+        factor = factor * to_float64(layer.gate[index])
+    if layer.output_gate is None:
+        return factor
+    inputs = residual_parts.layer_input_parts(head.layer, [position])[1].sum(0)  # (1, D)
+    gates = layer.output_gate(inputs[None].to(residual_parts.read))  # (1, H, 1, 1 or e)
+    return factor * to_float64(gates[0, index, 0])
 
 
 def _before_norm(

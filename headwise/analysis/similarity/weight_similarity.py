@@ -114,7 +114,8 @@ def fold_norm(weight: Tensor, norm: nn.Module | None) -> Tensor:
     if norm is None:
         return weight
     gain = norm.weight
-    weight = weight if not isinstance(gain, Tensor) else _as_float(gain)[:, None] * weight
+    offset = getattr(norm, "weight_offset", 0.0)  # 1 in Gemma's norms
+    weight = weight if not isinstance(gain, Tensor) else (offset + _as_float(gain))[:, None] * weight
     return weight - weight.mean(0) if isinstance(norm, nn.LayerNorm) else weight
 
 
