@@ -122,8 +122,11 @@ def keep_pruned_rows(
         after: Its spec after pruning.
     """
     for projection in "qk":
-        kept, ids = after.pruned_norm_rows[projection], before.head_ids if projection == "q" else before.kv_head_ids
-        if not kept:
+        remaining, ids = (
+            after.pruned_norm_rows[projection],
+            before.head_ids if projection == "q" else before.kv_head_ids,
+        )
+        if not remaining:
             continue
         earlier = before.pruned_norm_rows[projection]
         sources = {"weight": layer.qkv.weight_by_head(projection), "bias": layer.qkv.bias_by_head(projection)}
@@ -131,5 +134,7 @@ def keep_pruned_rows(
             if present is None:
                 continue
             name = f"{prefix}{projection}_norm.pruned_{kind}"
-            rows = [state[name][earlier.index(head)] if head in earlier else present[ids.index(head)] for head in kept]
+            rows = [
+                state[name][earlier.index(head)] if head in earlier else present[ids.index(head)] for head in remaining
+            ]
             state[name] = torch.stack(rows)

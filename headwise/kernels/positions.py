@@ -128,8 +128,8 @@ def rotary_frequencies(
             torch.tensor(scaling.long_factors if is_long else scaling.short_factors, device=device) * wavelengths
         )
     if scaling.kind == "yarn":
-        kept = yarn_ramp(rotary, dims).to(device)
-        return (1 - kept) / (scaling.factor * wavelengths) + kept / wavelengths
+        ramp = yarn_ramp(rotary, dims).to(device)
+        return (1 - ramp) / (scaling.factor * wavelengths) + ramp / wavelengths
     # Llama 3: wavelengths above original_context / low_freq_factor are scaled, those below original_context /
     # high_freq_factor stay, and those in between are interpolated.
     frequencies = 1.0 / wavelengths

@@ -218,13 +218,13 @@ def prune_layer_state(state: dict[str, Tensor], before: AttentionSpec, after: At
 
 def keep_rows(state: dict[str, Tensor], key: str, pruned_key: str, before: AttentionSpec, after: AttentionSpec) -> None:
     """Keep the rows of pruned heads, in the order of the heads, which a norm over all heads reads."""
-    total, present, kept = (before.heads, before.head_ids, after.head_ids)
+    total, present, remaining = (before.heads, before.head_ids, after.head_ids)
     if ".k." in key:
-        total, present, kept = (before.kv_heads, before.kv_head_ids, after.kv_head_ids)
+        total, present, remaining = (before.kv_heads, before.kv_head_ids, after.kv_head_ids)
     earlier = [number for number in range(total) if number not in present]
     rows = dict(zip(present, state[key], strict=True)) | dict(zip(earlier, state.get(pruned_key, ()), strict=True))
-    if len(kept) < total:
-        state[pruned_key] = torch.stack([rows[number] for number in range(total) if number not in kept])
+    if len(remaining) < total:
+        state[pruned_key] = torch.stack([rows[number] for number in range(total) if number not in remaining])
 
 
 def state_prefix(address: LayerAddress) -> str:

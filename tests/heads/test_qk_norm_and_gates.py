@@ -32,8 +32,8 @@ def rotate(x: Tensor, theta: float) -> Tensor:
     """Rotate (T, d) as complex numbers."""
     half = x.shape[-1] // 2
     angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half).double() / half)
-    turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat((turned.real, turned.imag), -1)
+    rotated = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((rotated.real, rotated.imag), -1)
 
 
 def oracle_tensors(layer: MultiHeadAttention, x: Tensor, projection: str) -> list[Tensor]:
