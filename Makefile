@@ -36,7 +36,7 @@ claims: install
 docs: install
 	$(PIP) -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
-	@echo 'Open site/guide.html in a browser.'
+	@echo 'Open site/index.html in a browser.'
 
 test: install
 	$(PY) -m pytest tests/test_tiny.py -q

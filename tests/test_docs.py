@@ -16,7 +16,8 @@ import headwise
 
 ROOT = Path(__file__).parent.parent
 MODULES = ["headwise", *(module_info.name for module_info in pkgutil.walk_packages(headwise.__path__, "headwise."))]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+DOCS = sorted((ROOT / "docs").glob("**/*.md"))
+PAGES = [ROOT / "README.md", *(page for page in DOCS if page.parent.name != "guide")]  # the guide has a test of its own
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
@@ -41,6 +42,21 @@ def test_docs_page_examples_print_expected_output(page: Path, tmp_path: Path, mo
             promises = [line.split("  # ")[-1] for line in source if "print(" in line and "  # " in line]
             for printed in stdout.getvalue().splitlines() if promises else []:
                 assert any(matches_promise(printed, promise) for promise in promises), f"{page.name} printed {printed}"
+
+
+GUIDE_BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
+
+
+def test_guide_text_blocks_equal_printed_output() -> None:
+    """Text blocks of the guide equal the output of the python block above them; `python tools/fill_guide.py` writes it."""
+    for page in sorted((ROOT / "docs" / "guide").glob("[01]*.md")):
+        torch.manual_seed(0)
+        names: dict = {}
+        for code, expected in GUIDE_BLOCK.findall(page.read_text()):
+            stdout = io.StringIO()
+            with contextlib.redirect_stdout(stdout):
+                exec(compile(code, page.name, "exec"), names)
+            assert stdout.getvalue() == expected, page.name
 
 
 def matches_promise(printed: str, promise: str) -> bool:

@@ -26,7 +26,7 @@ GLOSSARY = {
     "head": GlossaryEntry("one attention head; 5.1 is head 1 of layer 5, both counted from 0", "spec.md"),
     "layer": GlossaryEntry(
         "one attention layer; its heads run in parallel and the sum of their outputs is added to the residual stream",
-        "guide.md",
+        "guide/05-joining-the-heads.md",
     ),
     "role": GlossaryEntry("a behavior of a head whose score exceeds its baseline on held-out texts", EVIDENCE_DOCS),
     "unclear": GlossaryEntry(
