@@ -5,8 +5,9 @@ python -m bench.attached_cache memory --folder F --plan P.json --length 4096
 python -m bench.attached_cache loss --folder F --plan P.json --length 4096 --texts 8
 python -m bench.attached_cache passkeys --folder F --plan P.json --length 4096 --count 5
 python -m bench.attached_cache speed --folder F --plan P.json --length 4096
-python -m bench.attached_cache continuation --folder F --plan P25.json P50.json P75.json --length 4096 --texts 8
+python -m bench.attached_cache continuation --folder F --text 0 [--plan P50.json] --ids-out ids.json
 ENV/bin/python bench/attached_cache_kvpress.py …        the same continuation with kvpress, in another environment
+python -m bench.attached_cache summary --folder F --results cache.jsonl        compares all results of continuation
 
 `--folder` is SmolLM2 as transformers reads it: `hw.export(hw.load("smollm2"), folder)`. Each part prints one line of JSON.
 Losses are on WikiText-2 test texts that follow each other. Intervals are 95% bootstrap intervals over texts, paired by text.
@@ -17,8 +18,9 @@ Rules, set before the figures were seen:
 - Texts are taken from the start of the test split, and seeds and depths are the defaults of the options. No text is left out.
 - The goal is a cache of at most 1/1.8 of the bytes of `DynamicCache` with half of the KV heads streaming. Loss differences
   are stated with their intervals, without correction for several of them.
-- `continuation` and the kvpress script run the same plans, with 25%, 50% and 75% of the KV heads streaming. *Equal kept
-  fraction* compares bytes and loss differences of both at each plan.
+- `continuation` measures the loss of the last 128 tokens of texts 0 to 4, one text and one cache per process, with plans of
+  25%, 50% and 75% of the KV heads streaming. kvpress runs the same KV heads. *Equal kept fraction* compares bytes and
+  loss differences of both at 50%.
 - *Equal loss* takes the loss difference of kvpress at 50% of the KV heads, and gives the bytes at which the per-head cache
   has that difference, by linear interpolation between plans; the full cache is the plan with difference 0.
 """
@@ -48,7 +50,7 @@ from headwise.experiments.engine.peak_memory import peak_memory
 
 SINK_TOKENS, WINDOW = 4, 128
 CHUNK = 512  # tokens of a prompt per call
-CONTINUATION = 256  # tokens after the prompt in `continuation`
+CONTINUATION = 128  # tokens after the prompt in `continuation`
 DECODED = 12  # tokens per round of `speed`
 ROUNDS = 9
 Caches = dict[str, Callable[[], Any]]
@@ -218,36 +220,46 @@ def measure_speed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_continuation(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the loss of the last tokens of texts, one call per token, after a prompt in a single call."""
+    """Measure the loss of the last tokens of one text after a prompt, with one cache."""
     attached = load(args.folder)
-    texts, caches = wikitext(attached, "test", args.length, args.texts), make_caches(attached, args.plan)
+    texts = wikitext(attached, "test", args.length, args.texts)
     if args.ids_out is not None:
         args.ids_out.write_text(json.dumps(texts.tolist()))
-    losses: dict[str, list[float]] = {name: [] for name in caches}
-    nbytes = {}
-    for ids in texts:
-        for name, make in caches.items():
-            cache = make()
-            losses[name].append(continuation_loss(attached.model, ids[None], cache))
-            nbytes[name] = cache_nbytes(cache)
-    return {"part": "continuation", "length": args.length, "texts": args.texts, "cache bytes": nbytes} | summarize(
-        losses, CONTINUATION
-    )
-
-
-@torch.no_grad()
-def continuation_loss(model: Any, ids: Tensor, cache: Any) -> float:
-    """Return the summed loss of the last CONTINUATION tokens, (1, T)."""
+    make = list(make_caches(attached, args.plan).values())[-1]
+    cache, ids = make(), texts[args.text][None]
     start = ids.shape[1] - CONTINUATION
-    logits, loss = prefill(model, ids[:, :start], cache), 0.0
-    for position in range(start, ids.shape[1]):
-        loss += float(torch.nn.functional.cross_entropy(logits, ids[:, position]))
-        logits = model(ids[:, position : position + 1], past_key_values=cache).logits[:, -1]
-    return loss
+    logits = prefill(attached.model, ids[:, :start], cache)
+    with torch.no_grad():
+        rest = attached.model(ids[:, start:-1], past_key_values=cache).logits[0]
+    loss = torch.nn.functional.cross_entropy(torch.cat([logits, rest]), ids[0, start:], reduction="sum")
+    return {
+        "part": "continuation", "length": args.length, "text": args.text, "loss": float(loss),
+        "cache": f"per head, {args.plan[0].stem}" if args.plan else "dynamic", "cache bytes": cache_nbytes(cache),
+    }  # fmt: skip
+
+
+def summarize_continuations(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare the losses of all results of `continuation` with those of the full cache of the same program."""
+    rows = [json.loads(line) for line in args.results.read_text().splitlines() if line.startswith("{")]
+    rows = [row for row in rows if row["part"] == "continuation"]
+    losses: dict[str, dict[int, float]] = {}
+    for row in rows:
+        losses.setdefault(row["cache"], {})[row["text"]] = row["loss"]
+    nbytes = {row["cache"]: row["cache bytes"] for row in rows}
+    result: dict[str, Any] = {"part": "summary"}
+    for name, by_text in losses.items():
+        full = losses["dynamic, kvpress" if name.startswith("kvpress") else "dynamic"]
+        texts = sorted(by_text.keys() & full.keys())
+        pair = {"dynamic": [full[text] for text in texts], name: [by_text[text] for text in texts]}
+        compared = {} if name.startswith("dynamic") else summarize(pair, CONTINUATION)[name]
+        mean = sum(by_text.values()) / len(by_text) / CONTINUATION
+        result[name] = {"texts": texts, "cache bytes": nbytes[name], "loss": mean} | compared
+    return result
 
 
 PARTS = {"plan": make_plan, "memory": measure_memory, "memory-of": measure_memory_of, "loss": measure_loss,
-         "passkeys": measure_passkeys, "speed": measure_speed, "continuation": measure_continuation}  # fmt: skip
+         "passkeys": measure_passkeys, "speed": measure_speed, "continuation": measure_continuation,
+         "summary": summarize_continuations}  # fmt: skip
 
 
 def main() -> None:
@@ -259,6 +271,8 @@ def main() -> None:
     options.add_argument("--out", type=Path)
     options.add_argument("--length", type=int, default=4096)
     options.add_argument("--texts", type=int, default=8)
+    options.add_argument("--text", type=int, default=0, help="text of `continuation`")
+    options.add_argument("--results", type=Path, help="file with the results of `continuation`")
     options.add_argument("--count", type=int, default=5)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--rounds", type=int, default=ROUNDS)

@@ -2,7 +2,7 @@
 
 kvpress needs an older transformers, so this runs in an environment of its own (CPU torch, `pip install kvpress==0.5.5`):
 
-    ENV/bin/python bench/attached_cache_kvpress.py --folder F --plan P25.json P50.json P75.json --ids ids.json
+    ENV/bin/python bench/attached_cache_kvpress.py --folder F --plan P50.json --ids ids.json --text 0
 
 The streaming KV heads are those of the plan (`load_attention_pattern` returns them instead of a downloaded pattern), with the
 same sink tokens and window. The press attends to all tokens of the prompt, then hides evicted ones by replaced keys.
@@ -17,15 +17,7 @@ import numpy as np
 import torch
 import transformers
 
-CONTINUATION = 256
-
-
-def process_memory(name: str) -> float:
-    """Return a value of /proc/self/status in MB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) / 1024
-    raise KeyError(name)
+CONTINUATION = 128
 
 
 def make_press(plan: dict[str, Any], layers: int, kv_heads: int) -> Any:
@@ -67,44 +59,25 @@ def continuation(model: Any, press: Any, ids: torch.Tensor) -> tuple[float, int]
     return loss, sum(x.numel() * x.element_size() for x in tensors)
 
 
-def bootstrap_interval(differences: np.ndarray) -> list[float]:
-    """Return the 95% bootstrap interval of a mean over texts."""
-    rows = np.random.default_rng(0).integers(0, len(differences), (2000, len(differences)))
-    return np.quantile(differences[rows].mean(1), (0.025, 0.975)).tolist()
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--folder", "--ids"):
         options.add_argument(name, type=Path, required=True)
-    options.add_argument("--plan", type=Path, nargs="+", required=True)
+    options.add_argument("--plan", type=Path, help="without it: the full cache")
+    options.add_argument("--text", type=int, default=0)
     args = options.parse_args()
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).eval()
-    config = model.config
-    presses: dict[str, Any] = {"dynamic": None}
-    for plan in args.plan:
-        presses[plan.stem] = make_press(
-            json.loads(plan.read_text()), config.num_hidden_layers, config.num_key_value_heads
-        )
-    texts = torch.tensor(json.loads(args.ids.read_text()))
-    losses: dict[str, list[float]] = {}
-    results: dict[str, Any] = {}
-    for name, press in presses.items():
-        Path("/proc/self/clear_refs").write_text("5")
-        before, nbytes = process_memory("VmRSS"), 0
-        losses[name] = []
-        for ids in texts:
-            loss, nbytes = continuation(model, press, ids[None])
-            losses[name].append(loss)
-        difference = (np.array(losses[name]) - np.array(losses["dynamic"])) / CONTINUATION
-        results[name] = {
-            "compression_ratio": None if press is None else press.compression_ratio, "cache bytes": nbytes,
-            "peak MB above loaded model": round(process_memory("VmHWM") - before, 1),
-            "loss": float(np.mean(losses[name])) / CONTINUATION, "difference": float(difference.mean()),
-            "interval": bootstrap_interval(difference), "per text": difference.round(4).tolist(),
-        }  # fmt: skip
-    print(json.dumps({"part": "kvpress", "transformers": transformers.__version__, "texts": len(texts)} | results))
+    config, press = model.config, None
+    if args.plan is not None:
+        press = make_press(json.loads(args.plan.read_text()), config.num_hidden_layers, config.num_key_value_heads)
+    ids = torch.tensor(json.loads(args.ids.read_text()))[args.text]
+    loss, nbytes = continuation(model, press, ids[None])
+    print(json.dumps({
+        "part": "continuation", "length": len(ids), "text": args.text, "loss": loss, "cache bytes": nbytes,
+        "cache": "dynamic, kvpress" if press is None else f"kvpress, {args.plan.stem}",
+        "compression_ratio": None if press is None else press.compression_ratio, "transformers": transformers.__version__,
+    }))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Merged profiles: two corpora profiled separately give the result of one pass over both."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,45 @@ def assert_same(merged: Profile, full: Profile, excluded: tuple[str, ...] = ()) 
 @pytest.fixture(scope="module")
 def full_profile() -> Profile:
     return profile(decoder(), DOCUMENTS, causal=False)
+
+
+def test_profiles_of_layer_groups_joined_equal_single_pass(full_profile: Profile) -> None:
+    parts = [profile(decoder(), DOCUMENTS, causal=False, layers=layers) for layers in ("1", "0")]
+    assert [len(part.addresses) for part in parts] == [6, 6]
+    assert parts[0].family_size < full_profile.family_size
+    joined = parts[0].merge(parts[1])
+    assert joined.addresses == full_profile.addresses
+    assert_same(joined, full_profile)
+    for name, array in full_profile.examples.arrays.items():
+        np.testing.assert_allclose(joined.examples.arrays[name], array, atol=1e-6, err_msg=name)
+    for address in map(str, full_profile.addresses):
+        assert joined[address].role == full_profile[address].role
+
+
+@pytest.mark.slow
+def test_joined_layer_groups_keep_causal_results_and_reload(tmp_path: Path) -> None:
+    parts = [profile(decoder(), DOCUMENTS, layers=layers) for layers in ("0", "1")]
+    tested = {str(head.address): head.evidence_level for part in parts for head in part}
+    for index, part in enumerate(parts):
+        part.save(tmp_path / f"{index}.npz")
+    joined = Profile.load(tmp_path / "0.npz").merge(Profile.load(tmp_path / "1.npz"))
+    assert "causal" in tested.values()
+    assert {str(head.address): head.evidence_level for head in joined} == tested
+
+
+@pytest.mark.parametrize("layers", ["2", "x", "", "dec.0"])
+def test_layers_that_do_not_exist_raise(layers: str) -> None:
+    with pytest.raises(HeadwiseError, match=r"layers=.*the model does not have these layers"):
+        profile(decoder(), DOCUMENTS[:2], layers=layers)
+
+
+def test_layer_groups_of_different_corpora_cannot_be_joined() -> None:
+    first = profile(decoder(), DOCUMENTS[:3], causal=False, layers="0")
+    second = profile(decoder(), DOCUMENTS[:4], causal=False, layers="1")
+    with pytest.raises(HeadwiseError, match="profiles of different layers"):
+        first.merge(second)
+    with pytest.raises(HeadwiseError, match=r"layers=.*prompts=True"):
+        profile(decoder(), DOCUMENTS[:3], layers="0", prompts=True)
 
 
 @pytest.mark.parametrize("at", [1, 23])

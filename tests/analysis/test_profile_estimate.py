@@ -63,6 +63,15 @@ def test_memory_limit_that_does_not_fit_raises_before_the_work(
     assert fit_batch_tokens(model, 2048, None) == 2048
 
 
+def test_estimate_of_a_layer_group_holds_fewer_sums(model: hw.Transformer) -> None:
+    full, part = (estimate_profile(model, TEXTS, relations=False, layers=layers) for layers in (None, "0"))
+    layer_heads = sum(address.layer == 0 for address in model.spec.head_addresses)
+    expected = (full.peak_bytes - part.peak_bytes) / (len(model.spec.head_addresses) - layer_heads)
+    scores = hw.profile(model, TEXTS, relations=False, causal=False).accumulator.sums.values()
+    by_hand = sum(2 * array[:, 0].nbytes for array in scores)  # sums and counts of one head
+    assert expected == by_hand
+
+
 def test_sizes_are_parsed() -> None:
     assert parse_bytes("8 GB") == 8_000_000_000
     assert parse_bytes("1.5GiB") == 3 << 29

@@ -4,7 +4,7 @@ Each score is a mean over rows, stored as sums and counts per head and bucket. T
 padding or the number of processes. No full attention map is held in memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from headwise.errors import ArgumentError, HeadwiseError
 from headwise.heads.hook_point import AttentionCall, HookPoint
 from headwise.heads.per_head_output import gram
 from headwise.model import ModelProtocol
+from headwise.spec import LayerAddress
 
 
 class MetricRunner:
@@ -37,6 +38,7 @@ class MetricRunner:
             distances, long range, top contexts) are left out. Block metrics that do not need full detail get every block in
             both modes.
         observers: Objects that see the same calls and blocks and add nothing to the accumulator.
+        layers: Layers to measure; the accumulator has the heads of these only. None measures all that the inputs reach.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class MetricRunner:
         row_stride: int = 1,
         detail: str = "full",
         observers: Iterable[AttentionObserver] = (),
+        layers: Container[LayerAddress] | None = None,
     ) -> None:
         self.accumulator, self.row_stride, self.full_detail = accumulator, row_stride, detail == "full"
+        self.layers = layers
         self.observers = [observer for observer in observers if self.full_detail or not observer.needs_full_detail]
         self.metrics = [metric for metric in metrics if self.full_detail or not metric.needs_full_detail]
         self.layout = FeatureLayout.of(self.metrics)
@@ -65,7 +69,7 @@ class MetricRunner:
 
     def run(self, model: ModelProtocol, batches: Iterable[TokenBatch]) -> None:
         """Run the model on batches."""
-        hook_points = reachable_hook_points(model)
+        hook_points = points_in_layers(reachable_hook_points(model), self.layers)
         for batch in batches:
             self.batch_context(batch)  # metrics count the batch even if every head is pruned
             with listen_at_hook_points(hook_points, self._process_call, batch):
@@ -169,6 +173,11 @@ class MetricRunner:
             is_unknown = bool(gram_matrix.isnan().any())
             self._unknown_grams[hook_point] = gram_matrix, is_unknown
         return is_unknown
+
+
+def points_in_layers(hook_points: list[HookPoint], layers: Container[LayerAddress] | None) -> list[HookPoint]:
+    """Return the hook points of the selected layers. None selects all."""
+    return [point for point in hook_points if layers is None or point.address in layers]
 
 
 def _visit_blocks(call: AttentionCallContext, listeners: Sequence[BlockListener], row_stride: int = 1) -> None:

@@ -22,6 +22,7 @@ TOKEN, REPEAT = "", "repeats"  # values of ExamplePosition.relation for tokens
 MARK_FORMATS = {"": "{}", "token": "[{}]", "attended": "*{}*", "meant": "{{{}}}"}
 MAX_EXAMPLES = {"arcs": ARC_EXAMPLES, "rows": TOKEN_EXAMPLES}
 ARRAY_NAMES = {"arcs": ("hit", "weight", "best", "max_weight"), "rows": ("maps", "features", "key_targets")}
+HEAD_ARRAYS = (*ARRAY_NAMES["arcs"], "maps")  # arrays whose second axis are heads
 
 
 @dataclass(frozen=True)

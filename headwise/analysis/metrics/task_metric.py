@@ -1,7 +1,7 @@
 """Tasks: metrics on generated texts or prompts, independent of the corpus."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +15,7 @@ from headwise.analysis.metrics.role_examples import ExampleStore
 from headwise.analysis.recording.batching import TextSample, TokenBatch, make_batches
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
+from headwise.spec import LayerAddress
 from headwise.text import Tokenizer
 from headwise.text.token_alignment import Alignment
 
@@ -80,6 +81,7 @@ def run_task(
     baseline: bool = True,
     observers: Sequence[AttentionObserver] = (),
     progress: Progress | None = None,
+    layers: Container[LayerAddress] | None = None,
 ) -> None:
     """Run a model on the texts of a task and add the scores to an accumulator.
 
@@ -91,6 +93,7 @@ def run_task(
         baseline: Whether to run the controls too.
         observers: Observers of the attention calls on the texts.
         progress: Called with the task name, finished samples and total samples.
+        layers: Layers to measure. None measures all.
     """
     accumulator.register_metrics(task.names)
     group, (texts, others) = task.names[0], task.texts_and_controls(model, seed)
@@ -113,7 +116,7 @@ def run_task(
             done += len(batch.samples)
 
     for totals, (samples, pass_observers) in zip(accumulators, passes, strict=True):
-        MetricRunner(totals, [task], observers=pass_observers).run(model, batches(samples))
+        MetricRunner(totals, [task], observers=pass_observers, layers=layers).run(model, batches(samples))
     if progress is not None:
         progress(label, total, total)
     for kind in ("sums", "counts"):

@@ -5,7 +5,7 @@ For texts of equal length, the weights at each position are compared with their 
 different positions in each of N texts scores 1 − 1/N.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -25,6 +25,7 @@ from headwise.errors import ArgumentError
 from headwise.heads.head import HeadPattern
 from headwise.kernels.rounding_tolerance import float64_device, to_float64
 from headwise.model import ModelProtocol, eval_mode
+from headwise.spec import LayerAddress
 
 LENGTH, TEXTS = 16, 16  # tokens per text, and number of texts: sentences are short, and the metric must be cheap
 VARIABILITY = MetricSpec(
@@ -86,10 +87,14 @@ def select_long_samples(samples: Iterable[TextSample], length: int = LENGTH, tex
 
 
 def measure_variability(
-    model: ModelProtocol, samples: list[TextSample], accumulator: Accumulator, length: int = LENGTH
+    model: ModelProtocol,
+    samples: list[TextSample],
+    accumulator: Accumulator,
+    length: int = LENGTH,
+    layers: Container[LayerAddress] | None = None,
 ) -> None:
     """Run the model on texts truncated to one length and add the variability. Fewer than two texts add nothing."""
-    runner = MetricRunner(accumulator, [VariabilityMetric()])
+    runner = MetricRunner(accumulator, [VariabilityMetric()], layers=layers)
     if len(samples) > 1:
         truncated = [replace(sample, ids=sample.ids[:length], source=()) for sample in samples]
         runner.run(model, [make_batch(truncated, device=model.device)])

@@ -1,4 +1,4 @@
-"""Merge two profiles of one model, as if one pass had run over both corpora.
+"""Merge two profiles of one model, as if one pass had run over both corpora, or had measured both groups of layers.
 
 A text is assigned to a bucket by its hash, so buckets add up, and the selection and reporting halves equal those of a single
 pass. Inputs that are the same in both profiles, such as the repeated tokens, count once.
@@ -15,11 +15,13 @@ from headwise.analysis.metrics.directed_relations import CONTROL_SHAPES, WORD_SE
 from headwise.analysis.metrics.induction import INDUCTION
 from headwise.analysis.metrics.metric import ADD, IDENTICAL, LARGER, MetricSpec
 from headwise.analysis.metrics.relation_metric import RelationMetric
+from headwise.analysis.metrics.role_examples import HEAD_ARRAYS, ExampleStore
 from headwise.analysis.metrics.top_contexts import CONTEXTS_PER_HEAD, AttentionContext
 from headwise.analysis.recording.text_hash_split import BUCKETS
 from headwise.analysis.roles.profile_result import OWN_RELATIONS, Profile, ProfileSums, build_profile
 from headwise.analysis.roles.roles import DEFAULT_ROLES, RoleEvidence, assess, score, sort_evidence
 from headwise.errors import ArgumentError
+from headwise.spec import Address, LayerAddress
 
 DIFFERENT_METRICS_MESSAGE = (
     "other: profiles with different metrics or roles cannot be merged. "
@@ -34,15 +36,21 @@ def merge_profiles(first: Profile, second: Profile) -> Profile:
     sums = merge_sums(first, second)
     scores = score(sums.accumulator, sums.relation_metric, (*DEFAULT_ROLES, *first.extra_roles))
     assessed, family_size = assess(scores, len(sums.addresses), sums.metadata)
+    previous: dict[Address, tuple[RoleEvidence, ...]] = {}
+    for part in (first, second):
+        for address, entries in zip(part.addresses, part.evidence, strict=True):
+            previous[address] = (*previous.get(address, ()), *entries)
     evidence = [
-        carry_over_effects(head_evidence, (*previous, *others))
-        for head_evidence, previous, others in zip(assessed, first.evidence, second.evidence, strict=True)
+        carry_over_effects(entries, previous[address])
+        for address, entries in zip(sums.addresses, assessed, strict=True)
     ]
     return build_profile(sums, evidence, family_size, first.extra_roles)
 
 
 def merge_sums(first: ProfileSums, second: ProfileSums) -> ProfileSums:
     """Merge the sums of two passes. Documents with relations that are the same in both count once."""
+    if not {*first.addresses} & {*second.addresses}:
+        return join_layers(first, second)
     check_mergeable(first, second)
     relation_source, same_documents = merge_relation_sources(first.metadata, second.metadata)
     relation_parts = [
@@ -65,6 +73,44 @@ def merge_sums(first: ProfileSums, second: ProfileSums) -> ProfileSums:
     ]
     examples = first.examples.merge(second.examples)
     return ProfileSums(first.addresses, accumulator, relation_metric, top_contexts, examples, metadata, metric_specs)
+
+
+def join_layers(first: ProfileSums, second: ProfileSums) -> ProfileSums:
+    """Join profiles of different layers over one corpus, as if one pass had measured all of them."""
+    for key in first.metadata.keys() | second.metadata.keys():
+        if key != "layers" and first.metadata.get(key) != second.metadata.get(key):
+            raise ArgumentError(
+                f"other: profiles of different layers can be merged only if the model, the corpus and all options are "
+                f"equal. {key} differs: {first.metadata.get(key)!r} and {second.metadata.get(key)!r}."
+            )
+    if first.accumulator.fields != second.accumulator.fields or first.metric_specs != second.metric_specs:
+        raise ArgumentError(DIFFERENT_METRICS_MESSAGE)
+    both = (*first.addresses, *second.addresses)
+    order = sorted(range(len(both)), key=lambda i: both[i])
+
+    def join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.concatenate((a, b), 1)[:, order]  # heads are the second axis
+
+    accumulator = Accumulator(len(both), dict(first.accumulator.fields))
+    for kind in ("sums", "counts"):
+        arrays, others = getattr(first.accumulator, kind), getattr(second.accumulator, kind)
+        getattr(accumulator, kind).update({group: join(arrays[group], others[group]) for group in arrays})
+    relation_metric = None
+    if first.relation_metric is not None:
+        relation_metric = RelationMetric(accumulator, first.relation_metric.relations, first.relation_metric.causal)
+        for name, array in first.relation_metric.arc_count_arrays().items():
+            relation_metric.arc_count_arrays()[name][...] = array  # arcs do not depend on heads
+    a, b = first.examples, second.examples
+    examples = ExampleStore(len(both), a.arcs, a.rows, a.feature_names, a.key_target_names)
+    examples.arrays = {
+        name: join(array, b.arrays[name]) if name in HEAD_ARRAYS else array for name, array in a.arrays.items()
+    }
+    layers = sorted(map(LayerAddress.parse, (*first.metadata["layers"], *second.metadata["layers"])))
+    contexts = (*first.top_contexts, *second.top_contexts)
+    return ProfileSums(
+        tuple(both[i] for i in order), accumulator, relation_metric, [contexts[i] for i in order], examples,
+        first.metadata | {"layers": [str(layer) for layer in layers]}, first.metric_specs,
+    )  # fmt: skip
 
 
 def check_mergeable(first: ProfileSums, second: ProfileSums) -> None:

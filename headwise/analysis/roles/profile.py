@@ -17,7 +17,13 @@ from headwise.analysis.roles.causal_test import causal_test, supports_causal_tes
 from headwise.analysis.roles.image_profile import profile_images
 from headwise.analysis.roles.profile_estimate import fit_batch_tokens
 from headwise.analysis.roles.profile_result import Profile, build_profile
-from headwise.analysis.roles.profile_sums import CollectOptions, collect, ignore_progress, select_metrics
+from headwise.analysis.roles.profile_sums import (
+    CollectOptions,
+    collect,
+    ignore_progress,
+    select_layers,
+    select_metrics,
+)
 from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES, prompt_metrics
 from headwise.analysis.roles.roles import DEFAULT_ROLES, Role, assess, check_roles, score
 from headwise.distributed.process_group import open_process_group
@@ -44,6 +50,7 @@ def profile(
     batch_tokens: int = 2048,
     row_stride: int = 1,
     seed: int = 0,
+    layers: str | None = None,
     memory_limit: str | int | None = None,
     progress: ProgressOption = None,
 ) -> Profile:
@@ -70,6 +77,9 @@ def profile(
         batch_tokens: Maximum number of tokens per batch.
         row_stride: For very long texts: one of every `row_stride` blocks of 64 query rows is measured.
         seed: Seed of repeated tokens, shuffling, tasks and causal tests.
+        layers: Layers to measure, such as `"0-7"` or `"cross.*"`. The sums of a profile grow with the number of heads, so
+            large models can be profiled by one group of layers after the other, also in separate processes:
+            `first.merge(second)` joins profiles of different layers over one corpus. None measures all layers.
         memory_limit: Expected peak memory, weights included, such as `"8 GB"`. Batches become smaller to fit, and an error
             says so before the work starts if they cannot. `headwise.analysis.estimate_profile` estimates time and memory.
         progress: Called with a label, the number of items done and the total, which may be None.
@@ -91,10 +101,12 @@ def profile(
     ['0.0', '0.1']
     """
     progress = callback_of(progress)
-    batch_tokens = fit_batch_tokens(model, batch_tokens, memory_limit)
+    measured_layers = select_layers(model, layers, metrics, prompts=prompts)
+    batch_tokens = fit_batch_tokens(model, batch_tokens, memory_limit, measured_layers)
     options = CollectOptions(
         relations=relations, control=control, max_length=max_length, batch_tokens=batch_tokens, row_stride=row_stride,
-        keep_texts=causal and supports_causal_test(model), seed=seed, progress=progress or ignore_progress,
+        keep_texts=causal and supports_causal_test(model), seed=seed, layers=measured_layers,
+        progress=progress or ignore_progress,
     )  # fmt: skip
     if reads_calls(model):
         if prompts:

@@ -1,11 +1,13 @@
 """Estimate time and memory of a profile before it runs, and fit its batches into a memory limit.
 
 Time is measured: metrics run on two short pieces of the first text, and a linear and a quadratic term per text are fitted.
-Memory is computed from the sizes of the model: weights, the activations of one block, and the row statistics of one layer.
+Memory is computed from the sizes of the model: weights, the activations of one block, the row statistics of one layer,
+and the sums of all heads. Scores of relations, whose number depends on the corpus, are not included.
 """
 
 import re
 import time
+from collections.abc import Container
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -13,14 +15,15 @@ from typing import Any
 import torch
 
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.metric_runner import MetricRunner
+from headwise.analysis.metrics.metric_runner import MetricRunner, points_in_layers
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.model_calls import reads_calls
+from headwise.analysis.recording.text_hash_split import BUCKETS
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.profile_sums import NUM_REPEATED_SEQUENCES, REPEATED_LENGTH, select_metrics
+from headwise.analysis.roles.profile_sums import NUM_REPEATED_SEQUENCES, REPEATED_LENGTH, select_layers, select_metrics
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.model import ModelProtocol, eval_mode
-from headwise.spec import ModelSpec
+from headwise.spec import LayerAddress, ModelSpec
 
 PIECES = (48, 144)  # tokens of the two timed pieces
 HIDDEN_STATES, MLP_STATES = 8, 3  # tensors of one block that exist at the same time, at width and at MLP width
@@ -73,6 +76,7 @@ def estimate_profile(
     max_length: int | None = None,
     batch_tokens: int = 2048,
     row_stride: int = 1,
+    layers: str | None = None,
     memory_limit: str | int | None = None,
 ) -> ProfileEstimate:
     """Estimate time and memory of `hw.profile` with these arguments.
@@ -84,6 +88,7 @@ def estimate_profile(
         max_length: Plain text is split into chunks of this many tokens.
         batch_tokens: Maximum number of tokens per batch.
         row_stride: One of every `row_stride` blocks of 64 query rows is measured.
+        layers: Layers to measure, as in `hw.profile`.
         memory_limit: Limit, as in `hw.profile`. The batch is made smaller to fit.
 
     Returns:
@@ -91,7 +96,8 @@ def estimate_profile(
     """
     if model.image_input is not None or reads_calls(model):
         raise UnsupportedModelError("estimate: available only for models that read text. Profile a few inputs instead.")
-    batch_tokens = fit_batch_tokens(model, batch_tokens, memory_limit)
+    selected = select_layers(model, layers)
+    batch_tokens = fit_batch_tokens(model, batch_tokens, memory_limit, selected)
     texts = TokenizedCorpus.of(model, corpus, max_length)
     first = next(iter(texts))
     has_own_relations = relations is None and next(texts.relation_documents(), None) is not None
@@ -99,14 +105,19 @@ def estimate_profile(
     documents = TokenizedCorpus.of(model, relations, max_length) if is_separate else ()
     lengths = [len(sample.ids) for sample in chain(texts, documents)]
     lengths += [2 * REPEATED_LENGTH] * NUM_REPEATED_SEQUENCES
-    linear, quadratic = _fit_seconds(model, first, row_stride)
+    linear, quadratic = _fit_seconds(model, first, row_stride, selected)
     seconds = sum(linear * length + quadratic * length**2 for length in lengths)
     weights = _weight_bytes(model)
-    peak = weights + _batch_bytes(model, min(batch_tokens, sum(lengths)))
+    peak = weights + _sum_bytes(model, selected) + _batch_bytes(model, min(batch_tokens, sum(lengths)))
     return ProfileEstimate(len(lengths), sum(lengths), batch_tokens, seconds, weights, peak)
 
 
-def fit_batch_tokens(model: ModelProtocol, batch_tokens: int, memory_limit: str | int | None) -> int:
+def fit_batch_tokens(
+    model: ModelProtocol,
+    batch_tokens: int,
+    memory_limit: str | int | None,
+    layers: Container[LayerAddress] | None = None,
+) -> int:
     """Return the number of tokens per batch with which a profile stays below a memory limit.
 
     Raises:
@@ -115,14 +126,16 @@ def fit_batch_tokens(model: ModelProtocol, batch_tokens: int, memory_limit: str 
     if memory_limit is None:
         return batch_tokens
     limit = parse_bytes(memory_limit)
-    room = limit - _weight_bytes(model) - _batch_bytes(model, 0)
+    fixed = _weight_bytes(model) + _sum_bytes(model, layers)
+    room = limit - fixed - _batch_bytes(model, 0)
     per_token = _batch_bytes(model, 1) - _batch_bytes(model, 0)
     fitting = min(batch_tokens, room // per_token)
     if fitting < min(MIN_BATCH_TOKENS, batch_tokens):
-        needed = _weight_bytes(model) + _batch_bytes(model, MIN_BATCH_TOKENS)
+        needed = fixed + _batch_bytes(model, MIN_BATCH_TOKENS)
         raise ArgumentError(
-            f"memory_limit: too small. Got {memory_limit!r}. Weights and the smallest batch need {needed / 1e9:.2f} GB. Load "
-            f"the model in half precision, or offload its weights."
+            f"memory_limit: too small. Got {memory_limit!r}. Weights, the sums of all heads and the smallest batch need "
+            f"{needed / 1e9:.2f} GB. Load the model in half precision, or measure a group of layers at a time, such as "
+            f"layers='0-7'."
         )
     return fitting
 
@@ -139,7 +152,9 @@ def parse_bytes(size: str | int) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def _fit_seconds(model: ModelProtocol, sample: TextSample, row_stride: int) -> tuple[float, float]:
+def _fit_seconds(
+    model: ModelProtocol, sample: TextSample, row_stride: int, layers: Container[LayerAddress] | None
+) -> tuple[float, float]:
     """Return seconds per token and per squared token of one text, measured on two pieces."""
     selection = select_metrics(model)
     lengths = [min(size, model.spec.context) for size in PIECES]
@@ -147,8 +162,8 @@ def _fit_seconds(model: ModelProtocol, sample: TextSample, row_stride: int) -> t
     for length in (lengths[0], *lengths):  # the first run warms up
         ids = (sample.ids * (length // max(1, len(sample.ids)) + 1))[:length]
         batch = make_batch([replace(sample, ids=ids)], device=model.device)
-        heads = sum(len(hook_point.head_ids) for hook_point in model.gathered_hook_points())
-        runner = MetricRunner(Accumulator(heads), selection.corpus_metrics, row_stride)
+        accumulator = Accumulator(_num_heads(model, layers))
+        runner = MetricRunner(accumulator, selection.corpus_metrics, row_stride, layers=layers)
         start = time.perf_counter()
         with eval_mode(model):
             runner.run(model, [batch])
@@ -158,6 +173,16 @@ def _fit_seconds(model: ModelProtocol, sample: TextSample, row_stride: int) -> t
         return short / lengths[0], 0.0
     quadratic = max(0.0, (long / lengths[1] - short / lengths[0]) / (lengths[1] - lengths[0]))
     return max(0.0, long / lengths[1] - quadratic * lengths[1]), quadratic
+
+
+def _num_heads(model: ModelProtocol, layers: Container[LayerAddress] | None) -> int:
+    return sum(len(point.head_ids) for point in points_in_layers(model.gathered_hook_points(), layers))
+
+
+def _sum_bytes(model: ModelProtocol, layers: Container[LayerAddress] | None) -> int:
+    """Return the bytes of the sums and row counts of all scores, by head and bucket of texts."""
+    num_scores = len(select_metrics(model).metric_specs)
+    return 2 * 8 * BUCKETS * num_scores * _num_heads(model, layers)
 
 
 def _weight_bytes(model: ModelProtocol) -> int:

@@ -188,14 +188,14 @@ class Profile(ProfileSums):
         return profile_tables.diff_rows(self, other)
 
     def merge(self, other: "Profile") -> "Profile":
-        """Merge two profiles of one model, as if one pass had run over both corpora.
+        """Merge two profiles of one model, as if one pass had run over both corpora, or had measured both groups of layers.
 
         Documents with relations that are the same in both, and repeated tokens, count once. Roles and idle patterns are
         assessed again on the merged sums. Causal tests are not repeated: a role keeps its result from either profile.
         `variability`, which compares texts with each other, is that of the larger sample.
 
         Args:
-            other: A profile of the same model with the same options on another corpus.
+            other: A profile of the same model with the same options: on another corpus, or of other layers on this corpus.
 
         Returns:
             The merged profile.

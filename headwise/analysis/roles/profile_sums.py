@@ -18,7 +18,7 @@ from headwise.analysis.metrics.default_metrics import default_metrics
 from headwise.analysis.metrics.example_sampler import ExampleRecorder, ExampleSampler
 from headwise.analysis.metrics.induction import InductionMetric, make_repeated_sequences
 from headwise.analysis.metrics.metric import Metric, MetricSpec, MetricSpecMixin
-from headwise.analysis.metrics.metric_runner import MetricRunner
+from headwise.analysis.metrics.metric_runner import MetricRunner, points_in_layers
 from headwise.analysis.metrics.relation_metric import RelationMetric
 from headwise.analysis.metrics.role_examples import ExampleStore, repeated_token_examples
 from headwise.analysis.metrics.task_metric import TaskMetric, run_task, token_names
@@ -32,6 +32,7 @@ from headwise.analysis.recording.batching import (
     reachable_hook_points,
     tokenizer_of,
 )
+from headwise.analysis.recording.model_calls import reads_calls
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.causal_trials import MAX_TEXTS as MAX_ANSWER_TEXTS
 from headwise.analysis.roles.causal_trials import DocumentSample
@@ -41,6 +42,7 @@ from headwise.distributed.process_group import ProcessGroup
 from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
+from headwise.spec import LayerAddress, select
 from headwise.text.corpus import Corpus
 from headwise.text.token_alignment import Alignment
 
@@ -68,6 +70,7 @@ class CollectOptions:
         detail: `full` computes all attention weights. `light` uses only the statistics of the fused kernel.
         keep_texts: Store the texts that the causal test needs.
         seed: Seed of repeated tokens, shuffling and tasks.
+        layers: Layers to measure. None measures all.
         progress: Progress callback.
     """
 
@@ -79,6 +82,7 @@ class CollectOptions:
     detail: str = "full"
     keep_texts: bool = False
     seed: int = 0
+    layers: frozenset[LayerAddress] | None = None
     progress: Progress = ignore_progress
 
     def __post_init__(self) -> None:
@@ -121,6 +125,33 @@ def select_metrics(
     return MetricSelection(tuple(corpus_metrics), induction, tuple(tasks), metric_specs)
 
 
+def select_layers(
+    model: ModelProtocol, layers: str | None, metrics: Sequence[Metric | TaskMetric] = (), *, prompts: bool = False
+) -> frozenset[LayerAddress] | None:
+    """Return the layers that a text such as `0-7` selects, or None for all."""
+    if layers is None:
+        return None
+    unsupported = {
+        "images": model.image_input is not None,
+        "a corpus of calls": reads_calls(model),
+        "prompts=True": prompts,
+        "metrics with their own texts": any(isinstance(metric, TaskMetric) for metric in metrics),
+    }
+    for reason, applies in unsupported.items():
+        if applies:
+            raise ArgumentError(f"layers={layers!r}: not supported with {reason}. Use layers=None.")
+    addresses = [address for hook_point in reachable_hook_points(model) for address in hook_point.head_addresses]
+    try:
+        selected = select(",".join(f"{part}.*" for part in layers.split(",")), addresses)
+    except ArgumentError:
+        names = sorted({address.layer_address for address in addresses})
+        raise ArgumentError(
+            f"layers={layers!r}: the model does not have these layers. Use numbers from {names[0]} to {names[-1]}, such as "
+            f"'{names[0]}' or '0-7'."
+        ) from None
+    return frozenset(address.layer_address for address in selected)
+
+
 def metric_specs_by_name(metrics: Iterable[MetricSpecMixin]) -> dict[str, MetricSpec]:
     """Return all metric specs by name. Raise if a name occurs twice, because both would be summed as one."""
     metric_specs = [metric_spec for metric in metrics for metric_spec in metric.metric_specs]
@@ -156,7 +187,7 @@ def collect(
     process_group.check_equal(texts.corpus.fingerprint, TEXTS_DIFFER_MESSAGE)
     if isinstance(model, ShardedTransformer):  # all processes run each text together
         check_same_across_processes(model.collectives, texts.corpus.fingerprint, "text")
-    hook_points = reachable_hook_points(model)
+    hook_points = points_in_layers(reachable_hook_points(model), options.layers)
     addresses = tuple(address for hook_point in hook_points for address in hook_point.head_addresses)
     accumulator, top_contexts = Accumulator(len(addresses)), TopContexts(len(addresses))
     sampler = _make_sampler(model, selection, len(addresses))
@@ -172,21 +203,25 @@ def collect(
             text_metrics.append(relation_metric)
             text_listeners += document_listeners
     read_batches = partial(_read_batches, model.device, options, process_group)
-    runner = MetricRunner(accumulator, text_metrics, options.row_stride, options.detail, [sampler, top_contexts])
+    observers = (sampler, top_contexts)
+    runner = MetricRunner(accumulator, text_metrics, options.row_stride, options.detail, observers, options.layers)
     is_shuffled = options.control == "shuffled"
     text_samples = (_shuffle_tokens(sample, options.seed) for sample in texts) if is_shuffled else texts
     runner.run(model, read_batches(text_samples, text_listeners, texts.count_if_small(), "texts"))
     if relation_metric is not None and relation_corpus is not None and relation_corpus is not texts:
         documents = (sample for sample in relation_corpus if sample.document is not None)
         batches = read_batches(documents, document_listeners, None, "documents with relations")
-        MetricRunner(accumulator, [relation_metric]).run(model, batches)
+        MetricRunner(accumulator, [relation_metric], layers=options.layers).run(model, batches)
     examples = sampler.build_example_store()
     if process_group.size > 1:
         process_group.check_equal(texts.fingerprint, TEXTS_DIFFER_MESSAGE)  # tokenizers may differ too
         _merge_processes(process_group, accumulator, relation_metric, top_contexts, examples)
     recorder = ExampleRecorder(examples)
-    run_task(model, selection.induction, accumulator, options.seed, observers=[recorder], progress=options.progress)
-    measure_variability(model, samples.long_samples, accumulator)
+    run_task(
+        model, selection.induction, accumulator, options.seed, observers=[recorder], progress=options.progress,
+        layers=options.layers,
+    )  # fmt: skip
+    measure_variability(model, samples.long_samples, accumulator, layers=options.layers)
     task_metadata, examples = run_tasks(model, selection.tasks, accumulator, examples, options.seed, options.progress)
     metadata = {
         "texts": texts.num_samples, "tokens": texts.num_tokens,
