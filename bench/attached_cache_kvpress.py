@@ -75,7 +75,7 @@ def main() -> None:
     loss, nbytes = continuation(model, press, ids[None])
     print(json.dumps({
         "part": "continuation", "length": len(ids), "text": args.text, "loss": loss, "cache bytes": nbytes,
-        "cache": "dynamic, kvpress" if press is None else f"kvpress, {args.plan.stem}",
+        "cache": f"kvpress, {args.plan.stem}" if args.plan else "dynamic, kvpress",
         "compression_ratio": None if press is None else press.compression_ratio, "transformers": transformers.__version__,
     }))  # fmt: skip
 
