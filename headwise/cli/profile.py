@@ -110,15 +110,13 @@ def run(
     from headwise.analysis.roles.profile_result import Profile
     from headwise.analysis.roles.sharded_profile import profile_shards
     from headwise.errors import ArgumentError
-    from headwise.text.corpus import Corpus
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
     from headwise.weights import load
 
     if model.endswith(".npz") and Path(model).is_file():
         exclusive_options = (
             corpus, treebank, probe, control, max_length, save, report, out, sensitivity, plan, prompts, no_causal,
-            row_stride > 1, shard_characters, processes, executor, device != "cpu", dtype, estimate, memory_limit,
-            layers,
+            row_stride > 1, shard_characters, processes, executor, device != "cpu", dtype, estimate, memory_limit, layers,
         )  # fmt: skip
         if any(exclusive_options):
             raise ArgumentError(
@@ -129,14 +127,11 @@ def run(
         return
     _check_options(
         has_corpus=bool(corpus or treebank), control=control, out=out, report=report, layers=layers,
-        memory_limit=memory_limit,
-        has_shard_options=bool(shard_characters or processes or executor), has_report_inputs=bool(sensitivity or plan),
+        memory_limit=memory_limit, has_report_inputs=bool(sensitivity or plan),
+        has_shard_options=bool(shard_characters or processes or executor),
     )  # fmt: skip
     loaded = load(model, device=device, dtype=dtype)
-    corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
-    relations: Any = treebank if treebank is not None else Corpus.probe_set() if probe else None
-    if treebank is not None and corpus_input is None:
-        corpus_input, relations = treebank, None
+    corpus_input, relations = _select_texts(corpus, treebank, probe=probe)
     if loaded.image_input is None:
         check_filters(loaded, show_layers, role, corpus_input, relations, prompts)  # fail before the work starts
     elif out is not None or relations is not None:
@@ -169,6 +164,16 @@ def run(
     if report is not None:
         _write_report(result, report, loaded, model, corpus_input, load_report_inputs(sensitivity, plan))
     _print_profile(result, show_layers, role, as_csv, as_json)
+
+
+def _select_texts(corpus: list[str] | None, treebank: Path | None, *, probe: bool) -> tuple[Any, Any]:
+    """Return the corpus, and the documents with gold relations if they are others."""
+    from headwise.text.corpus import Corpus
+
+    corpus_input = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
+    if treebank is not None:
+        return (treebank, None) if corpus_input is None else (corpus_input, treebank)
+    return corpus_input, Corpus.probe_set() if probe else None
 
 
 def _print_estimate(

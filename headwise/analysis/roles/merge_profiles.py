@@ -85,13 +85,13 @@ def join_layers(first: ProfileSums, second: ProfileSums) -> ProfileSums:
             )
     if first.accumulator.fields != second.accumulator.fields or first.metric_specs != second.metric_specs:
         raise ArgumentError(DIFFERENT_METRICS_MESSAGE)
-    both = (*first.addresses, *second.addresses)
-    order = sorted(range(len(both)), key=lambda i: both[i])
+    addresses = (*first.addresses, *second.addresses)
+    order = sorted(range(len(addresses)), key=lambda i: addresses[i])
 
     def join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.concatenate((a, b), 1)[:, order]  # heads are the second axis
 
-    accumulator = Accumulator(len(both), dict(first.accumulator.fields))
+    accumulator = Accumulator(len(addresses), dict(first.accumulator.fields))
     for kind in ("sums", "counts"):
         arrays, others = getattr(first.accumulator, kind), getattr(second.accumulator, kind)
         getattr(accumulator, kind).update({group: join(arrays[group], others[group]) for group in arrays})
@@ -101,14 +101,14 @@ def join_layers(first: ProfileSums, second: ProfileSums) -> ProfileSums:
         for name, array in first.relation_metric.arc_count_arrays().items():
             relation_metric.arc_count_arrays()[name][...] = array  # arcs do not depend on heads
     a, b = first.examples, second.examples
-    examples = ExampleStore(len(both), a.arcs, a.rows, a.feature_names, a.key_target_names)
+    examples = ExampleStore(len(addresses), a.arcs, a.rows, a.feature_names, a.key_target_names)
     examples.arrays = {
         name: join(array, b.arrays[name]) if name in HEAD_ARRAYS else array for name, array in a.arrays.items()
     }
     layers = sorted(map(LayerAddress.parse, (*first.metadata["layers"], *second.metadata["layers"])))
     contexts = (*first.top_contexts, *second.top_contexts)
     return ProfileSums(
-        tuple(both[i] for i in order), accumulator, relation_metric, [contexts[i] for i in order], examples,
+        tuple(addresses[i] for i in order), accumulator, relation_metric, [contexts[i] for i in order], examples,
         first.metadata | {"layers": [str(layer) for layer in layers]}, first.metric_specs,
     )  # fmt: skip
 

@@ -146,8 +146,8 @@ def select_layers(
     except ArgumentError:
         names = sorted({address.layer_address for address in addresses})
         raise ArgumentError(
-            f"layers={layers!r}: the model does not have these layers. Use numbers from {names[0]} to {names[-1]}, such as "
-            f"'{names[0]}' or '0-7'."
+            f"layers={layers!r}: the model does not have these layers. Its layers are {names[0]} to {names[-1]}. "
+            f"Use, for example, layers='{names[0]}'."
         ) from None
     return frozenset(address.layer_address for address in selected)
 
