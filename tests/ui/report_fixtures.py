@@ -76,7 +76,7 @@ def make_report_data(
 
 
 def make_claims() -> list[dict[str, Any]]:
-    """Return four claims, one per verdict: lines on a log axis, bars with a negative value, bars far from zero."""
+    """Return five claims, one per verdict: lines on a log axis, bars with a negative value, bars far from zero."""
     heads = [_statistic("loss", 2**k, [2.5 - k / 8, 2.75 - k / 8, 2.625 - k / 8]) for k in range(7)]
     roles = [_statistic("gain", position, [value]) for position, value in (("induction", 0.5), ("<i>copy</i>", -0.25))]
     scales = [
@@ -89,6 +89,7 @@ def make_claims() -> list[dict[str, Any]]:
          {"x": "heads", "y": "held-out loss", "log": True, "series": [{"name": "loss", "points": points}]}),
         ("roles", "holds", "", roles, _bars("loss gained", roles)),
         ("scale", "does not hold", "", scales, _bars("held-out loss", scales)),
+        ("noise", "undecided", "the interval includes 0", roles, _bars("gain", roles)),
         ("sums", "true by construction", "for heads of their own", roles, _bars("share", roles)),
     ]  # fmt: skip
     return [

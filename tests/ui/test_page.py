@@ -133,7 +133,7 @@ def test_page_report_has_no_live_controls(page, report):
 
 def test_page_claims_equal_report_data(page, report, report_data):
     open_report(page, report, "view=claims")
-    summary = "1 holds, 1 does not hold, 1 depends on conditions, 1 is true by construction."
+    summary = "1 holds, 1 does not hold, 1 depends on conditions, 1 is undecided, 1 is true by construction."
     assert page.text_content('[data-fact="summary"]') == summary
     for claim in report_data["claims"]:
         part = page.locator(f"#claim-{claim['name']}")

@@ -9,6 +9,7 @@ const VERDICTS = {
   holds: { sign: "✓", color: "var(--good)", some: "hold", one: "holds" },
   "does not hold": { sign: "✗", color: "var(--bad)", some: "do not hold", one: "does not hold" },
   depends: { sign: "◐", color: "var(--focus)", some: "depend on conditions", one: "depends on conditions" },
+  undecided: { sign: "?", color: "var(--soft)", some: "are undecided", one: "is undecided" },
   "true by construction": { sign: "≡", color: "var(--accent)", some: "are true by construction", one: "is true by construction" },
 };
 const unfolded = new Set(); // claims whose table is open; it stays open after a redraw
