@@ -7,7 +7,7 @@ training the expected fraction of open gates is lowered to the fraction of heads
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -21,6 +21,7 @@ from headwise.analysis.ablation.gradient_memory import GradientMemoryPlan, summe
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
+from headwise.heads.learned_gates import LearnedGates, add_sparsity_gradient
 from headwise.kernels.enable_grad import gradients_enabled
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.loss import IGNORE_INDEX
@@ -30,12 +31,6 @@ from headwise.training.batch_samplers import ShuffledWindowSampler
 from headwise.training.optimizer import make_optimizer, trainable_parameters
 from headwise.training.recipe import Recipe
 
-BETA, GAMMA, ZETA = (
-    0.33,
-    -0.1,
-    1.1,
-)  # temperature, and the interval to which gates are stretched before clipping to [0, 1]
-INITIAL_LOG_ALPHA = 2.0  # nearly all gates are open at the start
 ANNEAL_FRACTION = 0.5  # fraction of the steps in which the fraction of open gates is lowered
 DEFAULT_MAX_LENGTH = 128  # tokens per text
 WEIGHT_RECIPE = Recipe(learning_rate=1e-4, weight_decay=0.0)  # for weights that are trained together with the gates
@@ -112,55 +107,6 @@ def learn_gates(
             if progress is not None:
                 progress("gates", step + 1, steps)
     return dict(zip(model.spec.head_addresses, gates.open_probability().tolist(), strict=True))
-
-
-class LearnedGates(nn.Module):
-    """Hard-concrete gates of N heads. The parameter `log_alpha` (N,) is ordered by layer.
-
-    >>> gates = LearnedGates({LayerAddress("", 0): 4, LayerAddress("", 1): 2}, initial_log_alpha=0.0)
-    >>> {str(layer): tuple(gate.shape) for layer, gate in gates.sample(3).items()}
-    {'0': (3, 4), '1': (3, 2)}
-    >>> round(gates.open_fraction().item(), 3), gates.deterministic_gates()[LayerAddress("", 1)].tolist()
-    (0.688, [0.5, 0.5])
-    """
-
-    def __init__(self, heads: Mapping[LayerAddress, int], initial_log_alpha: float = INITIAL_LOG_ALPHA) -> None:
-        super().__init__()
-        self.heads = dict(heads)
-        self.log_alpha = nn.Parameter(torch.full((sum(self.heads.values()),), initial_log_alpha))
-
-    def sample(self, B: int) -> dict[LayerAddress, Tensor]:
-        """Sample gates for B texts, (B, H) for each layer, differentiable in log α."""
-        u = torch.rand(B, len(self.log_alpha), device=self.log_alpha.device)  # (B, N)
-        noise = u.logit(eps=torch.finfo(u.dtype).eps)  # log u − log(1 − u)
-        return self._split_by_layer(torch.sigmoid((noise + self.log_alpha) / BETA))
-
-    def deterministic_gates(self) -> dict[LayerAddress, Tensor]:
-        """Return gates without noise, (H,) for each layer: 0 if log α is below −2.398, 1 if it is above 2.398."""
-        return self._split_by_layer(torch.sigmoid(self.log_alpha))
-
-    def open_probability(self) -> Tensor:
-        """Return the probability that a sampled gate is not 0, (N,)."""
-        return torch.sigmoid(self.log_alpha - BETA * math.log(-GAMMA / ZETA))
-
-    def open_fraction(self) -> Tensor:
-        """Return the expected fraction of open gates."""
-        return self.open_probability().mean()
-
-    @torch.no_grad()
-    def set_open_fraction(self, fraction: float) -> None:
-        """Shift all log α by the same amount, so that this fraction of gates is expected to be open."""
-        low, high = -100.0, 100.0
-        start = self.log_alpha.clone()
-        for _ in range(50):  # bisection: the fraction is monotonic in the shift
-            shift = (low + high) / 2
-            self.log_alpha.copy_(start + shift)
-            low, high = (shift, high) if self.open_fraction().item() < fraction else (low, shift)
-
-    def _split_by_layer(self, gates: Tensor) -> dict[LayerAddress, Tensor]:
-        """Stretch gates to [GAMMA, ZETA], clip them to [0, 1] and split them by layer: (…, N) → (…, H) each."""
-        clipped = (gates * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
-        return dict(zip(self.heads, clipped.split(list(self.heads.values()), -1), strict=True))
 
 
 def _check(model: ModelProtocol, keep: float, steps: int, rate: float, batch: int) -> None:
@@ -259,17 +205,3 @@ def _gated_loss(
         batch.targets if batch.target_positions is None else batch.targets.gather(1, batch.target_positions)
     )  # (B, R)
     return summed_cross_entropy(model, hidden.flatten(0, 1), targets.flatten()) / total
-
-
-def add_sparsity_gradient(gates: LearnedGates) -> None:
-    """Add λ · ∂ Σ P(open) / ∂ log α to the gradient, with λ such that the sum of open probabilities does not change.
-
-    λ is the Lagrange multiplier of the constraint on the number of open gates, computed from the gradients of this step, so
-    that it is not a hyperparameter. Gates of heads that lower the loss by more than λ open, and the others close.
-    """
-    grad = gates.log_alpha.grad  # (N,)
-    assert grad is not None
-    open_probability = gates.open_probability().detach()
-    probability_grad = open_probability * (1 - open_probability)  # ∂ Σ P(open) / ∂ log α, (N,)
-    multiplier = -(grad @ probability_grad) / (probability_grad @ probability_grad).clamp(min=1e-12)
-    grad += multiplier * probability_grad

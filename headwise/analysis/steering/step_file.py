@@ -20,6 +20,7 @@ class StepRunner:
         settings: Settings of the run. A file with other settings is an error.
         progress: Called with a label, the number of finished steps and the total.
         total: Number of steps, for `progress`.
+        label: Label for `progress`.
     """
 
     def __init__(
@@ -28,8 +29,10 @@ class StepRunner:
         settings: dict[str, Any],
         progress: Progress | None = None,
         total: int | None = None,
+        label: str = "steering",
     ) -> None:
         self.path, self.progress, self.total, self.done = None if path is None else Path(path), progress, total, 0
+        self.label = label
         self.finished: dict[str, Any] = {}
         if self.path is None:
             return
@@ -51,7 +54,7 @@ class StepRunner:
             self._append({"step": step, "value": self.finished[step]})
         self.done += 1
         if self.progress is not None:
-            self.progress("steering", self.done, self.total)
+            self.progress(self.label, self.done, self.total)
         return self.finished[step]
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -81,5 +84,5 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         {"step", "value"} <= line.keys() for line in lines[1:]
     )
     if not is_valid or (lines and "settings" not in lines[0]):
-        raise FileFormatError(f"{path}: not a file of finished steering steps. Choose another file.")
+        raise FileFormatError(f"{path}: not a file of finished steps. Choose another file.")
     return lines

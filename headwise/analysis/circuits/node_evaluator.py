@@ -1,0 +1,255 @@
+"""Metric of prompts while sets of nodes are replaced: by their value on the corrupted prompt, by their mean, or by zero.
+
+Many sets are evaluated in one batch, as copies of the prompts. If the copies differ from a reference pass only from a later
+layer on, the earlier blocks return their recorded outputs instead of running again. Only the values of one batch of prompts
+are in memory, so that memory does not grow with the number of nodes or sets.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.circuits.circuit_task import EncodedPrompt, MetricFunction
+from headwise.analysis.circuits.model_nodes import ModelNodes, NodeEdit, NodeSite, opened_sites
+from headwise.analysis.circuits.prompt_batch import PromptBatch, make_prompt_batches
+from headwise.model import ModelProtocol, eval_mode
+from headwise.model.resumable_forward import forward_copies, repeat_batch
+
+PROMPT_TOKENS = 1024  # tokens of one batch of prompts
+COPY_TOKENS = 2048  # tokens of one forward pass, copies included
+MAX_CACHED_BYTES = 2**29  # recorded values that are kept for the next call
+SKIP_TOLERANCE = 1e-4  # of the metric, relative to its size, if earlier blocks are skipped
+
+SiteValues = dict[str, Tensor]  # by site: values of its nodes, (R, n, T, c), or (1, n, T, c) for all prompts
+
+
+class NodeEvaluator:
+    """Evaluates sets of nodes on the prompts of one split.
+
+    Args:
+        model: The model.
+        nodes: Its nodes.
+        prompts: Encoded prompts.
+        metric: Metric of the user, or None.
+        copy_tokens: Tokens of one forward pass, copies included.
+    """
+
+    def __init__(
+        self,
+        model: ModelProtocol,
+        nodes: ModelNodes,
+        prompts: Sequence[EncodedPrompt],
+        metric: MetricFunction | None = None,
+        copy_tokens: int = COPY_TOKENS,
+    ) -> None:
+        self.model, self.nodes, self.prompts, self.copy_tokens = model, nodes, tuple(prompts), copy_tokens
+        self.batches = list(make_prompt_batches(prompts, PROMPT_TOKENS, model.device, metric))
+        self._corrupted: dict[int, SiteValues] = {}
+        self._can_skip: bool | None = None
+
+    @torch.no_grad()
+    def clean_metrics(self) -> np.ndarray:
+        """Return the metric of the unmodified model on each prompt, (P,)."""
+        result = np.zeros(len(self.prompts))
+        with eval_mode(self.model):
+            for batch in self.batches:
+                result[list(batch.indices)] = self._forward(batch, 1)[0].cpu().numpy()
+        return result
+
+    @torch.no_grad()
+    def evaluate(self, live: np.ndarray, ablation: str = "resample", means: "NodeMeans | None" = None) -> np.ndarray:
+        """Return the metric of each prompt with sets of nodes, (S, P).
+
+        Args:
+            live: True at the nodes that compute their value, False at those that are replaced, (S, N).
+            ablation: Replacement: "resample", "mean" or "zero".
+            means: Means of the nodes, for "mean".
+        """
+        result = np.zeros((len(live), len(self.prompts)))
+        masks = torch.from_numpy(np.asarray(live, bool)).to(self.model.device)
+        with eval_mode(self.model):
+            for b, batch in enumerate(self.batches):
+                values = self._replacements(b, ablation, means)
+                scores = [self._run(batch, chunk, values) for chunk in masks.split(self._copies(batch))]
+                result[:, list(batch.indices)] = torch.cat(scores).cpu().numpy()
+        return result
+
+    @torch.no_grad()
+    def sweep(
+        self, candidates: Sequence[int], base: np.ndarray, report: Callable[[int], object] | None = None
+    ) -> np.ndarray:
+        """Return the metric of each prompt without one more node at a time, (candidates, P), with resample ablation.
+
+        Args:
+            candidates: Indices of the nodes, removed one at a time.
+            base: True at the nodes that compute their value in all passes, (N,).
+            report: Called with the number of finished nodes and prompts, as a product.
+        """
+        result = np.zeros((len(candidates), len(self.prompts)))
+        base_mask = torch.from_numpy(np.asarray(base, bool)).to(self.model.device)
+        with eval_mode(self.model):
+            for b, batch in enumerate(self.batches):
+                values = self._replacements(b, "resample", None)
+                outputs = self._block_outputs(batch, base_mask, values)
+                for layer, rows in _rows_by_layer(self.nodes, candidates):
+                    masks = base_mask.repeat(len(rows), 1)
+                    masks[torch.arange(len(rows)), [candidates[row] for row in rows]] = False
+                    for start in range(0, len(rows), self._copies(batch)):
+                        chunk = slice(start, start + self._copies(batch))
+                        with _skipped_blocks(self.nodes.blocks, outputs, layer, len(batch.ids), len(masks[chunk])):
+                            scores = self._run(batch, masks[chunk], values)
+                        for row, score in zip(rows[chunk], scores.cpu().numpy(), strict=True):
+                            result[row, list(batch.indices)] = score
+                    if report is not None:
+                        report(len(rows) * len(batch.indices))
+        return result
+
+    def corrupted_values(self, batch_index: int) -> SiteValues:
+        """Return the values of all nodes on the corrupted prompts of a batch."""
+        if batch_index not in self._corrupted:
+            values = self.record(self.batches[batch_index], corrupted=True)
+            size = sum(tensor.nbytes for stored in (values, *self._corrupted.values()) for tensor in stored.values())
+            if size > MAX_CACHED_BYTES:
+                self._corrupted.clear()
+            self._corrupted[batch_index] = values
+        return self._corrupted[batch_index]
+
+    @torch.no_grad()
+    def record(self, batch: PromptBatch, *, corrupted: bool) -> SiteValues:
+        """Run the clean or the corrupted prompts of a batch and return the values of all nodes."""
+        values: SiteValues = {}
+
+        def edit_of(site: NodeSite) -> NodeEdit:
+            return lambda live: values.update({site.key: live.detach().clone()})
+
+        with eval_mode(self.model), opened_sites(self.nodes.sites, edit_of):
+            forward_copies(self.model, batch.corrupted_ids if corrupted else batch.ids, None, None, None, 1)
+        return values
+
+    def _forward(self, batch: PromptBatch, copies: int) -> Tensor:
+        """Run the model with the open edits and return the metrics, (copies, P)."""
+        return batch.scores(self.model, forward_copies(self.model, batch.ids, None, None, None, copies))
+
+    def _run(self, batch: PromptBatch, masks: Tensor, values: SiteValues) -> Tensor:
+        """Return the metrics with replaced nodes: masks (S, N) → (S, P)."""
+        sites = [site for site in self.nodes.sites if not bool(masks[:, site.nodes].all())]
+
+        def edit_of(site: NodeSite) -> NodeEdit:
+            return lambda live: replace_nodes(live, masks[:, site.nodes], values[site.key])
+
+        with opened_sites(sites, edit_of):
+            return self._forward(batch, len(masks))
+
+    def _copies(self, batch: PromptBatch) -> int:
+        return max(1, self.copy_tokens // batch.ids.numel())
+
+    def _replacements(self, batch_index: int, ablation: str, means: "NodeMeans | None") -> SiteValues:
+        if ablation == "resample":
+            return self.corrupted_values(batch_index)
+        batch = self.batches[batch_index]
+        if ablation == "mean":
+            assert means is not None
+            return means.values(batch.ids.shape[1])
+        return {site.key: torch.zeros(1, 1, 1, 1, device=self.model.device) for site in self.nodes.sites}
+
+    def _block_outputs(self, batch: PromptBatch, base: Tensor, values: SiteValues) -> dict[nn.Module, Any]:
+        """Return the output of each block in the base pass. Empty if blocks cannot be skipped."""
+        if self._can_skip is False or not self.nodes.blocks or self.model.why_not_resumable():
+            return {}
+        outputs: dict[nn.Module, Any] = {}
+        with ExitStack() as stack:
+            for block in self.nodes.blocks:
+                hook = block.register_forward_hook(lambda block, args, output: outputs.update({block: output}))
+                stack.callback(hook.remove)
+            self._run(batch, base[None], values)
+        if len(outputs) != len(self.nodes.blocks):
+            self._can_skip = False
+        if self._can_skip is None:
+            self._can_skip = self._check_skipping(batch, base, values, outputs)
+        return outputs if self._can_skip else {}
+
+    def _check_skipping(
+        self, batch: PromptBatch, base: Tensor, values: SiteValues, outputs: dict[nn.Module, Any]
+    ) -> bool:
+        """Return whether passes that skip blocks give the metrics of full passes, with a node replaced in a late layer."""
+        layer = len(self.nodes.blocks) * 2 // 3
+        masks = base.repeat(2, 1)
+        masks[1, [i for i, node_layer in enumerate(self.nodes.layers) if node_layer == layer]] = False
+        full = self._run(batch, masks, values)
+        with _skipped_blocks(self.nodes.blocks, outputs, layer, len(batch.ids), 2):
+            skipped = self._run(batch, masks, values)
+        return bool((full - skipped).abs().max() <= SKIP_TOLERANCE * full.abs().max().clamp(min=1))
+
+
+class NodeMeans:
+    """Mean value of each node by token position, over the corrupted prompts of one split.
+
+    Args:
+        evaluator: Evaluator of the split.
+    """
+
+    def __init__(self, evaluator: NodeEvaluator) -> None:
+        width = max(batch.ids.shape[1] for batch in evaluator.batches)
+        self._counts = torch.zeros(width, device=evaluator.model.device)
+        self._sums: SiteValues = {}
+        for b, batch in enumerate(evaluator.batches):
+            real = batch.real_tokens.float()  # (R, T)
+            self._counts[: real.shape[1]] += real.sum(0)
+            for key, value in evaluator.corrupted_values(b).items():
+                total = torch.einsum("rntc,rt->ntc", value, real.to(value))
+                sums = self._sums.setdefault(key, value.new_zeros(total.shape[0], width, total.shape[2]))
+                sums[:, : total.shape[1]] += total
+
+    def values(self, width: int) -> SiteValues:
+        """Return the means at the first positions, (1, n, width, c) by site. Later positions repeat the last one."""
+        last = int(self._counts.count_nonzero()) - 1
+        positions = torch.arange(width, device=self._counts.device).clamp(max=last)
+        return {
+            key: (sums[:, positions] / self._counts[positions, None].to(sums))[None] for key, sums in self._sums.items()
+        }
+
+
+def replace_nodes(live: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    """Replace the values of nodes for S copies of a batch: (S·R, n, T, c), (S, n), (R or 1, n, T, c) → (S·R, n, T, c).
+
+    A boolean mask selects exactly. A mask of numbers from 0 (replaced) to 1 (live) interpolates.
+    """
+    copies = live.unflatten(0, (len(mask), -1))  # (S, R, n, T, c)
+    mask = mask[:, None, :, None, None]
+    if mask.dtype == torch.bool:
+        return torch.where(mask, copies, values[None].to(copies)).flatten(0, 1)
+    return (values[None] + mask.to(copies) * (copies - values[None])).flatten(0, 1)
+
+
+def _rows_by_layer(nodes: ModelNodes, candidates: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield each layer with the rows of its candidates."""
+    by_layer: dict[int, list[int]] = {}
+    for row, node in enumerate(candidates):
+        by_layer.setdefault(nodes.layers[node], []).append(row)
+    yield from sorted(by_layer.items())
+
+
+@contextmanager
+def _skipped_blocks(
+    blocks: Sequence[nn.Module], outputs: dict[nn.Module, Any], layer: int, batch: int, copies: int
+) -> Iterator[None]:
+    """Inside the context, the blocks before a layer return their recorded outputs.
+
+    Only the last of them repeats its output for the copies, because the blocks after it ignore the others.
+    """
+    skipped = list(blocks[: max(0, layer)]) if outputs else []
+    own_forwards = [block.__dict__.get("forward") for block in skipped]
+    for block in skipped:
+        output = repeat_batch(outputs[block], batch, copies) if block is skipped[-1] else outputs[block]
+        block.__dict__["forward"] = lambda *args, result=output, **kwargs: result
+    try:
+        yield
+    finally:
+        for block, own_forward in zip(skipped, own_forwards, strict=True):
+            block.__dict__.pop("forward")
+            if own_forward is not None:
+                block.__dict__["forward"] = own_forward

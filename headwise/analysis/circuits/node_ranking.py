@@ -1,0 +1,167 @@
+"""Effects of nodes on the metric: exact patching, attribution patching, EAP-IG, and learned gates.
+
+exact:        the node is replaced in a forward pass of its own.
+attribution:  one backward pass, (clean − corrupted) · gradient (attribution patching, https://arxiv.org/abs/2310.10348).
+eap-ig:       the gradient is averaged over inputs between the corrupted and the clean embedding
+              (https://arxiv.org/abs/2403.17806).
+gates:        hard-concrete gates between the live and the corrupted value of each node, trained jointly so that few open
+              gates keep the metric of the full model (https://arxiv.org/abs/1712.01312).
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.analysis.ablation.gradient_memory import frozen_weights
+from headwise.analysis.circuits.model_nodes import EMBEDDING, NodeEdit, NodeSite, opened_sites
+from headwise.analysis.circuits.node_evaluator import NodeEvaluator, SiteValues, replace_nodes
+from headwise.heads.learned_gates import LearnedGates, add_sparsity_gradient
+from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.rounding_tolerance import to_float64
+from headwise.model import eval_mode
+from headwise.model.resumable_forward import forward_copies
+
+RANKINGS = ("exact", "attribution", "eap-ig", "gates")
+GATE_STEPS, GATE_RATE, GATE_PROMPTS, FINAL_OPEN_FRACTION = 100, 0.1, 8, 0.05
+ANNEAL_FRACTION = 0.5  # fraction of the steps in which the fraction of open gates is lowered
+
+Report = Callable[[int], object]  # number of finished units
+
+
+def exact_effects(
+    evaluator: NodeEvaluator, candidates: Sequence[int], base: np.ndarray, report: Report | None = None
+) -> np.ndarray:
+    """Return the drop of the metric if a node is replaced by its corrupted value, (candidates, P).
+
+    Args:
+        evaluator: Prompts of the score split.
+        candidates: Indices of the nodes.
+        base: True at the nodes that compute their value otherwise, (N,).
+        report: Called with the number of finished nodes and prompts, as a product.
+    """
+    return evaluator.evaluate(base[None]) - evaluator.sweep(candidates, base, report)
+
+
+def gradient_effects(
+    evaluator: NodeEvaluator, base: np.ndarray, steps: int = 1, report: Report | None = None
+) -> np.ndarray:
+    """Return the first-order effect of every node on every prompt, (N, P).
+
+    Args:
+        evaluator: Prompts of the score split.
+        base: True at the nodes that compute their value, (N,). Other nodes keep their corrupted value.
+        steps: Number of inputs between the corrupted embedding (not included) and the clean one (included). 1 is attribution
+            patching.
+        report: Called with the number of finished prompts.
+    """
+    result = np.zeros((len(evaluator.nodes), len(evaluator.prompts)))
+    with gradients_enabled(evaluator.model), frozen_weights(evaluator.model), eval_mode(evaluator.model):
+        for b in range(len(evaluator.batches)):
+            batch, corrupted = evaluator.batches[b], evaluator.corrupted_values(b)
+            clean = evaluator.record(batch, corrupted=False)
+            for step in range(1, steps + 1):
+                gradient = _gradients(evaluator, b, (clean, corrupted), base, step / steps)  # (N, P)
+                result[:, list(batch.indices)] += gradient.cpu().numpy() / steps
+            if report is not None:
+                report(len(batch.indices))
+    result[~base] = 0.0
+    return result
+
+
+def _gradients(
+    evaluator: NodeEvaluator, batch_index: int, values: tuple[SiteValues, SiteValues], base: np.ndarray, fraction: float
+) -> Tensor:
+    """Return the derivative of each prompt's metric in the direction clean − corrupted of each node, (N, P)."""
+    batch, (clean, corrupted) = evaluator.batches[batch_index], values
+    N = len(evaluator.nodes)
+    amounts = torch.zeros(len(batch.ids), N, device=evaluator.model.device, requires_grad=True)
+    live_mask = torch.from_numpy(base).to(amounts.device)[None]  # (1, N)
+
+    def edit_of(site: NodeSite) -> NodeEdit:
+        difference = clean[site.key] - corrupted[site.key]  # (R, n, T, c)
+
+        def edit(live: Tensor) -> Tensor:
+            if site.key == EMBEDDING:
+                live = corrupted[site.key] + fraction * difference
+            moved = live + amounts[:, site.nodes, None, None].to(live) * difference
+            return replace_nodes(moved, live_mask[:, site.nodes], corrupted[site.key])
+
+        return edit
+
+    with opened_sites(evaluator.nodes.sites, edit_of):
+        hidden = forward_copies(evaluator.model, batch.ids, None, None, None, 1)
+    scores = batch.scores(evaluator.model, hidden)[0]  # (P,); prompts do not interact
+    (gradient,) = torch.autograd.grad(scores.sum(), amounts)  # (R, N)
+    return sum_rows_by_prompt(to_float64(gradient), [len(prompt.clean_rows) for prompt in batch.prompts]).mT
+
+
+def sum_rows_by_prompt(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Sum the rows of each prompt: (R, N) → (P, N)."""
+    return torch.stack([part.sum(0) for part in values.split(list(rows))])
+
+
+def gate_scores(
+    evaluator: NodeEvaluator, base: np.ndarray, steps: int = GATE_STEPS, seed: int = 0, report: Report | None = None
+) -> np.ndarray:
+    """Train gates and return log α of every node, (N,): large for nodes to keep.
+
+    The loss of a prompt is the squared difference of its metric from the full model, in units of the mean effect of
+    replacing all nodes.
+
+    Args:
+        evaluator: Prompts of the score split.
+        base: True at the nodes that may be kept, (N,). Other nodes keep their corrupted value.
+        steps: Training steps.
+        seed: Seed of the noise of the gates and of the prompts.
+        report: Called with the number of finished steps.
+    """
+    N, device = len(evaluator.nodes), evaluator.model.device
+    full = evaluator.evaluate(np.stack([base, np.zeros(N, bool)]))  # (2, P)
+    scale = max(1e-6, float(abs((full[0] - full[1]).mean())))
+    rng = np.random.default_rng(seed)
+    allowed = torch.from_numpy(base).to(device).float()
+    with (
+        gradients_enabled(evaluator.model), frozen_weights(evaluator.model), eval_mode(evaluator.model),
+        torch.random.fork_rng(),
+    ):  # fmt: skip
+        torch.manual_seed(seed)
+        gates = LearnedGates({"nodes": N}).to(device)
+        optimizer = torch.optim.Adam(gates.parameters(), lr=GATE_RATE)
+        initial = gates.open_fraction().item()
+        for step in range(steps):
+            optimizer.zero_grad()
+            b = int(rng.integers(len(evaluator.batches)))
+            _add_gate_gradient(evaluator, b, gates, allowed, full[0], scale)
+            add_sparsity_gradient(gates)
+            optimizer.step()
+            share = min(1.0, (step + 1) / max(1.0, ANNEAL_FRACTION * steps))
+            gates.set_open_fraction(initial + (FINAL_OPEN_FRACTION - initial) * share)
+            if report is not None:
+                report(1)
+    scores = to_float64(gates.log_alpha.detach()).cpu().numpy().copy()
+    scores[~base] = scores.min() - 1
+    return scores
+
+
+def _add_gate_gradient(
+    evaluator: NodeEvaluator, batch_index: int, gates: LearnedGates, allowed: Tensor, target: np.ndarray, scale: float
+) -> None:
+    """Add the gradient of the loss of one batch to the gates, with other noise for each row."""
+    batch, values = evaluator.batches[batch_index], evaluator.corrupted_values(batch_index)
+    (sampled,) = gates.sample(len(batch.ids)).values()
+    masks = sampled * allowed  # (R, N)
+
+    def edit_of(site: NodeSite) -> NodeEdit:
+        def edit(live: Tensor) -> Tensor:
+            gate = masks[:, site.nodes, None, None].to(live)
+            return values[site.key] + gate * (live - values[site.key])
+
+        return edit
+
+    with opened_sites(evaluator.nodes.sites, edit_of):
+        hidden = forward_copies(evaluator.model, batch.ids, None, None, None, 1)
+    goal = torch.from_numpy(target[list(batch.indices)]).to(hidden.device)
+    loss = ((batch.scores(evaluator.model, hidden)[0] - goal) / scale).square().mean()
+    loss.backward()
