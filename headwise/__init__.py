@@ -54,6 +54,8 @@ _NAMES_BY_MODULE = {
     "analysis.roles.head_history": ("HeadHistory",),
     "analysis.evaluation.harness_model": ("HarnessModel",),
     "analysis.evaluation.evaluate": ("evaluate",),
+    "analysis.circuits.circuit_task": ("CircuitTask",),
+    "analysis.circuits.find_circuit": ("find_circuit",),
     "analysis.steering.find_steering": ("find_steering",),
     "analysis.steering.steering": ("Steering",),
     "compression.fold_steering": ("fold_steering",),
@@ -81,6 +83,7 @@ __all__ = [  # noqa: RUF022 (in the order of the packages)
     "find_heads",
     "HarnessModel", "evaluate",
     "Steering", "find_steering",
+    "CircuitTask", "find_circuit",
     "plan_pruning", "plan_streaming", "apply", "prune", "prune_study", "quantize", "quantized", "dequantize", "allocate_bits",
     "fold_steering",
     "selftest",
@@ -92,6 +95,8 @@ if TYPE_CHECKING:
     from headwise.analysis.ablation.quantization_sensitivity import sensitivity
     from headwise.analysis.attribution.scan import Scan, scan
     from headwise.analysis.attribution.score_attribution import explain
+    from headwise.analysis.circuits.circuit_task import CircuitTask
+    from headwise.analysis.circuits.find_circuit import find_circuit
     from headwise.analysis.evaluation.evaluate import evaluate
     from headwise.analysis.evaluation.harness_model import HarnessModel
     from headwise.analysis.finding.head_search import find_heads

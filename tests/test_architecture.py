@@ -61,6 +61,7 @@ ALLOWED_UPWARD_IMPORTS = {
     *((module, "headwise.ui.result_text") for module in RESULT_MODULES),
     ("analysis/attribution/scan.py", "headwise.ui.scan_page"),
     ("analysis/attribution/scan.py", "headwise.ui.scan_text"),
+    ("analysis/circuits/circuit_result.py", "headwise.ui.circuit_text"),
     ("heads/head.py", "headwise.ui.notebook"),
     ("analysis/recording/attention_maps.py", "headwise.ui.notebook"),
     ("analysis/recording/attention_maps.py", "headwise.ui.widget"),
@@ -176,6 +177,7 @@ PUBLIC_NAMES = [
     ),
     *("HarnessModel", "evaluate"),
     *("Steering", "find_steering"),
+    *("CircuitTask", "find_circuit"),
     *(
         "plan_pruning",
         "plan_streaming",
@@ -193,6 +195,7 @@ PUBLIC_NAMES = [
 COMMANDS = [
     *(
         "cache",
+        "circuit",
         "claims",
         "corpus",
         "demo",

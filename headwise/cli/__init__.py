@@ -11,6 +11,7 @@ import typer
 from headwise import __version__
 from headwise.cli import (
     cache,
+    circuit,
     claims,
     corpus,
     demo,
@@ -47,7 +48,7 @@ from headwise.errors import HeadwiseError
 
 COMMANDS = (
     demo, info, layout, generate, export, presets, corpus, train, distill, scan, profile, describe, maps, explain, importance,
-    find, steer, evaluate, prune, quantize,
+    find, circuit, steer, evaluate, prune, quantize,
     sensitivity, cache, diff, sweep, claims, plot, view, store,
     selftest,
 )  # fmt: skip

@@ -30,6 +30,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "evaluate": (hw.evaluate,),
     "importance": (hw.importance,),
     "find": (hw.find_heads,),
+    "circuit": (hw.find_circuit,),
     "steer": (hw.find_steering, run_steering_case),
     "sensitivity": (hw.sensitivity,),
     "prune": (hw.prune, PruneRequest, PruneStudy),
@@ -51,6 +52,7 @@ SHORT_FORMS = {
     "cache": "plan_streaming",
     "sweep": "head_sweep",
     "find": "find_heads",
+    "circuit": "find_circuit",
     "steer": "find_steering",
 }
 # Options about files, display and models by name; --num-heads is the one alias, for the spec field `heads`.
@@ -87,6 +89,7 @@ COMMAND_OPTIONS = {
     "describe": {"show_all"},
     "scan": {"report"},
     "find": {"alignment_heads", "compare", "save"},
+    "circuit": {"save"},
     "steer": {"save"},
     "evaluate": {"silence"},
     "maps": {"arcs", "heatmap", "key", "query", "no_words"},

@@ -275,7 +275,7 @@ class CircuitSettings:
     seed: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CircuitResult:
     """A circuit with its evaluation on prompts that chose neither its nodes nor its size.
 
@@ -313,6 +313,11 @@ class CircuitResult:
     def heads(self) -> tuple[str, ...]:
         """Addresses of the query heads of the circuit, best first."""
         return self.circuit.heads
+
+    def __repr__(self) -> str:
+        from headwise.ui.circuit_text import circuit_text
+
+        return circuit_text(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON. Numbers that are not finite become None."""

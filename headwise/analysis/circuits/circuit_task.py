@@ -153,10 +153,10 @@ class PromptEncoder:
 
     def answer_ids(self, prompt: str, answer: str) -> tuple[int, ...] | None:
         """Return the tokens that an answer adds to a prompt. None if it changes the tokens of the prompt."""
-        prompt_ids, both = self.ids(prompt), self.ids(prompt + answer)
-        if len(both) <= len(prompt_ids) or both[: len(prompt_ids)] != prompt_ids:
+        prompt_ids, all_ids = self.ids(prompt), self.ids(prompt + answer)
+        if len(all_ids) <= len(prompt_ids) or all_ids[: len(prompt_ids)] != prompt_ids:
             return None
-        return both[len(prompt_ids) :]
+        return all_ids[len(prompt_ids) :]
 
     def encode(self, pair: PromptPair, where: str = "prompt") -> EncodedPrompt:
         """Encode a prompt. Raise an error if the two versions differ in length, or if an answer is not separable."""

@@ -139,7 +139,7 @@ class CircuitSearch:
 
 
 @dataclass(frozen=True, eq=False)
-class NodeRanking:
+class RankedNodes:
     """Nodes in the order of a ranking.
 
     Attributes:
@@ -326,7 +326,7 @@ def _count_steps(nodes: ModelNodes, config: CircuitConfig) -> int:
     return 3 + (sweep + 2 + judged) * (1 + config.alternative) + 6
 
 
-def _rank(search: CircuitSearch, base: np.ndarray, tag: str) -> NodeRanking:
+def _rank(search: CircuitSearch, base: np.ndarray, tag: str) -> RankedNodes:
     """Rank the nodes of the base on the score split."""
     config, evaluator, P = search.config, search.splits[0].evaluator, len(search.splits[0].prompts)
     candidates = [int(node) for node in np.flatnonzero(base)]
@@ -334,7 +334,7 @@ def _rank(search: CircuitSearch, base: np.ndarray, tag: str) -> NodeRanking:
         scores = np.array(
             search.runner.run(f"{tag} gates", lambda: gate_scores(evaluator, base, seed=config.seed).tolist())
         )
-        return NodeRanking(sorted(candidates, key=lambda node: -scores[node]), scores, None)
+        return RankedNodes(sorted(candidates, key=lambda node: -scores[node]), scores, None)
     if config.ranking == "exact":
         effects = np.zeros((len(search.nodes), P))
         effects[candidates] = _exact(search, candidates, base, f"{tag} exact")
@@ -344,7 +344,7 @@ def _rank(search: CircuitSearch, base: np.ndarray, tag: str) -> NodeRanking:
             search.runner.run(f"{tag} gradients", lambda: gradient_effects(evaluator, base, count).tolist())
         )
     scores = effects.mean(1)
-    return NodeRanking(sorted(candidates, key=lambda node: -abs(scores[node])), scores, effects)
+    return RankedNodes(sorted(candidates, key=lambda node: -abs(scores[node])), scores, effects)
 
 
 def _exact(search: CircuitSearch, candidates: Sequence[int], base: np.ndarray, step: str) -> np.ndarray:
@@ -363,7 +363,7 @@ def _exact(search: CircuitSearch, candidates: Sequence[int], base: np.ndarray, s
 
 
 def _choose_members(
-    search: CircuitSearch, ranked: NodeRanking, size: int | None, tag: str
+    search: CircuitSearch, ranked: RankedNodes, size: int | None, tag: str
 ) -> tuple[list[int], tuple[FaithfulnessPoint, ...], list[str]]:
     """Return the members of the circuit, faithfulness on the size split, and notes."""
     split = search.splits[1]
@@ -407,12 +407,12 @@ def _judge(search: CircuitSearch, members: list[int], tag: str, excluded: Sequen
     test = None
     if config.random_sets:
         rng = np.random.default_rng([config.seed, 7, len(excluded)])
-        drawn = draw_random_sets(search.nodes, members, config.random_sets, rng, excluded)
-        random_metrics = search.evaluate(2, f"{tag} random", drawn)
+        sampled = draw_random_sets(search.nodes, members, config.random_sets, rng, excluded)
+        random_metrics = search.evaluate(2, f"{tag} random", sampled)
         values = [sums.value(row) for row in random_metrics]
         own = sums.value(metrics)
         p = (sum(value >= own for value in values) + 1) / (len(values) + 1)
-        shared = float(drawn[:, members].mean())
+        shared = float(sampled[:, members].mean())
         test = RandomSetTest(tuple(values), p, p, sums.difference(metrics, random_metrics.mean(0)), shared)
     names = tuple(search.nodes.names[node] for node in members)
     return JudgedCircuit(names, tuple(effects), test, tuple(sorted(drops, key=lambda item: -item.drop.value)))
@@ -442,7 +442,7 @@ def _adjust_p(circuit: JudgedCircuit, other: JudgedCircuit | None) -> tuple[Judg
     return circuit, other
 
 
-def _curves(search: CircuitSearch, ranked: NodeRanking) -> tuple[FaithfulnessCurve, ...]:
+def _curves(search: CircuitSearch, ranked: RankedNodes) -> tuple[FaithfulnessCurve, ...]:
     """Return faithfulness over sizes on the judged prompts, for each ablation."""
     N, split = len(search.nodes), search.splits[2]
     curves = []
@@ -460,24 +460,29 @@ def _curves(search: CircuitSearch, ranked: NodeRanking) -> tuple[FaithfulnessCur
     return tuple(curves)
 
 
-def _check_ranking(search: CircuitSearch, ranked: NodeRanking, size: int) -> RankingCheck | None:
+def _check_ranking(search: CircuitSearch, ranked: RankedNodes, size: int) -> RankingCheck | None:
     """Compare a gradient-based ranking with exact patching on the top 2k nodes and k random others."""
     if search.config.ranking in ("exact", "gates"):
         return None
     top, others = ranked.order[: 2 * size], ranked.order[2 * size :]
     rng = np.random.default_rng([search.config.seed, 11])
-    drawn = [others[int(i)] for i in rng.permutation(len(others))[:size]]
-    checked = sorted([*top, *drawn])
+    sampled = [others[int(i)] for i in rng.permutation(len(others))[:size]]
+    checked = sorted([*top, *sampled])
     exact = _exact(search, checked, np.ones(len(search.nodes), bool), "check").mean(1)
     scores = ranked.scores[checked]
     worst = int(np.argmax(np.abs(scores - exact)))
     correlation = float(np.corrcoef(scores, exact)[0, 1]) if len(checked) > 2 else float("nan")
     return RankingCheck(
-        correlation, len(top), len(drawn), search.nodes.names[checked[worst]], float(scores[worst]), float(exact[worst])
+        correlation,
+        len(top),
+        len(sampled),
+        search.nodes.names[checked[worst]],
+        float(scores[worst]),
+        float(exact[worst]),
     )
 
 
-def _node_scores(search: CircuitSearch, ranked: NodeRanking, size: int) -> tuple[NodeScore, ...]:
+def _node_scores(search: CircuitSearch, ranked: RankedNodes, size: int) -> tuple[NodeScore, ...]:
     nodes, split, config = search.nodes, search.splits[0], search.config
     if ranked.effects is None:
         shares = np.full(len(nodes), np.nan)

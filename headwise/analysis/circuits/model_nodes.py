@@ -26,7 +26,7 @@ EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True, eq=False)
-class NodeSite:
+class NodeHook:
     """A tensor of the forward pass that holds the values of some nodes.
 
     Attributes:
@@ -50,14 +50,14 @@ class ModelNodes:
         names: Names of the nodes, layer by layer.
         kinds: "head", "kv", "mlp" or "embedding", by node.
         layers: Number of the layer of each node. −1 for the embedding.
-        sites: Tensors that hold the values of the nodes.
+        hooks: Tensors that hold the values of the nodes.
         blocks: Blocks of the model by layer.
     """
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
     layers: tuple[int, ...]
-    sites: tuple[NodeSite, ...]
+    hooks: tuple[NodeHook, ...]
     blocks: tuple[nn.Module, ...]
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class ModelNodes:
             )
         residual = model.residual_stream()
         names, kinds, layers = [EMBEDDING], ["embedding"], [-1]
-        sites = [NodeSite(EMBEDDING, -1, (0,), partial(_edit_input, residual.first_module))]
+        hooks = [NodeHook(EMBEDDING, -1, (0,), partial(_edit_input, residual.first_module))]
 
         def add(kind: str, layer: int, added: Sequence[str]) -> tuple[int, ...]:
             start = len(names)
@@ -104,23 +104,23 @@ class ModelNodes:
             spec = attention.spec
             if hook_point.head_addresses:
                 heads = add("head", layer, [str(head) for head in hook_point.head_addresses])
-                sites.append(NodeSite(f"{layer}.z", layer, heads, partial(_edit_z, hook_point)))
+                hooks.append(NodeHook(f"{layer}.z", layer, heads, partial(_edit_z, hook_point)))
             if 0 < len(spec.kv_head_ids) < len(spec.head_ids):
                 kv = add("kv", layer, [str(KVAddress(stack, layer, number)) for number in spec.kv_head_ids])
                 opener = _edit_native_kv if model.is_native else _edit_projection
-                sites += [NodeSite(f"{layer}.{p}", layer, kv, partial(opener, attention, p)) for p in "kv"]
+                hooks += [NodeHook(f"{layer}.{p}", layer, kv, partial(opener, attention, p)) for p in "kv"]
             mlp = add("mlp", layer, [str(MLPAddress(stack, layer))])
-            sites.append(NodeSite(f"{layer}.mlp", layer, mlp, partial(_edit_output, residual.layers[layer].mlp)))
-        blocks = tuple(item.block for _, item in sorted(residual.layers.items()) if item.block is not None)
-        return ModelNodes(tuple(names), tuple(kinds), tuple(layers), tuple(sites), blocks)
+            hooks.append(NodeHook(f"{layer}.mlp", layer, mlp, partial(_edit_output, residual.layers[layer].mlp)))
+        blocks = tuple(item.block for _, item in sorted(residual.layers.items()))
+        return ModelNodes(tuple(names), tuple(kinds), tuple(layers), tuple(hooks), blocks)
 
 
 @contextmanager
-def opened_sites(sites: Sequence[NodeSite], edit_of: Callable[[NodeSite], NodeEdit]) -> Iterator[None]:
-    """Apply an edit at each site while the context is open."""
+def opened_hooks(hooks: Sequence[NodeHook], edit_of: Callable[[NodeHook], NodeEdit]) -> Iterator[None]:
+    """Apply an edit at each hook while the context is open."""
     with ExitStack() as stack:
-        for site in sites:
-            stack.enter_context(site.opened(edit_of(site)))
+        for hook in hooks:
+            stack.enter_context(hook.opened(edit_of(hook)))
         yield
 
 

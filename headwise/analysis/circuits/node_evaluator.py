@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.circuits.circuit_task import EncodedPrompt, MetricFunction
-from headwise.analysis.circuits.model_nodes import ModelNodes, NodeEdit, NodeSite, opened_sites
+from headwise.analysis.circuits.model_nodes import ModelNodes, NodeEdit, NodeHook, opened_hooks
 from headwise.analysis.circuits.prompt_batch import PromptBatch, make_prompt_batches
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.resumable_forward import forward_copies, repeat_batch
@@ -24,7 +24,7 @@ COPY_TOKENS = 2048  # tokens of one forward pass, copies included
 MAX_CACHED_BYTES = 2**29  # recorded values that are kept for the next call
 SKIP_TOLERANCE = 1e-4  # of the metric, relative to its size, if earlier blocks are skipped
 
-SiteValues = dict[str, Tensor]  # by site: values of its nodes, (R, n, T, c), or (1, n, T, c) for all prompts
+NodeValues = dict[str, Tensor]  # by hook: values of its nodes, (R, n, T, c), or (1, n, T, c) for all prompts
 
 
 class NodeEvaluator:
@@ -48,7 +48,7 @@ class NodeEvaluator:
     ) -> None:
         self.model, self.nodes, self.prompts, self.copy_tokens = model, nodes, tuple(prompts), copy_tokens
         self.batches = list(make_prompt_batches(prompts, PROMPT_TOKENS, model.device, metric))
-        self._corrupted: dict[int, SiteValues] = {}
+        self._corrupted: dict[int, NodeValues] = {}
         self._can_skip: bool | None = None
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class NodeEvaluator:
                         report(len(rows) * len(batch.indices))
         return result
 
-    def corrupted_values(self, batch_index: int) -> SiteValues:
+    def corrupted_values(self, batch_index: int) -> NodeValues:
         """Return the values of all nodes on the corrupted prompts of a batch."""
         if batch_index not in self._corrupted:
             values = self.record(self.batches[batch_index], corrupted=True)
@@ -119,14 +119,14 @@ class NodeEvaluator:
         return self._corrupted[batch_index]
 
     @torch.no_grad()
-    def record(self, batch: PromptBatch, *, corrupted: bool) -> SiteValues:
+    def record(self, batch: PromptBatch, *, corrupted: bool) -> NodeValues:
         """Run the clean or the corrupted prompts of a batch and return the values of all nodes."""
-        values: SiteValues = {}
+        values: NodeValues = {}
 
-        def edit_of(site: NodeSite) -> NodeEdit:
-            return lambda live: values.update({site.key: live.detach().clone()})
+        def edit_of(hook: NodeHook) -> NodeEdit:
+            return lambda live: values.update({hook.key: live.detach().clone()})
 
-        with eval_mode(self.model), opened_sites(self.nodes.sites, edit_of):
+        with eval_mode(self.model), opened_hooks(self.nodes.hooks, edit_of):
             forward_copies(self.model, batch.corrupted_ids if corrupted else batch.ids, None, None, None, 1)
         return values
 
@@ -134,29 +134,29 @@ class NodeEvaluator:
         """Run the model with the open edits and return the metrics, (copies, P)."""
         return batch.scores(self.model, forward_copies(self.model, batch.ids, None, None, None, copies))
 
-    def _run(self, batch: PromptBatch, masks: Tensor, values: SiteValues) -> Tensor:
+    def _run(self, batch: PromptBatch, masks: Tensor, values: NodeValues) -> Tensor:
         """Return the metrics with replaced nodes: masks (S, N) → (S, P)."""
-        sites = [site for site in self.nodes.sites if not bool(masks[:, site.nodes].all())]
+        hooks = [hook for hook in self.nodes.hooks if not bool(masks[:, hook.nodes].all())]
 
-        def edit_of(site: NodeSite) -> NodeEdit:
-            return lambda live: replace_nodes(live, masks[:, site.nodes], values[site.key])
+        def edit_of(hook: NodeHook) -> NodeEdit:
+            return lambda live: replace_nodes(live, masks[:, hook.nodes], values[hook.key])
 
-        with opened_sites(sites, edit_of):
+        with opened_hooks(hooks, edit_of):
             return self._forward(batch, len(masks))
 
     def _copies(self, batch: PromptBatch) -> int:
         return max(1, self.copy_tokens // batch.ids.numel())
 
-    def _replacements(self, batch_index: int, ablation: str, means: "NodeMeans | None") -> SiteValues:
+    def _replacements(self, batch_index: int, ablation: str, means: "NodeMeans | None") -> NodeValues:
         if ablation == "resample":
             return self.corrupted_values(batch_index)
         batch = self.batches[batch_index]
         if ablation == "mean":
             assert means is not None
             return means.values(batch.ids.shape[1])
-        return {site.key: torch.zeros(1, 1, 1, 1, device=self.model.device) for site in self.nodes.sites}
+        return {hook.key: torch.zeros(1, 1, 1, 1, device=self.model.device) for hook in self.nodes.hooks}
 
-    def _block_outputs(self, batch: PromptBatch, base: Tensor, values: SiteValues) -> dict[nn.Module, Any]:
+    def _block_outputs(self, batch: PromptBatch, base: Tensor, values: NodeValues) -> dict[nn.Module, Any]:
         """Return the output of each block in the base pass. Empty if blocks cannot be skipped."""
         if self._can_skip is False or not self.nodes.blocks or self.model.why_not_resumable():
             return {}
@@ -173,7 +173,7 @@ class NodeEvaluator:
         return outputs if self._can_skip else {}
 
     def _check_skipping(
-        self, batch: PromptBatch, base: Tensor, values: SiteValues, outputs: dict[nn.Module, Any]
+        self, batch: PromptBatch, base: Tensor, values: NodeValues, outputs: dict[nn.Module, Any]
     ) -> bool:
         """Return whether passes that skip blocks give the metrics of full passes, with a node replaced in a late layer."""
         layer = len(self.nodes.blocks) * 2 // 3
@@ -195,7 +195,7 @@ class NodeMeans:
     def __init__(self, evaluator: NodeEvaluator) -> None:
         width = max(batch.ids.shape[1] for batch in evaluator.batches)
         self._counts = torch.zeros(width, device=evaluator.model.device)
-        self._sums: SiteValues = {}
+        self._sums: NodeValues = {}
         for b, batch in enumerate(evaluator.batches):
             real = batch.real_tokens.float()  # (R, T)
             self._counts[: real.shape[1]] += real.sum(0)
@@ -204,8 +204,8 @@ class NodeMeans:
                 sums = self._sums.setdefault(key, value.new_zeros(total.shape[0], width, total.shape[2]))
                 sums[:, : total.shape[1]] += total
 
-    def values(self, width: int) -> SiteValues:
-        """Return the means at the first positions, (1, n, width, c) by site. Later positions repeat the last one."""
+    def values(self, width: int) -> NodeValues:
+        """Return the means at the first positions, (1, n, width, c) by hook. Later positions repeat the last one."""
         last = int(self._counts.count_nonzero()) - 1
         positions = torch.arange(width, device=self._counts.device).clamp(max=last)
         return {

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.ablation.gradient_memory import frozen_weights
-from headwise.analysis.circuits.model_nodes import EMBEDDING, NodeEdit, NodeSite, opened_sites
-from headwise.analysis.circuits.node_evaluator import NodeEvaluator, SiteValues, replace_nodes
+from headwise.analysis.circuits.model_nodes import EMBEDDING, NodeEdit, NodeHook, opened_hooks
+from headwise.analysis.circuits.node_evaluator import NodeEvaluator, NodeValues, replace_nodes
 from headwise.heads.learned_gates import LearnedGates, add_sparsity_gradient
 from headwise.kernels.enable_grad import gradients_enabled
 from headwise.kernels.rounding_tolerance import to_float64
@@ -71,7 +71,7 @@ def gradient_effects(
 
 
 def _gradients(
-    evaluator: NodeEvaluator, batch_index: int, values: tuple[SiteValues, SiteValues], base: np.ndarray, fraction: float
+    evaluator: NodeEvaluator, batch_index: int, values: tuple[NodeValues, NodeValues], base: np.ndarray, fraction: float
 ) -> Tensor:
     """Return the derivative of each prompt's metric in the direction clean − corrupted of each node, (N, P)."""
     batch, (clean, corrupted) = evaluator.batches[batch_index], values
@@ -79,18 +79,18 @@ def _gradients(
     amounts = torch.zeros(len(batch.ids), N, device=evaluator.model.device, requires_grad=True)
     live_mask = torch.from_numpy(base).to(amounts.device)[None]  # (1, N)
 
-    def edit_of(site: NodeSite) -> NodeEdit:
-        difference = clean[site.key] - corrupted[site.key]  # (R, n, T, c)
+    def edit_of(hook: NodeHook) -> NodeEdit:
+        difference = clean[hook.key] - corrupted[hook.key]  # (R, n, T, c)
 
         def edit(live: Tensor) -> Tensor:
-            if site.key == EMBEDDING:
-                live = corrupted[site.key] + fraction * difference
-            moved = live + amounts[:, site.nodes, None, None].to(live) * difference
-            return replace_nodes(moved, live_mask[:, site.nodes], corrupted[site.key])
+            if hook.key == EMBEDDING:
+                live = corrupted[hook.key] + fraction * difference
+            moved = live + amounts[:, hook.nodes, None, None].to(live) * difference
+            return replace_nodes(moved, live_mask[:, hook.nodes], corrupted[hook.key])
 
         return edit
 
-    with opened_sites(evaluator.nodes.sites, edit_of):
+    with opened_hooks(evaluator.nodes.hooks, edit_of):
         hidden = forward_copies(evaluator.model, batch.ids, None, None, None, 1)
     scores = batch.scores(evaluator.model, hidden)[0]  # (P,); prompts do not interact
     (gradient,) = torch.autograd.grad(scores.sum(), amounts)  # (R, N)
@@ -153,14 +153,14 @@ def _add_gate_gradient(
     (sampled,) = gates.sample(len(batch.ids)).values()
     masks = sampled * allowed  # (R, N)
 
-    def edit_of(site: NodeSite) -> NodeEdit:
+    def edit_of(hook: NodeHook) -> NodeEdit:
         def edit(live: Tensor) -> Tensor:
-            gate = masks[:, site.nodes, None, None].to(live)
-            return values[site.key] + gate * (live - values[site.key])
+            gate = masks[:, hook.nodes, None, None].to(live)
+            return values[hook.key] + gate * (live - values[hook.key])
 
         return edit
 
-    with opened_sites(evaluator.nodes.sites, edit_of):
+    with opened_hooks(evaluator.nodes.hooks, edit_of):
         hidden = forward_copies(evaluator.model, batch.ids, None, None, None, 1)
     goal = torch.from_numpy(target[list(batch.indices)]).to(hidden.device)
     loss = ((batch.scores(evaluator.model, hidden)[0] - goal) / scale).square().mean()

@@ -28,7 +28,7 @@ MAX_TRIES = 60  # random prompts per prompt that fits
 
 
 @dataclass(frozen=True)
-class TaskGenerator:
+class ShippedTask:
     """A shipped task.
 
     Attributes:
@@ -49,16 +49,18 @@ def _draw(rng: np.random.Generator, words: Sequence[str], count: int) -> list[st
 
 
 def _make_induction(template: int, rng: np.random.Generator, encoder: PromptEncoder) -> PromptPair:
+    """The corrupted prompt exchanges the words before the right and the wrong answer, so that keys change, not values."""
     opening, separator, length, repeated = INDUCTION[template]
-    *words, other = _draw(rng, WORDS, length + 1)
-    answer = words[repeated]
+    words = _draw(rng, WORDS, length)
+    wrong = int(rng.integers(repeated + 2, length))
 
     def text(sequence: list[str]) -> str:
         joined = separator.join([*sequence, *words[:repeated]])
         return f"{opening} {joined}".strip() + separator.rstrip()
 
-    changed = [other if word == answer else word for word in words]
-    return PromptPair(text(words), text(changed), (f" {answer}",), (f" {other}",))
+    exchanged = list(words)
+    exchanged[repeated - 1], exchanged[wrong - 1] = words[wrong - 1], words[repeated - 1]
+    return PromptPair(text(words), text(exchanged), (f" {words[repeated]}",), (f" {words[wrong]}",))
 
 
 def _make_indirect_object(template: int, rng: np.random.Generator, encoder: PromptEncoder) -> PromptPair:
@@ -117,17 +119,17 @@ def _make_successor(template: int, rng: np.random.Generator, encoder: PromptEnco
 SHIPPED_TASKS = {
     generator.name: generator
     for generator in (
-        TaskGenerator("induction", "Continue a sequence of words that is repeated.", len(INDUCTION), _make_induction),
-        TaskGenerator(
+        ShippedTask("induction", "Continue a sequence of words that is repeated.", len(INDUCTION), _make_induction),
+        ShippedTask(
             "indirect-object", "Name the person who receives something.", len(INDIRECT_OBJECT), _make_indirect_object
         ),
-        TaskGenerator(
+        ShippedTask(
             "agreement", "Number of the verb, with a clause between subject and verb.", len(AGREEMENT), _make_agreement
         ),
-        TaskGenerator("greater-than", "A year after the first year.", len(GREATER_THAN), _make_greater_than),
-        TaskGenerator("brackets", "Close the open bracket.", len(BRACKETS), _make_brackets),
-        TaskGenerator("key-value", "Value that a list assigns to a key.", len(KEY_VALUE), _make_key_value),
-        TaskGenerator("successor", "Next item of a known series.", len(SUCCESSOR), _make_successor),
+        ShippedTask("greater-than", "A year after the first year.", len(GREATER_THAN), _make_greater_than),
+        ShippedTask("brackets", "Close the open bracket.", len(BRACKETS), _make_brackets),
+        ShippedTask("key-value", "Value that a list assigns to a key.", len(KEY_VALUE), _make_key_value),
+        ShippedTask("successor", "Next item of a known series.", len(SUCCESSOR), _make_successor),
     )
 }
 
@@ -147,11 +149,11 @@ def make_shipped_task(name: str, prompts: int, encoder: PromptEncoder, seed: int
     per_template = -(-prompts // generator.num_templates)
     for template in range(generator.num_templates):
         rng = np.random.default_rng([seed, template])
-        seen: set[str] = set()
+        used: set[str] = set()
         for _ in range(per_template):
-            pair = _fitting_prompt(generator, template, rng, encoder, seen)
+            pair = _fitting_prompt(generator, template, rng, encoder, used)
             if pair is not None:
-                seen.add(pair.clean)
+                used.add(pair.clean)
                 pairs.append(pair)
     if not pairs:
         raise ArgumentError(
@@ -162,14 +164,14 @@ def make_shipped_task(name: str, prompts: int, encoder: PromptEncoder, seed: int
 
 
 def _fitting_prompt(
-    generator: TaskGenerator, template: int, rng: np.random.Generator, encoder: PromptEncoder, seen: set[str]
+    generator: ShippedTask, template: int, rng: np.random.Generator, encoder: PromptEncoder, used: set[str]
 ) -> PromptPair | None:
     """Return a new prompt with single-token answers, or with answers of several tokens if there is none."""
     fallback: PromptPair | None = None
     for _ in range(MAX_TRIES):
         draft = generator.make(template, rng, encoder)
         pair = PromptPair(draft.clean, draft.corrupted, draft.right, draft.wrong, f"{generator.name} {template}")
-        if pair.clean in seen or pair.clean == pair.corrupted:
+        if pair.clean in used or pair.clean == pair.corrupted:
             continue
         try:
             encoded: EncodedPrompt = encoder.encode(pair)

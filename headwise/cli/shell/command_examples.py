@@ -21,6 +21,7 @@ EXAMPLES = {
     "maps": 'headwise maps smollm2 "The teacher gave the students their homework." --query their',
     "explain": 'headwise explain smollm2 "The teacher gave the students their homework." --head 13.8 --query their',
     "find": "headwise find rxnmapper",
+    "circuit": "headwise circuit smollm2 induction --out induction.steps --save induction.json",
     "steer": "headwise steer smollm2 --case sentiment --out sentiment",
     "importance": "headwise importance minilm --ranking gradient",
     "evaluate": "headwise evaluate smollm2 --silence 18.6 --reference smollm2",
