@@ -73,6 +73,7 @@ NOUNS = (
     ("key", "keys"), ("book", "books"), ("dog", "dogs"), ("car", "cars"), ("box", "boxes"), ("chair", "chairs"),
     ("picture", "pictures"), ("letter", "letters"), ("table", "tables"), ("bird", "birds"), ("flower", "flowers"),
     ("horse", "horses"), ("shoe", "shoes"), ("tree", "trees"), ("window", "windows"), ("door", "doors"),
+    ("foot", "feet"), ("tooth", "teeth"), ("goose", "geese"),
 )  # fmt: skip
 PEOPLE = (
     ("man", "men"), ("woman", "women"), ("teacher", "teachers"), ("farmer", "farmers"), ("doctor", "doctors"),
