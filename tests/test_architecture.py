@@ -116,7 +116,7 @@ CLASS_NOUNS = frozenset(
     footprint forward fraction fragment function gate gates gather generation grad grid group groups guard head heads
     history hook hooks image importance index info input key kl labels language layer layout line linear log logits
     loop loss map mapping maps mark mask match matching matrices matrix means measurement mentions metric mixin mlp
-    mode model module mover name names norm noun observer offset offsets ops options output outputs pair pairs params
+    mode model module mover name names nodes norm noun observer offset offsets ops options output outputs pair pairs params
     partition parts pass patch patches placement plan planner plot point points policy pool pooler position prediction
     prefill preprocessor printer probe probs profile progress projection projections prompt protocol provider proxy
     qkv quantity quantize queue range rank ranker reader recipe record recorder recording relation report request
