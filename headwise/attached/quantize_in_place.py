@@ -114,8 +114,11 @@ def _layer_packings(layer: AttachedLayer, bits: LayerBits) -> list[Packing]:
 
 
 def _kv_number(head: int, count: int, bits_count: int) -> int:
-    """Return the number of a KV head in the bits. Layers with expanded KV groups have one KV head per head."""
-    return head * bits_count // count
+    """Return the number of a KV head in the bits. Layers with expanded KV groups have one KV head per head.
+
+    Bits are listed for as many KV heads as the widest layer has; layers with fewer heads (Swin) use the first ones.
+    """
+    return head if count <= bits_count else head * bits_count // count
 
 
 def _check_plain(module: nn.Module, name: str) -> None:

@@ -236,3 +236,21 @@ def test_quantize_attached_open_edit_raises() -> None:
     attached = hw.attach(build("llama"))
     with attached.heads["0.1"].silenced(), pytest.raises(hw.HeadwiseError, match="Close it"):
         hw.quantize(attached, 4, in_place=True)
+
+
+def test_quantize_attached_layers_with_different_numbers_of_heads() -> None:
+    """Layers of a Swin have 2, then 4 heads. All heads of all layers are quantized."""
+    from transformers import SwinConfig, SwinModel
+
+    torch.manual_seed(0)
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
+    attached = hw.attach(SwinModel(SwinConfig(**sizes)).eval())
+    expected = {
+        (str(head.address), matrix): fake_quantize(getattr(head, matrix).detach().mT.contiguous(), 4).mT
+        for head in attached.heads
+        for matrix in ("W_Q", "W_K", "W_V", "W_O")
+    }
+    assert len(expected) == (2 + 4) * 4
+    small = hw.quantize(attached, {"*": 4})
+    for (address, matrix), value in expected.items():
+        assert torch.equal(getattr(small.heads[address], matrix), value), (address, matrix)
