@@ -88,6 +88,10 @@ def partition_model(spec: ModelSpec, processes: int) -> tuple[RankPartition, ...
             "model: its queries and keys are normalized over all heads, so its heads cannot be split over processes. Use "
             "processes=1."
         )
+    if processes > 1 and spec.attention.latent is not None:
+        raise UnsupportedModelError(
+            "model: its heads share latents (MLA), so they cannot be split over processes. Use processes=1."
+        )
     if processes > 1 and spec.activation_bits != FULL_PRECISION:
         raise UnsupportedModelError(
             "model: a model with 8-bit activations cannot be split over processes, because the activations need one scale "

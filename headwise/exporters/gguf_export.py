@@ -46,7 +46,7 @@ ATTENTION_FIELDS = {
     **{field.name: field.default for field in fields(AttentionSpec) if field.name in POSITION_BIASES},
     "t5_max_distance": ANY_VALUE, "t5_bidirectional": ANY_VALUE,
     "softcap": None, "softmax": "plain", "head_input": "full", "gated": False, "output_gate": None,
-    "qk_norm": None, "query_scaling": None,
+    "qk_norm": None, "query_scaling": None, "latent": None,
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from headwise.heads.head import AttentionLayerProtocol, Heads
 from headwise.heads.head_dropout import HeadDropout
 from headwise.heads.hook_point import HOOKS, HookPoint, apply_gate
 from headwise.heads.initialize_parameters import initialize
+from headwise.heads.latent_projection import LatentQKVProjection
 from headwise.heads.output_gate import OutputGate
 from headwise.heads.per_head_output import PerHeadOutput
 from headwise.heads.projections import QKVProjection, make_output_projection
@@ -88,7 +89,7 @@ class MultiHeadAttention(nn.Module):
                 f"backend='fused': the fused kernel does not support softcap={spec.softcap}. "
                 f"Use backend='blockwise', 'batched' or 'auto'."
             )
-        self.qkv = QKVProjection(spec, storage)
+        self.qkv: Any = QKVProjection(spec, storage) if spec.latent is None else LatentQKVProjection(spec)
         self.output_projection = make_output_projection(spec)
         present = len(spec.head_ids)
         self.sink = nn.Parameter(torch.empty(present)) if spec.softmax == "sink" else None

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headwise.errors import UnsupportedModelError
 from headwise.heads.head import AttentionLayerProtocol
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.spec import AttentionSpec, Rotary
@@ -51,6 +52,11 @@ class LayerHeadMatrices:
     @staticmethod
     def from_layer(layer: AttentionLayerProtocol) -> "LayerHeadMatrices":
         """Return the matrices of a native or attached layer. They are views if the layer's own accessors return views."""
+        if layer.spec.latent is not None:
+            raise UnsupportedModelError(
+                f"layer {layer.hook_point.address}: its projections have latents (MLA), whose weights cannot be quantized "
+                f"per head. Omit the layer, or use a model without latents."
+            )
         qkv = layer.qkv
         q, k, v = (qkv.weight_by_head(projection) for projection in "qkv")
         b_q, b_k, b_v = (qkv.bias_by_head(projection) for projection in "qkv")

@@ -22,6 +22,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from headwise.heads.latent_projection import LatentQKVProjection
 from headwise.heads.output_gate import OutputGate
 from headwise.heads.projections import OutputProjection, QKVProjection
 from headwise.heads.qk_norm import HeadNorm
@@ -44,6 +45,14 @@ def initialize(module: nn.Module, *, residual_writes: int | None = None) -> None
             for projection in "qkv":
                 _fill(submodule.weight_by_head(projection), residual_writes is None)
                 _constant(submodule.bias_by_head(projection), 0.0)
+        elif isinstance(submodule, LatentQKVProjection):
+            for name, value in submodule.named_parameters(recurse=False):
+                if name.endswith("norm_weight"):
+                    _constant(value, 1.0)
+                elif name.endswith("bias"):
+                    _constant(value, 0.0)
+                else:
+                    _fill(value, residual_writes is None)
         elif isinstance(submodule, OutputProjection):
             _fill(submodule.weight, residual_writes is None, STD / math.sqrt(residual_writes or 1))
             _constant(submodule.bias, 0.0)

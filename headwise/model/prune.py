@@ -82,7 +82,7 @@ def _prune_layer(state: dict[str, Tensor], prefix: str, before: AttentionSpec, a
     """Keep the slices of the remaining heads. W_O has heads on the second axis, all other tensors on the first."""
     head_indices = [before.head_ids.index(number) for number in after.head_ids]
     kv_indices = [before.kv_head_ids.index(number) for number in after.kv_head_ids]
-    by_head = ["qkv.q.", "output_projection.weight", "sink", "gate", "position_bias", "output_gate."]
+    by_head = ["qkv.q.", "qkv.kv.", "output_projection.weight", "sink", "gate", "position_bias", "output_gate."]
     by_kv_head = ["qkv.k.", "qkv.v."]
     if before.qk_norm is not None and before.qk_norm.weights == "per_head":
         by_head += ["q_norm.weight", "q_norm.bias"]

@@ -11,7 +11,7 @@ from headwise.spec.address import (
     parse_node,
     select,
 )
-from headwise.spec.attention import AttentionSpec, QKNorm, QueryScaling, Rotary, RotaryScaling
+from headwise.spec.attention import AttentionSpec, Latent, QKNorm, QueryScaling, Rotary, RotaryScaling
 from headwise.spec.cache_policy import CachePolicy, CacheRule
 from headwise.spec.json_spec import JSONSpec
 from headwise.spec.model import ModelSpec
@@ -27,6 +27,7 @@ __all__ = [
     "InputAddress",
     "JSONSpec",
     "KVAddress",
+    "Latent",
     "LayerAddress",
     "LayerBits",
     "MLPAddress",

@@ -184,6 +184,39 @@ class QueryScaling:
             raise ArgumentError(f"QueryScaling context={self.context}: must be at least 1.")
 
 
+@dataclass(frozen=True)
+class Latent:
+    """Latents that queries, keys and values are computed from (multi-head latent attention, https://arxiv.org/abs/2405.04434).
+
+    Attributes:
+        kv_rank: Channels of the latent of keys and values.
+        rotary_dims: Last channels of queries and keys, which carry the rotary positions. All heads share those of the keys.
+        query_rank: Channels of the latent of queries. 0: queries are projected directly from the residual stream.
+        norm_eps: Epsilon of the RMS norms of the latents.
+
+    >>> latent = Latent(kv_rank=16, rotary_dims=4)
+    >>> spec = AttentionSpec(
+    ...     width=64, heads=4, head_dim=12, value_dim=8, latent=latent, rotary=Rotary(layout="interleaved", dims=4)
+    ... )
+    >>> spec.num_parameters  # queries, down-projection with its norm, up-projection, output
+    8592
+    """
+
+    kv_rank: int
+    rotary_dims: int
+    query_rank: int = 0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_non_negative_int(self, "kv_rank", "rotary_dims", "query_rank")
+        check_type(self, float, "norm_eps")
+        if self.kv_rank < 1 or self.rotary_dims % 2:
+            raise ArgumentError(
+                f"Latent kv_rank={self.kv_rank}, rotary_dims={self.rotary_dims}: kv_rank must be at least 1, and rotary_dims "
+                f"even."
+            )
+
+
 MAX_HEADS = 2**16
 
 
@@ -252,6 +285,8 @@ class AttentionSpec(JSONSpec):
         window: A query attends only to keys fewer than `window` positions away. None means no limit.
         softcap: Scores become softcap·tanh(score/softcap). None means no cap.
         softmax: "plain"; "off_by_one" adds 1 to the denominator; "sink" adds a learned logit per head.
+        latent: Latents of keys, values and queries. With them, every head needs its own KV head, and `bias` means biases of
+            the down-projections. The cache holds k and v of every head. None means direct projections.
         head_input: "full" projects the full residual stream for each head; "slice" projects the head's own slice of it.
         gated: Whether each head has a learnable scalar that multiplies its output.
         output_gate: Gate of z that is computed from the input of each token, a sigmoid of a linear layer: "head" (one number
@@ -289,6 +324,7 @@ class AttentionSpec(JSONSpec):
     window: int | None = None
     softcap: float | None = None
     softmax: Literal["plain", "off_by_one", "sink"] = "plain"
+    latent: Latent | None = None
     head_input: Literal["full", "slice"] = "full"
     gated: bool = False
     output_gate: Literal["head", "channel"] | None = None
@@ -387,6 +423,7 @@ class AttentionSpec(JSONSpec):
             )
         self._check_rotary()
         self._check_input()
+        self._check_latent()
 
     def _check_rotary(self) -> None:
         if self.rotary is None:
@@ -426,6 +463,29 @@ class AttentionSpec(JSONSpec):
                 f"head_input='slice': needs kv_heads equal to heads, because a shared KV head has no slice of its own. "
                 f"Got kv_heads={self.kv_heads} and heads={self.heads}."
             )
+
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        if not isinstance(self.latent, Latent):
+            raise ArgumentError(
+                f"latent={self.latent!r}: must be a Latent object, for example Latent(512, rotary_dims=64)."
+            )
+        problems = {
+            f"kv_heads={self.kv_heads} other than heads={self.heads}": self.kv_heads != self.heads,
+            f"kv_width={self.kv_width} other than the width": self.kv_width != self.width,
+            "head_input='slice'": self.head_input == "slice",
+            "quantized weights": self.weight_bits is not None,
+            "a norm of queries and keys (qk_norm)": self.qk_norm is not None,
+            "an output gate (output_gate)": self.output_gate is not None,
+            f"rotary_dims={self.latent.rotary_dims} with head_dim={self.head_dim}, which leaves no channel for the latent":
+                self.latent.rotary_dims >= self.head_dim,
+            f"a rotary embedding of other channels than rotary_dims={self.latent.rotary_dims}":
+                self.rotary is not None and (self.rotary.dims or self.head_dim) != self.latent.rotary_dims,
+        }  # fmt: skip
+        for problem, applies in problems.items():
+            if applies:
+                raise ArgumentError(f"latent: not supported with {problem}. Change the field, or set latent=None.")
 
     # Derived values.
 
@@ -495,6 +555,8 @@ class AttentionSpec(JSONSpec):
         input_slices = self.heads if self.head_input == "slice" else 1
         queries = heads * self.head_dim
         keys_values = kv_heads * (self.head_dim + self.value_dim)
+        if self.latent is not None:
+            return self._num_latent_parameters
         total = queries * self.width // input_slices + keys_values * self.kv_width // input_slices
         total += heads * self.value_dim * self.width
         total += (queries + keys_values) * self.bias + self.width * self.out_bias
@@ -526,6 +588,17 @@ class AttentionSpec(JSONSpec):
         present = len(self.head_ids) + len(self.kv_head_ids)
         gains = {"shared": 2, "per_head": present, "none": 0}[self.qk_norm.weights]
         return total + self.head_dim * gains * (1 + self.qk_norm.bias)
+
+    @property
+    def _num_latent_parameters(self) -> int:
+        assert self.latent is not None
+        latent, heads = self.latent, len(self.head_ids)
+        down_rows = latent.kv_rank + latent.rotary_dims + latent.query_rank
+        total = down_rows * (self.width + self.bias) + latent.kv_rank + latent.query_rank
+        total += heads * self.head_dim * (latent.query_rank or self.width)
+        total += heads * (self.head_dim - latent.rotary_dims + self.value_dim) * latent.kv_rank
+        total += heads * self.value_dim * self.width + self.width * self.out_bias
+        return total + heads * (self.gated + (self.softmax == "sink") + self.position_params_per_head)
 
     def keep_heads(self, heads: tuple[int, ...]) -> "AttentionSpec":
         """Return this spec with only some of its heads.

@@ -389,6 +389,10 @@ class ModelSpec(JSONSpec):
         """
         if self.weight_rules:
             raise ArgumentError("weights: this model is already quantized. Quantize the original model instead.")
+        if self.attention.latent is not None:
+            raise UnsupportedModelError(
+                "weights: quantization is not supported for a model with latent projections (MLA)."
+            )
         if self.shared_layers or self.embed_width:
             raise UnsupportedModelError(
                 "weights: quantization is not supported for a model with shared layers or narrow embeddings (ALBERT)."

@@ -172,7 +172,9 @@ def _merged_position_biases(model: Transformer, state: dict[str, Tensor], family
 
 def _pad_pruned(name: str, tensor: Tensor, spec: AttentionSpec) -> Tensor:
     name_parts = name.split(".")
-    if name_parts[0] == "qkv":
+    if name_parts[:2] == ["qkv", "kv"]:
+        present, total, axis = spec.head_ids, spec.heads, 0
+    elif name_parts[0] == "qkv" and name_parts[1] in "qkv":
         present, total, axis = (
             (spec.head_ids, spec.heads, 0) if name_parts[1] == "q" else (spec.kv_head_ids, spec.kv_heads, 0)
         )
@@ -191,7 +193,16 @@ def _assemble(native_name: str, state: dict[str, Tensor]) -> Tensor:
     if ".qkv." not in native_name:
         return state[native_name].flatten(1) if native_name.endswith("output_projection.weight") else state[native_name]
     prefix, fused_name = native_name.rsplit(".", 1)
-    projections, kind = fused_name.split("_")
+    projections, _, kind = fused_name.rpartition("_")
+    if f"{prefix}.{projections}.{kind}" in state:
+        tensor = state[f"{prefix}.{projections}.{kind}"]
+        return (
+            tensor
+            if projections.endswith(("_down", "_norm"))
+            else tensor.flatten(0, 1)
+            if kind == "weight"
+            else tensor.flatten()
+        )
     pieces = [state[f"{prefix}.{projection}.{kind}"] for projection in projections]
     return torch.cat([piece.flatten(0, 1) if kind == "weight" else piece.flatten() for piece in pieces])
 

@@ -9,11 +9,12 @@ from torch import Tensor
 from headwise.heads import MultiHeadAttention
 from headwise.kernels import BACKENDS, Mask, causal
 from headwise.model import ModelProtocol, Transformer
-from headwise.spec import AttentionSpec, LayerAddress, ModelSpec, QKNorm, QueryScaling, Rotary, RotaryScaling
+from headwise.spec import AttentionSpec, Latent, LayerAddress, ModelSpec, QKNorm, QueryScaling, Rotary, RotaryScaling
 
 # All sizes are different. head_dim is even, for rotary positions.
 B, T, S, WIDTH, HEADS, HEAD_DIM = 2, 5, 7, 20, 4, 6
 PLAIN = AttentionSpec(width=WIDTH, heads=HEADS, head_dim=HEAD_DIM)
+LATENT_ROTARY = Rotary(layout="interleaved", dims=2)
 
 LAYERS: dict[str, AttentionSpec] = {
     "plain": PLAIN,
@@ -22,6 +23,10 @@ LAYERS: dict[str, AttentionSpec] = {
     "multi-query": replace(PLAIN, kv_heads=1),
     "wide values": replace(PLAIN, value_dim=11),
     "narrow values": replace(PLAIN, value_dim=3),
+    "latent": replace(PLAIN, value_dim=5, latent=Latent(7, rotary_dims=2), rotary=LATENT_ROTARY, out_bias=True),
+    "cut, latent": replace(
+        PLAIN, kept_heads=(0, 3), bias=True, value_dim=5, latent=Latent(7, 2, query_rank=3), rotary=LATENT_ROTARY
+    ),
     "sink": replace(PLAIN, softmax="sink"),
     "off by one": replace(PLAIN, softmax="off_by_one"),
     "softcap": replace(PLAIN, softcap=0.8),
@@ -195,7 +200,7 @@ def prune_layer_state(state: dict[str, Tensor], before: AttentionSpec, after: At
     """Remove heads that are not in `after` from the saved tensors of a layer."""
     heads = [before.head_ids.index(head) for head in after.head_ids]
     kv_heads = [before.kv_head_ids.index(head) for head in after.kv_head_ids]
-    rows = {"q": heads, "k": kv_heads, "v": kv_heads}
+    rows = {"q": heads, "k": kv_heads, "v": kv_heads, "kv": heads}  # "kv": only with latents
     for projection, indices in rows.items():
         for kind in ("weight", "bias"):
             key = f"{prefix}qkv.{projection}.{kind}"

@@ -42,6 +42,21 @@ def test_load_state_dict_model_restores_outputs(name: str) -> None:
     assert torch.equal(run_model(other), run_model(model))
 
 
+def latent_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the projections of a layer with latents, by hand: rank 7, 2 rotary channels, query rank 0 or 3."""
+    H, D = len(spec.head_ids), spec.width
+    shapes: dict[str, tuple[int, ...]] = {
+        "qkv.q.weight": (H, 6, D),
+        "qkv.kv.weight": (H, 4 + 5, 7),
+        "qkv.kv_down.weight": (7 + 2, D),
+        "qkv.kv_norm.weight": (7,),
+    }
+    if spec.latent is not None and spec.latent.query_rank:
+        shapes |= {"qkv.q.weight": (H, 6, 3), "qkv.q_down.weight": (3, D), "qkv.q_norm.weight": (3,)}
+        shapes |= {"qkv.q_down.bias": (3,), "qkv.kv_down.bias": (9,)}
+    return shapes
+
+
 @each_layer
 @each_storage
 def test_state_dict_any_storage_has_head_axis(name: str, storage: str) -> None:
@@ -70,6 +85,8 @@ def test_state_dict_any_storage_has_head_axis(name: str, storage: str) -> None:
         want |= {"output_gate.bias": (H, channels)} if spec.bias else {}
     if spec.qk_norm is not None:
         want |= norm_shapes(spec)
+    if spec.latent is not None:
+        want = {key: shape for key, shape in want.items() if not key.startswith("qkv.")} | latent_shapes(spec)
     state = make_layer(spec, storage=storage).state_dict()
     assert {key: tuple(value.shape) for key, value in state.items()} == want
 

@@ -104,6 +104,15 @@ def llama(name: str, model: str = "LlamaForCausalLM", output: str = "logits", **
     return Case(name, model, sizes | {"bos_token_id": 0, "eos_token_id": 0} | config, output=output)
 
 
+def deepseek(
+    name: str, model: str = "DeepseekV2ForCausalLM", output: str = "logits", *, slow: bool = True, **config: Any
+) -> Case:
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    sizes |= {"first_k_dense_replace": LAYERS, "intermediate_size": HIDDEN, "max_position_embeddings": CONTEXT}
+    sizes |= {"kv_lora_rank": 10, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    return Case(name, model, sizes | {"bos_token_id": 0, "eos_token_id": 0} | config, output=output, slow=slow)
+
+
 def scaled_rope(kind: str, **extra: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, **extra}}
 
@@ -159,6 +168,11 @@ CASES = (
     llama(
         "qwen2, windows on all", "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=3, max_window_layers=0
     ),
+    deepseek("deepseek-v2, direct queries", slow=False),
+    deepseek("deepseek-v2, query rank, biases", q_lora_rank=7, attention_bias=True, mlp_bias=True),
+    deepseek("deepseek-v2, wide values, eps", v_head_dim=13, rms_norm_eps=1e-2, kv_lora_rank=4),
+    deepseek("deepseek-v2, linear rope, tied", tie_word_embeddings=True, **scaled_rope("linear")),
+    deepseek("deepseek-v2, no output head", "DeepseekV2Model", "last_hidden_state"),
     llama("llama, no output head", "LlamaModel", "last_hidden_state"),
     llama("mistral, no output head", "MistralModel", "last_hidden_state", sliding_window=5),
     llama("qwen2, no output head", "Qwen2Model", "last_hidden_state", tie_word_embeddings=True),

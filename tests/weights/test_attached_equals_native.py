@@ -76,6 +76,9 @@ MODELS = {
     "llama": Row("LlamaForCausalLM", GROUPED, slow=False),
     "mistral": Row("MistralForCausalLM", GROUPED | {"sliding_window": 5}),
     "qwen2": Row("Qwen2ForCausalLM", GROUPED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "deepseek_v2": Row("DeepseekV2ForCausalLM", ENCODER | {
+        "first_k_dense_replace": 2, "kv_lora_rank": 10, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+        "v_head_dim": 5}, slow=False),
     "t5": Row("T5ForConditionalGeneration", T5, slow=False),
     "mt5": Row("MT5ForConditionalGeneration", T5),
 }  # fmt: skip

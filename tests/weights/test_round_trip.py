@@ -155,6 +155,7 @@ PRUNED = {
     "bert, masked tokens": "0.*, 1.2",
     "roberta, masked tokens": "0.*, 1.2",
     "distilbert, masked tokens": "0.*, 1.2",
+    "deepseek-v2, direct queries": "0.1-3, 2.*",
     "llama, 9 heads on 3": "0.0-2, 1.4, 2.0-7",  # a full group, one head of a group, all heads but one
     "llama, biases": "0.1, 1.*",
     "mistral, window": "0.0-1, 2.3",

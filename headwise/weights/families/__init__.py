@@ -1,7 +1,7 @@
 """Supported model families. Each has a conversion between config.json and spec, and a map of tensor names."""
 
 from headwise.errors import UnsupportedModelError
-from headwise.weights.families import albert, bert, distilbert, gpt2, gpt_neo, llama, roberta, t5
+from headwise.weights.families import albert, bert, deepseek, distilbert, gpt2, gpt_neo, llama, roberta, t5
 from headwise.weights.families.family import ModelFamilySpec
 
 FAMILIES: tuple[ModelFamilySpec, ...] = (
@@ -13,6 +13,7 @@ FAMILIES: tuple[ModelFamilySpec, ...] = (
     albert.FAMILY,
     llama.FAMILY,
     t5.FAMILY,
+    deepseek.FAMILY,
 )
 
 

@@ -162,6 +162,7 @@ def common_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
     """Return the features that no family can represent, and whether the spec uses them."""
     attention = spec.attention
     return {
+        "latent projections (MLA)": attention.latent is not None,
         "an encoder-decoder": spec.kind == "encoder-decoder",
         "value_dim other than head_dim": attention.value_dim != attention.head_dim,
         "a learned sink or off-by-one softmax": attention.softmax != "plain",

@@ -105,6 +105,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
             "a decoder without an encoder": spec.kind == "decoder",
             "a model without T5 position biases": attention.t5_buckets == 0,
             "T5 buckets for later keys in the decoder": spec.kind != "encoder" and not spec.causal_t5_buckets,
+            "latent projections (MLA)": attention.latent is not None,
             "scaled scores": attention.scale != 1.0,
             "value_dim other than head_dim": attention.value_dim != attention.head_dim,
             "grouped-query attention": attention.kv_heads != attention.heads,
