@@ -15,6 +15,7 @@ _NAMES_BY_MODULE = {
         "Address",
         "AttentionSpec",
         "CachePolicy",
+        "Latent",
         "ModelSpec",
         "Plan",
         "QKNorm",
@@ -68,8 +69,8 @@ _NAMES_BY_MODULE = {
 
 __all__ = [  # noqa: RUF022 (in the order of the packages)
     "HeadwiseError",
-    "Address", "AttentionSpec", "CachePolicy", "ModelSpec", "Plan", "QKNorm", "QueryScaling", "Rotary", "RotaryScaling",
-    "preset", "presets",
+    "Address", "AttentionSpec", "CachePolicy", "Latent", "ModelSpec", "Plan", "QKNorm", "QueryScaling", "Rotary",
+    "RotaryScaling", "preset", "presets",
     "Mask", "attention", "causal", "document_mask", "padding_mask", "per_head", "window",
     "Head", "Heads", "MultiHeadAttention", "from_torch", "to_torch",
     "Transformer",
@@ -130,6 +131,7 @@ if TYPE_CHECKING:
         Address,
         AttentionSpec,
         CachePolicy,
+        Latent,
         ModelSpec,
         Plan,
         QKNorm,

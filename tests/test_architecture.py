@@ -114,7 +114,7 @@ CLASS_NOUNS = frozenset(
     dropout edge effect effects embedding emergence encoder ensemble entropy entry error estimate estimator evaluation
     evaluator evidence example executor experiment extractor facts family feature file files flops focus folder
     footprint forward fraction fragment function gate gates gather generation grad grid group groups guard head heads
-    history hook hooks image importance index info input key kl labels language layer layout line linear log logits
+    history hook hooks image importance index info input key kl labels language latent layer layout line linear log logits
     loop loss map mapping maps mark mask match matching matrices matrix means measurement mentions metric mixin mlp
     mode model module mover name names nodes norm noun observer offset offsets ops options output outputs pair pairs params
     partition parts pass patch patches placement plan planner plot point points policy pool pooler position prediction
@@ -135,6 +135,7 @@ PUBLIC_NAMES = [
         "Address",
         "AttentionSpec",
         "CachePolicy",
+        "Latent",
         "ModelSpec",
         "Plan",
         "QKNorm",

@@ -155,7 +155,7 @@ class LatentQKVProjection(nn.Module):
 
     # In state dicts, names end in .weight or .bias, and weights of heads have a head axis.
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: Any) -> None:
         for parameter_name, parameter in self._parameters.items():
             if parameter is None:
                 continue

@@ -199,7 +199,7 @@ class Latent:
     ...     width=64, heads=4, head_dim=12, value_dim=8, latent=latent, rotary=Rotary(layout="interleaved", dims=4)
     ... )
     >>> spec.num_parameters  # queries, down-projection with its norm, up-projection, output
-    8592
+    7440
     """
 
     kv_rank: int
