@@ -81,8 +81,24 @@ class ClaimResult:
 
     @property
     def has_few_seeds(self) -> bool:
-        """Whether the verdict is preliminary because fewer than three seeds were used."""
-        return len(self.seeds) < 3
+        """Whether the verdict is preliminary: fewer than three seeds, or fewer than planned for the primary quantity."""
+        return len(self.seeds) < max(3, self.planned_seeds)
+
+    @property
+    def planned_seeds(self) -> int:
+        """Number of seeds by the power calculation. 0 without a primary quantity or on a given model."""
+        primary = self.claim.primary
+        return 0 if self.model_name or primary is None or primary.key not in self.statistics else primary.planned_seeds
+
+    @property
+    def few_seeds_note(self) -> str:
+        """Why the verdict is preliminary. Empty if it is not."""
+        if not self.has_few_seeds:
+            return ""
+        if len(self.seeds) == 1:
+            return "one seed: indicative"
+        of_planned = f" of {self.planned_seeds} planned" if self.planned_seeds else ""
+        return f"{len(self.seeds)}{of_planned} seeds: indicative"
 
     @property
     def is_exploratory(self) -> bool:

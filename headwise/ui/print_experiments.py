@@ -159,7 +159,8 @@ def _format_statistics(statistics: Mapping[Condition, Statistic]) -> str:
 def _verdict_note(result: ClaimResult) -> str:
     """Return the details of a verdict and the part of the claim that is true by construction."""
     identity = f"true by construction: {result.claim.identity}" if result.claim.identity else ""
-    return "; ".join(part for part in (result.verdict.detail, identity) if part)
+    few_seeds = result.few_seeds_note if len(result.seeds) > 1 else ""  # the title says so for a single seed
+    return "; ".join(part for part in (few_seeds, result.verdict.detail, identity) if part)
 
 
 def _describe_seeds(result: ClaimResult) -> str:
@@ -171,7 +172,7 @@ def _describe_seeds(result: ClaimResult) -> str:
 
 
 def _format_verdict(result: ClaimResult) -> str:
-    return f"{result.verdict}{' (one seed: indicative)' if result.has_few_seeds else ''}"
+    return f"{result.verdict}{f' ({result.few_seeds_note})' if result.has_few_seeds else ''}"
 
 
 def _image_name(result: ClaimResult) -> str:

@@ -44,6 +44,8 @@ def test_seeds_are_written_resumed_and_judged_together(measured: list[tuple[str,
     assert measured == [("depth", 500), ("depth", 501), ("depth", 502)]  # no seed twice
     assert result.statistics["nats of fewer heads above fewer layers", "at the end"].values == (0.03, 0.031, 0.029)
     assert (result.verdict.word, result.seeds) == ("holds", (500, 501, 502))  # 0.03 ± 0.0025 against 0.02
+    assert result.has_few_seeds
+    assert result.few_seeds_note == "3 of 10 planned seeds: indicative"
     data = json.loads((folder / "claims-seed-501.json").read_text())
     assert (data["seed"], data["size"]["width"]) == (501, 64)
     assert ["right", 8, 0.5, "proportion"] in data["claims"]["depth"]["rows"]

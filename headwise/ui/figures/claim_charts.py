@@ -39,7 +39,9 @@ def draw_claim(result: ClaimResult) -> FigureWithData:
             f"{result.claim.name}: there is nothing to plot, because none of the statistics of this claim was measured: "
             f"{', '.join(plot_spec.statistics)}. Run the claim on a model that supports at least one of them."
         )
-    title = f"{result.claim.name}: {result.verdict.word}" + (" (one seed: indicative)" if result.has_few_seeds else "")
+    title = f"{result.claim.name}: {result.verdict.word}" + (
+        f" ({result.few_seeds_note})" if result.has_few_seeds else ""
+    )
     if all(isinstance(at, int | float) for statistics in selected.values() for at in statistics):
         rows = [
             {"line": name if len(selected) > 1 else "", "x": at, "mean": f.mean, "low": f.low, "high": f.high}

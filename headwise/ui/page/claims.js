@@ -32,7 +32,7 @@ function summary(wanted) {
     onclick: () => change({ verdict }) }, label);
   return [
     el("p", { class: "big", "data-fact": "summary" }, `${words.join(", ")}.`),
-    store.report.claims.some((one) => one.preliminary) && el("p", { class: "note" }, "Indicative: fewer than three seeds, so the result is preliminary."),
+    store.report.claims.some((one) => one.preliminary) && el("p", { class: "note" }, "Indicative: fewer than three seeds, or fewer than planned, so the result is preliminary."),
     store.report.claims.some((one) => one.verdict === "true by construction") && el("p", { class: "note" }, "True by construction: follows from the definition of a layer. The measurement tests the code and is not evidence."),
     store.report.claims.some((one) => one.exploratory) && el("p", { class: "note" }, "Exploratory: the decision rules were written with knowledge of these seeds."),
     el("div", { class: "chips tools", role: "group", "aria-label": "Show by verdict" }, choose("", `all ${store.report.claims.length}`),
