@@ -57,6 +57,7 @@ _NAMES_BY_MODULE = {
     "analysis.evaluation.evaluate": ("evaluate",),
     "analysis.circuits.circuit_task": ("CircuitTask",),
     "analysis.circuits.find_circuit": ("find_circuit",),
+    "analysis.circuits.redundancy": ("redundancy",),
     "analysis.steering.find_steering": ("find_steering",),
     "analysis.steering.steering": ("Steering",),
     "compression.fold_steering": ("fold_steering",),
@@ -84,7 +85,7 @@ __all__ = [  # noqa: RUF022 (in the order of the packages)
     "find_heads",
     "HarnessModel", "evaluate",
     "Steering", "find_steering",
-    "CircuitTask", "find_circuit",
+    "CircuitTask", "find_circuit", "redundancy",
     "plan_pruning", "plan_streaming", "apply", "prune", "prune_study", "quantize", "quantized", "dequantize", "allocate_bits",
     "fold_steering",
     "selftest",
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     from headwise.analysis.attribution.score_attribution import explain
     from headwise.analysis.circuits.circuit_task import CircuitTask
     from headwise.analysis.circuits.find_circuit import find_circuit
+    from headwise.analysis.circuits.redundancy import redundancy
     from headwise.analysis.evaluation.evaluate import evaluate
     from headwise.analysis.evaluation.harness_model import HarnessModel
     from headwise.analysis.finding.head_search import find_heads

@@ -36,6 +36,7 @@ RESULT_MODULES = (
     "analysis/ablation/importance.py",
     "analysis/ablation/quantization_sensitivity.py",
     "analysis/attribution/score_attribution.py",
+    "analysis/circuits/redundancy.py",
     "analysis/finding/head_search_result.py",
     "analysis/evaluation/evaluate.py",
     "analysis/recording/attention_maps.py",
@@ -178,7 +179,7 @@ PUBLIC_NAMES = [
     ),
     *("HarnessModel", "evaluate"),
     *("Steering", "find_steering"),
-    *("CircuitTask", "find_circuit"),
+    *("CircuitTask", "find_circuit", "redundancy"),
     *(
         "plan_pruning",
         "plan_streaming",

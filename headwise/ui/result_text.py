@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headwise.analysis.ablation.importance import Importance
     from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
     from headwise.analysis.attribution.score_attribution import ScoreAttribution
+    from headwise.analysis.circuits.redundancy import RedundancyResult
     from headwise.analysis.evaluation.evaluate import EvaluationResult
     from headwise.analysis.finding.head_search_result import HeadSearchResult
     from headwise.analysis.recording.attention_maps import AttentionView
@@ -234,6 +235,33 @@ def evaluation_table(result: "EvaluationResult") -> ResultTable:
     )  # fmt: skip
     columns = ("task", "metric", "value", "reference", "difference", "95% CI (paired)", "items")
     return ResultTable(title, columns, rows, hint)
+
+
+def redundancy_table(result: "RedundancyResult") -> ResultTable:
+    """Return the effects of single heads and of pairs."""
+    effects = [
+        *((item, "") for item in result.heads),
+        *((pair.both, str(pair.redundant_share)) for pair in result.pairs),
+    ]
+    rows = [
+        (
+            "+".join(item.heads),
+            str(item.live),
+            str(item.heads_frozen),
+            str(item.direct),
+            str(item.repaired_by_heads),
+            share,
+        )
+        for item, share in effects
+    ]
+    return ResultTable(
+        f"Redundancy on {result.task!r}: {result.prompts} prompts of {result.templates} templates, {result.ablation} "
+        f"ablation. Effect: decrease of the metric, which is {result.clean_metric:.2f} for the model. Intervals: 95%, over "
+        f"templates",
+        ("heads", "live", "later heads frozen", "direct", "repaired by heads", "redundant share"),
+        tuple(rows),
+        'More: .heads, .pairs, .pair("18.6", "18.7"), .to_json("redundancy.json")',
+    )
 
 
 def comparison_table(comparison: "HeadSimilarityResult") -> ResultTable:

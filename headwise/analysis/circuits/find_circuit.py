@@ -239,7 +239,7 @@ def _prepare(
     nodes = ModelNodes.of(model)
     _check_config(config, len(nodes))
     encoder = PromptEncoder(tokenizer_of(model))
-    resolved = _resolve_task(task, prompts, encoder, config.seed)
+    resolved = resolve_task(task, prompts, encoder, config.seed)
     pairs = add_partners(resolved.prompts, encoder)
     is_scored = resolved.metric is None
     encoded = [
@@ -287,7 +287,8 @@ def _check_config(config: CircuitConfig, num_nodes: int) -> None:
         )
 
 
-def _resolve_task(task: Any, prompts: int | None, encoder: PromptEncoder, seed: int) -> CircuitTask:
+def resolve_task(task: Any, prompts: int | None, encoder: PromptEncoder, seed: int) -> CircuitTask:
+    """Return a task by name, from a file, or from a list of prompts, with at most this number of prompts."""
     if prompts is not None and prompts < 1:
         raise ArgumentError(f"prompts: must be at least 1. Got {prompts}.")
     if isinstance(task, str) and task in SHIPPED_TASKS:
