@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headwise.analysis.similarity.match_heads import HeadMatching
     from headwise.attached.attached_model import AttachedModel
     from headwise.compression.allocate_bits import BitAllocation
+    from headwise.compression.circuit_study import CircuitStudyResult
     from headwise.compression.plan_report import PlanReport
     from headwise.compression.prune_study import PruneStudyResult
     from headwise.compression.pruning_curve import PruningCurves
@@ -261,6 +262,22 @@ def redundancy_table(result: "RedundancyResult") -> ResultTable:
         ("heads", "live", "later heads frozen", "direct", "repaired by heads", "redundant share"),
         tuple(rows),
         'More: .heads, .pairs, .pair("18.6", "18.7"), .to_json("redundancy.json")',
+    )
+
+
+def circuit_study_table(result: "CircuitStudyResult") -> ResultTable:
+    """Return the full model, the circuit and the random cuts."""
+    rows = [
+        (row.name, row.heads, row.parameters, str(row.metric), f"{row.accuracy:.0%}", str(row.loss_increase))
+        for row in result.rows
+    ]
+    recovery = f", {result.recover_steps} steps of recovery" if result.recover_steps else ""
+    return ResultTable(
+        f"Model of a circuit: {result.prompts} judged prompts, {result.random_cuts} random cuts with as many heads in each "
+        f"layer{recovery}. Intervals: 95%, over templates and over texts; for the loss of random cuts, smallest and largest",
+        ("model", "heads", "parameters", "metric", "right", "loss increase on other text"),
+        tuple(rows),
+        'More: .plan, .model, .rows, .to_json("study.json")',
     )
 
 
