@@ -8,10 +8,14 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.analysis.circuits import edge_effects as module
-from headwise.analysis.circuits.edge_effects import edge_effects
+from headwise.analysis.circuits.circuit_task import PromptEncoder
+from headwise.analysis.circuits.edge_effects import circuit_edges, edge_effects
+from headwise.analysis.circuits.task_templates import WORDS
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
+from headwise.text.build_tokenizers import word_tokenizer
 from tests.analysis import constructed_heads
+from tests.analysis.test_circuits import word_pairs
 from tests.analysis.test_path_patching import IDS, OTHER, PARALLEL, SPEC, random_model
 
 SENDERS = ["embedding", "0.1", "0.kv1", "mlp.0", "1.4", "mlp.1", "2.2"]
@@ -141,3 +145,28 @@ def test_edge_effects_invalid_arguments_raise() -> None:
             ["2.1.k"],
             logit_difference,
         )
+
+
+@torch.no_grad()
+def test_circuit_edges_of_grouped_heads_equal_paths() -> None:
+    """Query heads read with q, KV heads with k and v. The batch has prompts of two lengths."""
+    model = random_model(replace(SPEC, vocab=len(WORDS) + 1))
+    encoder = PromptEncoder(word_tokenizer(["<unk>", *WORDS]))
+    pairs = word_pairs(4)
+    pairs += [
+        replace(pair, clean=f"{WORDS[0]} {pair.clean}", corrupted=f"{WORDS[0]} {pair.corrupted}") for pair in pairs
+    ]
+    prompts = [encoder.encode(pair) for pair in pairs]
+    table = circuit_edges(model, ["embedding", "0.1", "0.kv0", "1.4", "2.kv1", "mlp.1"], prompts)
+    assert {receiver for _, receiver in table.edges} == {
+        "0.1.q", "0.kv0.k", "0.kv0.v", "1.4.q", "2.kv1.k", "2.kv1.v", "mlp.1", "logits",
+    }  # fmt: skip
+    for edge in (("0.kv0", "2.kv1.k"), ("1.4", "mlp.1"), ("embedding", "1.4.q")):
+        effects = table.effects[table.edges.index(edge)]
+        for prompt, effect in zip(prompts, effects, strict=True):
+            ids, other = torch.tensor([prompt.clean_rows[0]]), torch.tensor([prompt.corrupted_rows[0]])
+            right, wrong = prompt.answers[0][0], prompt.answers[1][0]
+            clean = model(ids)[0, -1][right] - model(ids)[0, -1][wrong]
+            with hw.patched(model, path=edge, other=other):
+                changed = model(ids)[0, -1][right] - model(ids)[0, -1][wrong]
+            assert float(effect) == pytest.approx(float(clean - changed), abs=1e-9)

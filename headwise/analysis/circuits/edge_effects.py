@@ -8,6 +8,7 @@ edges, because the copies of a pass are limited.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +30,16 @@ from headwise.analysis.ablation.path_patching import (
     sender_change,
 )
 from headwise.analysis.circuits.circuit_result import CircuitEstimate, EdgeEffect
+from headwise.analysis.circuits.circuit_task import EncodedPrompt, MetricFunction
+from headwise.analysis.circuits.prompt_batch import make_prompt_batches
 from headwise.errors import ArgumentError
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.resumable_forward import BlockOutputCache, forward_copies
-from headwise.spec import MLPAddress, StreamEndAddress
+from headwise.spec import Address, InputAddress, KVAddress, MLPAddress, StreamEndAddress
 
 MAX_TOKENS = 4096  # tokens of all copies in one pass
+PROMPT_TOKENS = 1024  # tokens of a batch of prompts
 Edge = tuple[Part, Part]
 # Final hidden states of S copies of the batch, (S·R, T, D) → metric of each prompt, (S, P).
 HiddenScores = Callable[[Tensor], Tensor]
@@ -126,6 +130,55 @@ def edge_effects(
         patched = runner.metrics(edges)
     names = tuple((str(sender), str(receiver)) for sender, receiver in edges)
     return EdgeTable(names, runner.clean, runner.clean - patched)
+
+
+@torch.no_grad()
+def circuit_edges(
+    model: ModelProtocol, nodes: Sequence[str], prompts: Sequence[EncodedPrompt], metric: MetricFunction | None = None
+) -> EdgeTable:
+    """Measure the direct effect of each node of a circuit on each reader in the circuit and on the logits.
+
+    Query heads read with their queries. Their keys and values belong to the KV heads if those are nodes of their own
+    (grouped-query attention), otherwise to the query heads.
+
+    Args:
+        model: The model.
+        nodes: Names of the nodes of the circuit.
+        prompts: Encoded prompts.
+        metric: Metric of the user. None: log-probability of the right answers minus that of the wrong ones.
+
+    Returns:
+        The effects on each prompt.
+    """
+    table: list[tuple[tuple[int, ...], Tensor, Tensor]] = []
+    edges: list[Edge] = []
+    with eval_mode(model):
+        parts = DecoderParts(model)
+        members = [parts.parse(node) for node in nodes]
+        edges = edges_between(parts, members, circuit_receivers(parts, members))
+        senders = tuple(dict.fromkeys(sender for sender, _ in edges))
+        for batch in make_prompt_batches(prompts, PROMPT_TOKENS, model.device, metric):
+            runner = EdgeRunner(parts, batch.ids, batch.corrupted_ids, senders, partial(batch.scores, model))
+            table.append((batch.indices, runner.clean, runner.clean - runner.metrics(edges)))
+    clean, effects = torch.zeros(len(prompts)).double(), torch.zeros(len(edges), len(prompts)).double()
+    for indices, batch_clean, batch_effects in table:
+        clean[list(indices)], effects[:, list(indices)] = batch_clean.cpu(), batch_effects.cpu()
+    return EdgeTable(tuple((str(sender), str(receiver)) for sender, receiver in edges), clean, effects)
+
+
+def circuit_receivers(parts: DecoderParts, members: Sequence[Part]) -> list[Part]:
+    """Return the readers of a circuit: inputs of its heads and KV heads, its MLPs, and the logits."""
+    receivers: list[Part] = []
+    for member in members:
+        if isinstance(member, Address):
+            spec = parts.layers[member.layer].spec
+            has_own_kv = len(spec.kv_head_ids) == len(spec.head_ids)
+            receivers += [InputAddress(member, projection) for projection in ("qkv" if has_own_kv else "q")]
+        elif isinstance(member, KVAddress):
+            receivers += [InputAddress(member, projection) for projection in "kv"]
+        elif isinstance(member, MLPAddress):
+            receivers.append(member)
+    return [*receivers, StreamEndAddress.LOGITS]
 
 
 def edges_between(
