@@ -1,7 +1,7 @@
 """From a circuit to a model: prune the heads outside a circuit, recover, and evaluate on the task and on other text.
 
 Query heads outside the circuit are pruned with their means folded into the output biases. KV heads stay if a remaining head
-reads them; MLPs and the embedding always stay. The pruned model is reported next to random cuts with as many heads per layer.
+reads them; MLPs and the embedding always stay. Next to it are random plans that prune as many heads in each layer.
 """
 
 import json
@@ -34,7 +34,7 @@ PROGRESS_LABEL = "circuit study"
 
 
 @dataclass(frozen=True)
-class CutEvaluation:
+class PlanEvaluation:
     """One model on the task and on other text.
 
     Attributes:
@@ -44,7 +44,7 @@ class CutEvaluation:
         metric: Mean metric on the judged prompts, with its interval over templates.
         accuracy: Share of the judged prompts with a metric above 0.
         loss_increase: Loss on the other text minus that of the full model, in nats per token, with its interval over texts.
-            For several random cuts, their mean, with the smallest and the largest value in place of the interval.
+            For several random plans, their mean, with the smallest and the largest value in place of the interval.
     """
 
     name: str
@@ -57,22 +57,22 @@ class CutEvaluation:
 
 @dataclass(frozen=True, eq=False)
 class CircuitStudyResult:
-    """A model pruned to a circuit, next to random cuts.
+    """A model pruned to a circuit, next to random plans.
 
     Attributes:
         plan: Plan of the pruned model. `hw.apply(plan, model)` returns it without recovery.
         model: The pruned model, after recovery if it was requested.
-        rows: The full model, the circuit and the random cuts.
+        rows: The full model, the circuit and the random plans.
         prompts: Number of judged prompts.
-        random_cuts: Number of random cuts.
+        random_plans: Number of random plans.
         recover_steps: Steps of recovery fine-tuning. 0 means none.
     """
 
     plan: Plan
     model: Any
-    rows: tuple[CutEvaluation, ...]
+    rows: tuple[PlanEvaluation, ...]
     prompts: int
-    random_cuts: int
+    random_plans: int
     recover_steps: int
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ class CircuitStudyResult:
         Args:
             path: Output file.
         """
-        counts = {name: getattr(self, name) for name in ("prompts", "random_cuts", "recover_steps")}
+        counts = {name: getattr(self, name) for name in ("prompts", "random_plans", "recover_steps")}
         data = {**counts, "pruned_heads": list(self.plan.pruned_heads), "rows": [asdict(row) for row in self.rows]}
         text = json.dumps(data, indent=1)
         if path is not None:
@@ -145,12 +145,12 @@ def circuit_study(
     *,
     recover_on: Any = None,
     recover_steps: int = 0,
-    random_cuts: int = 5,
+    random_plans: int = 5,
     seed: int = 0,
     progress: ProgressOption = None,
     **recipe_fields: Any,
 ) -> CircuitStudyResult:
-    """Prune a model to a circuit and evaluate it on the task and on other text, next to random cuts.
+    """Prune a model to a circuit and evaluate it on the task and on other text, next to random plans.
 
     Args:
         model: The model that the circuit was found in.
@@ -158,9 +158,9 @@ def circuit_study(
         corpus: Other text: a text, a list of texts, a path or a `Corpus`. One half gives the means that are folded, the other
             half is evaluated.
         recover_on: Texts of recovery fine-tuning, with the full model as teacher. None: the half that gives the means.
-        recover_steps: Steps of recovery fine-tuning of the circuit and of each random cut. 0: none.
-        random_cuts: Number of random cuts, each with as many heads in each layer as the circuit.
-        seed: Seed of the random cuts.
+        recover_steps: Steps of recovery fine-tuning of the circuit and of each random plan. 0: none.
+        random_plans: Number of random plans, each with as many heads in each layer as the circuit.
+        seed: Seed of the random plans.
         progress: Called with a label, done and total. None shows one line in a terminal or notebook, False nothing.
         **recipe_fields: Fields of `Recipe` for the recovery.
 
@@ -171,29 +171,29 @@ def circuit_study(
         ArgumentError: If the result has no judged prompts with answers, or the circuit has no query heads.
     """
     check_model(model)
-    if random_cuts < 1 or recover_steps < 0:
+    if random_plans < 1 or recover_steps < 0:
         raise ArgumentError(
-            f"random_cuts, recover_steps: must be at least 1 and 0. Got {random_cuts} and {recover_steps}."
+            f"random_plans, recover_steps: must be at least 1 and 0. Got {random_plans} and {recover_steps}."
         )
     tokenized = eval_corpus(model, corpus)
     half, held_out = tokenized.halves()
     means = mean_activations(model, half)
     study = _Study(model, _TaskEvaluator.of(model, circuit), PairedEvaluator.of(model, held_out), callback_of(progress))
-    study.total = (1 + random_cuts) * (1 + bool(recover_steps)) + 1
+    study.total = (1 + random_plans) * (1 + bool(recover_steps)) + 1
     full = study.evaluate("full", [model])
     plan = plan_circuit(model, circuit, corpus=half, means=means)
     models = [apply(plan, model, check=False)]
-    cuts = [_random_cut(model, plan, (half, means), seed + draw) for draw in range(random_cuts)]
-    rows = [full, study.evaluate("circuit", models), study.evaluate("random", cuts)]
+    random_models = [_apply_random_plan(model, plan, (half, means), seed + draw) for draw in range(random_plans)]
+    rows = [full, study.evaluate("circuit", models), study.evaluate("random", random_models)]
     if recover_steps:
         texts = "\n\n".join(sample.text for sample in half) if recover_on is None else recover_on
-        for changed in (*models, *cuts):
+        for changed in (*models, *random_models):
             recover(changed, texts, steps=recover_steps, teacher=model, progress=False, **recipe_fields)
-        rows += [study.evaluate("circuit recovered", models), study.evaluate("random recovered", cuts)]
-    return CircuitStudyResult(plan, models[0], tuple(rows), len(circuit.examples), random_cuts, recover_steps)
+        rows += [study.evaluate("circuit recovered", models), study.evaluate("random recovered", random_models)]
+    return CircuitStudyResult(plan, models[0], tuple(rows), len(circuit.examples), random_plans, recover_steps)
 
 
-def _random_cut(
+def _apply_random_plan(
     model: ModelProtocol, plan: Plan, texts_and_means: tuple[Any, MeanActivations], seed: int
 ) -> ModelProtocol:
     """Return the model without random heads, as many in each layer as a plan prunes."""
@@ -253,8 +253,8 @@ class _Study:
     done: int = 0
     total: int = 0
 
-    def evaluate(self, name: str, models: Sequence[ModelProtocol]) -> CutEvaluation:
-        """Return the row of one model, or the mean over random cuts."""
+    def evaluate(self, name: str, models: Sequence[ModelProtocol]) -> PlanEvaluation:
+        """Return the row of one model, or the mean over random plans."""
         metrics, losses = [], []
         for model in models:
             metrics.append(self.task.metrics(model))
@@ -271,4 +271,4 @@ class _Study:
             increase = CircuitEstimate(float(np.mean(each)), min(each), max(each))
         parameters = sum(parameter.numel() for parameter in models[0].parameters())
         accuracy = float(np.mean(np.stack(metrics) > 0))
-        return CutEvaluation(name, len(models[0].spec.head_addresses), parameters, metric, accuracy, increase)
+        return PlanEvaluation(name, len(models[0].spec.head_addresses), parameters, metric, accuracy, increase)

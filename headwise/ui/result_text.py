@@ -242,7 +242,7 @@ def redundancy_table(result: "RedundancyResult") -> ResultTable:
     """Return the effects of single heads and of pairs."""
     effects = [
         *((item, "") for item in result.heads),
-        *((pair.both, str(pair.redundant_share)) for pair in result.pairs),
+        *((pair.joint, str(pair.redundant_share)) for pair in result.pairs),
     ]
     rows = [
         (
@@ -266,15 +266,15 @@ def redundancy_table(result: "RedundancyResult") -> ResultTable:
 
 
 def circuit_study_table(result: "CircuitStudyResult") -> ResultTable:
-    """Return the full model, the circuit and the random cuts."""
+    """Return the full model, the circuit and the random plans."""
     rows = [
         (row.name, row.heads, row.parameters, str(row.metric), f"{row.accuracy:.0%}", str(row.loss_increase))
         for row in result.rows
     ]
     recovery = f", {result.recover_steps} steps of recovery" if result.recover_steps else ""
     return ResultTable(
-        f"Model of a circuit: {result.prompts} judged prompts, {result.random_cuts} random cuts with as many heads in each "
-        f"layer{recovery}. Intervals: 95%, over templates and over texts; for the loss of random cuts, smallest and largest",
+        f"Model of a circuit: {result.prompts} judged prompts, {result.random_plans} random plans with as many heads in each "
+        f"layer{recovery}. Intervals: 95%, over templates and over texts; for the loss of random plans, smallest and largest",
         ("model", "heads", "parameters", "metric", "right", "loss increase on other text"),
         tuple(rows),
         'More: .plan, .model, .rows, .to_json("study.json")',

@@ -58,7 +58,7 @@ def test_redundancy_of_identical_heads_with_saturating_readout_is_complete() -> 
     for head in result.heads:
         assert head.live.value == pytest.approx(0, abs=1e-6)
     pair = result.pair("0.1", "0.0")
-    assert pair.both.live.value == pytest.approx(1, abs=1e-6)
+    assert pair.joint.live.value == pytest.approx(1, abs=1e-6)
     assert pair.redundant_share.value == pytest.approx(1, abs=1e-6)
     assert pair.redundant_share.low == pytest.approx(1, abs=1e-6)
     assert pair.interaction_direct.value == pytest.approx(0, abs=1e-6), "with the MLP frozen, nothing saturates"
@@ -73,7 +73,7 @@ def test_redundancy_of_independent_heads_is_zero() -> None:
     assert [head.live.value for head in result.heads] == pytest.approx([1, 0.5], abs=1e-6)
     assert [head.repaired_by_heads.value for head in result.heads] == pytest.approx([0, 0], abs=1e-6)
     pair = result.pairs[0]
-    assert (pair.both.live.value, pair.interaction.value) == pytest.approx((1.5, 0), abs=1e-6)
+    assert (pair.joint.live.value, pair.interaction.value) == pytest.approx((1.5, 0), abs=1e-6)
     assert pair.redundant_share.value == pytest.approx(0, abs=1e-6)
     resampled = hw.redundancy(model, PROMPTS, "0.0,0.1", progress=False)
     assert [head.live.value for head in resampled.heads] == pytest.approx([2, 1], abs=1e-6)
@@ -96,7 +96,7 @@ def test_redundancy_of_backup_head_is_repaired() -> None:
     assert main.repaired_by_heads.low == pytest.approx(1, abs=1e-6)
     assert spare.live.value == pytest.approx(0, abs=1e-6)
     pair = result.pairs[0]
-    assert pair.both.live.value == pytest.approx(1, abs=1e-6)
+    assert pair.joint.live.value == pytest.approx(1, abs=1e-6)
     assert pair.redundant_share.value == pytest.approx(1, abs=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""From a circuit to a model: the pruned model does the task, and a random cut with as many heads per layer does not."""
+"""From a circuit to a model: the pruned model does the task, and a random plan with as many heads per layer does not."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ def circuit(model: Transformer) -> CircuitResult:
 
 @pytest.fixture(scope="module")
 def study(model: Transformer, circuit: CircuitResult) -> CircuitStudyResult:
-    return circuit_study(model, circuit, TEXTS, random_cuts=3, progress=False)
+    return circuit_study(model, circuit, TEXTS, random_plans=3, progress=False)
 
 
 def test_circuit_study_of_induction_circuit_keeps_the_task(study: CircuitStudyResult) -> None:
@@ -66,9 +66,9 @@ def test_circuit_study_prints_and_writes_json(study: CircuitStudyResult, tmp_pat
     assert len(data["pruned_heads"]) == 10
 
 
-def test_circuit_study_recovers_circuit_and_random_cuts(model: Transformer, circuit: CircuitResult) -> None:
+def test_circuit_study_recovers_circuit_and_random_plans(model: Transformer, circuit: CircuitResult) -> None:
     result = circuit_study(
-        model, circuit, TEXTS, recover_on="\n\n".join(TEXTS * 20), recover_steps=2, random_cuts=1, batch_size=2, context=5,
+        model, circuit, TEXTS, recover_on="\n\n".join(TEXTS * 20), recover_steps=2, random_plans=1, batch_size=2, context=5,
         progress=False,
     )  # fmt: skip
     assert [row.name for row in result.rows[3:]] == ["circuit recovered", "random recovered"]
@@ -90,4 +90,4 @@ def test_circuit_study_invalid_arguments_raise(model: Transformer, circuit: Circ
     with pytest.raises(HeadwiseError, match="no judged prompts"):
         circuit_study(model, replace(circuit, examples=()), TEXTS, progress=False)
     with pytest.raises(HeadwiseError, match="must be at least 1 and 0"):
-        circuit_study(model, circuit, TEXTS, random_cuts=0, progress=False)
+        circuit_study(model, circuit, TEXTS, random_plans=0, progress=False)

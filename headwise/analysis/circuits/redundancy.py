@@ -51,7 +51,7 @@ PROGRESS_LABEL = "redundancy"
 
 
 @dataclass(frozen=True)
-class AblationRepair:
+class AblatedHeadEffects:
     """Effect of ablating one head, or two heads together, with their 95% intervals.
 
     Attributes:
@@ -76,14 +76,14 @@ class HeadPairEffects:
     """Effects of ablating two heads together.
 
     Attributes:
-        both: Effects of ablating both.
+        joint: Effects of ablating the two together.
         interaction: Live effect of both minus the live effects of each.
         interaction_direct: The interaction with all later layers frozen.
         redundant_share: `interaction` divided by the live effect of both. 1: each head alone suffices. 0: the heads add up.
             NaN if the effect of both is 0.
     """
 
-    both: AblationRepair
+    joint: AblatedHeadEffects
     interaction: CircuitEstimate
     interaction_direct: CircuitEstimate
     redundant_share: CircuitEstimate
@@ -108,7 +108,7 @@ class RedundancyResult:
     prompts: int
     templates: int
     clean_metric: float
-    heads: tuple[AblationRepair, ...]
+    heads: tuple[AblatedHeadEffects, ...]
     pairs: tuple[HeadPairEffects, ...]
 
     def __repr__(self) -> str:
@@ -129,9 +129,9 @@ class RedundancyResult:
             second: Address of the other head.
         """
         for item in self.pairs:
-            if set(item.both.heads) == {first, second}:
+            if set(item.joint.heads) == {first, second}:
                 return item
-        measured = ", ".join("+".join(item.both.heads) for item in self.pairs)
+        measured = ", ".join("+".join(item.joint.heads) for item in self.pairs)
         raise ArgumentError(f"pair: {first} and {second} were not measured together. Measured: {measured}.")
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def redundancy(
     >>> answers = {"right": " b", "wrong": " c"}
     >>> rows = [{"clean": f"{w} b {w}", "corrupted": f"{w} c {w}", "template": w, **answers} for w in words]
     >>> result = redundancy(model, rows, "3.1,4.2")
-    >>> len(result.heads), result.pairs[0].both.heads
+    >>> len(result.heads), result.pairs[0].joint.heads
     (2, ('3.1', '4.2'))
     """
     check_model(model)
@@ -237,7 +237,7 @@ def _measure(
     with eval_mode(model):
         parts = DecoderParts(model)
         for batch in batches:
-            runs = _AblationRuns(parts, batch, sorted({head for members in sets for head in members}), ablation)
+            runs = _AblationRunner(parts, batch, sorted({head for members in sets for head in members}), ablation)
             clean[list(batch.indices)] = runs.clean
             for i, members in enumerate(sets):
                 effects[i][:, list(batch.indices)] = runs.clean - runs.metrics(members)
@@ -247,7 +247,7 @@ def _measure(
     return clean, effects
 
 
-class _AblationRuns:
+class _AblationRunner:
     """Runs one batch with ablated heads, with later layers live or frozen."""
 
     def __init__(self, parts: DecoderParts, batch: PromptBatch, heads: Sequence[Address], ablation: str) -> None:
@@ -340,19 +340,19 @@ class _RedundancyEstimator:
         """Return the mean over prompts, (P,)."""
         return self.sampler.estimate(lambda weights: weights @ values / weights.sum(1), len(values))
 
-    def repair(self, heads: tuple[Address, ...]) -> AblationRepair:
+    def repair(self, heads: tuple[Address, ...]) -> AblatedHeadEffects:
         """Return the effects of one set of heads."""
         direct, frozen, live = self.effects[heads]
-        return AblationRepair(
+        return AblatedHeadEffects(
             tuple(map(str, heads)),
             *(self.mean(values) for values in (direct, frozen, live, frozen - live, direct - live)),
         )
 
     def pair(self, a: Address, b: Address) -> HeadPairEffects:
         """Return the effects of two heads."""
-        both = self.effects[a, b]
-        interaction = both - self.effects[a,] - self.effects[b,]  # (conditions, P)
-        direct, live, total = interaction[0], interaction[2], both[2]
+        joint = self.effects[a, b]
+        interaction = joint - self.effects[a,] - self.effects[b,]  # (conditions, P)
+        direct, live, total = interaction[0], interaction[2], joint[2]
 
         def share(weights: np.ndarray) -> np.ndarray:
             with np.errstate(invalid="ignore", divide="ignore"):
