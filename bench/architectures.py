@@ -19,7 +19,7 @@ from typing import Any
 
 VERDICTS = ("right", "looking only", "refused", "wrong", "crash", "not built")
 RESULTS = Path(".lab/architectures.jsonl")
-DOCS_PAGE = Path(__file__).parent.parent / "docs" / "attached.md"
+DOCS_PAGE = Path(__file__).parent.parent / "docs" / "attached" / "architectures.md"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 TIMEOUT_SECONDS = 400  # per architecture
 ARCHITECTURES_PER_PROCESS = 24

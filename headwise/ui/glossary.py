@@ -14,13 +14,16 @@ class GlossaryEntry(NamedTuple):
 
 
 EVIDENCE_DOCS, OUTPUT_DOCS, COMPARISON_DOCS = (
-    "analysis.md#roles-and-the-ladder",
+    "analysis/roles.md#roles-and-their-evidence",
     "analysis.md#what-it-writes",
     "analysis.md#between-heads",
 )
 METRIC_DOCS, IMPORTANCE_DOCS = "analysis.md#a-profile-every-head-over-a-corpus", "analysis.md#what-a-head-is-worth"
-PROMPT_ROLE_DOCS = "analysis.md#roles-on-prompts-of-their-own"
-QUANTIZATION_DOCS, CACHE_DOCS = "compression.md#what-few-bits-cost-head-by-head", "compression.md#caches-by-head"
+PROMPT_ROLE_DOCS = "analysis/prompt-roles.md#roles-on-prompts-of-their-own"
+QUANTIZATION_DOCS, CACHE_DOCS = (
+    "compression/quantization.md#what-few-bits-cost-head-by-head",
+    "compression/caches.md#kv-caches-by-head",
+)
 
 GLOSSARY = {
     "head": GlossaryEntry("one attention head; 5.1 is head 1 of layer 5, both counted from 0", "spec.md"),

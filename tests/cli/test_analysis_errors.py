@@ -96,7 +96,7 @@ def test_profile_json_equals_saved_profile(folder: str, text: str, tmp_path: Pat
     assert parse_strict_json(described.out)["metrics"] == result["heads"][5]["metrics"]
     text_output = run_command("describe", str(saved), "1.2", "--all").out
     assert "texts, no role exceeded its baseline by" in text_output
-    assert "see docs/analysis.md#" in text_output
+    assert "see docs/analysis" in text_output
     assert "head 1.2" in text_output
     assert "entropy" in text_output
 

@@ -32,7 +32,7 @@ def test_head_summary_html_links_docs(profile: Profile) -> None:
         summary = profile.summary(address)
         assert f"Head {address}" in str(summary)
         html = summary._repr_html_()
-        assert html.count("<li>") == len(summary.lines) == html.count("docs/analysis.md#")
+        assert html.count("<li>") == len(summary.lines) == html.count("docs/analysis")
 
 
 def test_head_html_shows_matrices() -> None:
