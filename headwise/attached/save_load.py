@@ -223,7 +223,9 @@ def can_attach(folder: Path) -> bool:
         architecture = model_class(folder)
     except (HeadwiseError, ValueError, OSError):
         return False
-    return bool(architecture._can_set_attn_implementation()) and bool(architecture._supports_sdpa)
+    # gpt-oss runs only transformers' eager attention, whose sinks Headwise computes, too
+    supported = architecture._supports_sdpa or architecture.config_class.model_type == "gpt_oss"
+    return bool(architecture._can_set_attn_implementation()) and bool(supported)
 
 
 def model_class(folder: Path, name: str | None = None) -> Any:

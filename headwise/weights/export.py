@@ -60,7 +60,8 @@ def export_native(model: Transformer, folder: str | Path, family: str | None = N
             if mapped.external_name.startswith("/")
             else chosen_family.export_prefix(full_spec) + mapped.external_name
         )
-        tensors[name] = mapped.mapping.convert(tensor)
+        tensor = mapped.mapping.convert(tensor)
+        tensors[name] = torch.cat((tensors[name], tensor)) if mapped.mapping.part[0] else tensor
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     special = {} if model.tokenizer is None else model.tokenizer.special
     special_ids = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if special.get(role) is not None}
@@ -139,7 +140,19 @@ def full_shape_state(model: Transformer) -> dict[str, Tensor]:
         prefix = next(name for name, module in model.named_modules() if module is layer)
         for key in [key for key in state if key.startswith(f"{prefix}.")]:
             state[key] = _pad_pruned(key.removeprefix(f"{prefix}."), state[key], layer.spec)
+        _restore_norm_rows(state, prefix, layer.spec)
     return state
+
+
+def _restore_norm_rows(state: dict[str, Tensor], prefix: str, spec: AttentionSpec) -> None:
+    """Put the rows of W_Q and W_K back that a norm over all heads reads. The heads still write nothing."""
+    for projection, pruned in spec.pruned_norm_rows.items():
+        for kind in ("weight", "bias"):
+            rows = state.pop(f"{prefix}.{projection}_norm.pruned_{kind}", None)
+            if rows is not None:
+                key = f"{prefix}.qkv.{projection}.{kind}"
+                index = torch.tensor(pruned, dtype=torch.long, device=rows.device)
+                state[key] = state[key].index_copy(0, index, rows)
 
 
 def _merged_position_biases(model: Transformer, state: dict[str, Tensor], family: ModelFamilySpec) -> dict[str, Tensor]:
@@ -180,6 +193,9 @@ def _pad_pruned(name: str, tensor: Tensor, spec: AttentionSpec) -> Tensor:
         )
     elif name == "output_projection.weight":
         present, total, axis = spec.head_ids, spec.heads, 1
+    elif name in ("q_norm.weight", "k_norm.weight") and tensor.ndim == 2:
+        is_query = name.startswith("q")
+        present, total, axis = (spec.head_ids, spec.heads, 0) if is_query else (spec.kv_head_ids, spec.kv_heads, 0)
     else:
         return tensor
     shape = list(tensor.shape)
@@ -190,6 +206,8 @@ def _pad_pruned(name: str, tensor: Tensor, spec: AttentionSpec) -> Tensor:
 
 def _assemble(native_name: str, state: dict[str, Tensor]) -> Tensor:
     """Assemble a parameter from the split layout, such as qkv.qkv_weight from qkv.q.weight, qkv.k.weight and qkv.v.weight."""
+    if native_name.endswith(("q_norm.weight", "k_norm.weight")):
+        return state[native_name].flatten()
     if ".qkv." not in native_name:
         return state[native_name].flatten(1) if native_name.endswith("output_projection.weight") else state[native_name]
     prefix, fused_name = native_name.rsplit(".", 1)

@@ -26,6 +26,7 @@ class TensorMapping:
         transposed: Whether the family stores (in, out) instead of (out, in).
         when: Whether a model with this spec has the tensor.
         is_rotary: Whether the rows are those of q or k, whose order depends on the rotary layout.
+        part: Index and number of equal parts of the external tensor along its first axis, one of which is this tensor.
     """
 
     external_name: str
@@ -33,10 +34,16 @@ class TensorMapping:
     transposed: bool = False
     when: SpecCondition = lambda spec: True
     is_rotary: bool = False
+    part: tuple[int, int] = (0, 1)
 
     def convert(self, tensor: Tensor) -> Tensor:
-        """Convert an external tensor to a native one, or the reverse. Returns a view."""
+        """Convert the part of an external tensor to a native one, or the reverse. Returns a view."""
         return tensor.mT if self.transposed else tensor
+
+    def select_part(self, tensor: Tensor) -> Tensor:
+        """Return the part of an external tensor that this row maps. Returns a view."""
+        index, count = self.part
+        return tensor if count == 1 else tensor.chunk(count)[index]
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from headwise.spec.migration import (
 from headwise.spec.plan import plans_from_dicts
 from headwise.text import Tokenizer
 from headwise.text.gguf_tokenizer import tokenizer_from_gguf
-from headwise.weights.families import FAMILIES, ModelFamilySpec, family_of
+from headwise.weights.families import FAMILIES, ModelFamilySpec, family_of, missing_part
 from headwise.weights.families.family import Config
 from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import MappedTensor, TensorMapping, check_names_and_shapes, expand_mappings, find_prefix
@@ -267,7 +267,10 @@ def _attach_reason(path: Path) -> str:
     for family in FAMILIES:
         if model_type in family.model_types:
             return family.attach_reason(config)
-    return "Headwise does not implement this model family" if isinstance(model_type, str) else ""
+    if not isinstance(model_type, str):
+        return ""
+    missing = missing_part(config)
+    return f"Headwise does not implement {f'its {missing}' if missing else 'this model family'}"
 
 
 def _load_attached(folder: Path, dtype: torch.dtype | None, device: torch.device | str, check: bool) -> AttachedModel:
@@ -336,7 +339,7 @@ def _open_native(folder: Path) -> PretrainedCheckpoint:
 
 def _open_hugging_face(folder: Path, files: list[Path]) -> PretrainedCheckpoint:
     config = read_json(safe_child(folder, "config.json"))
-    family = family_of(config.get("model_type"))
+    family = family_of(config.get("model_type"), config)
     reader = SafetensorsReader(files) if files[0].suffix == ".safetensors" else TorchReader(files)
     spec = family.adjust(
         _parse_spec(family.spec_from_config, config, folder / "config.json"), set(reader.shapes), config
@@ -413,7 +416,10 @@ def _mapped_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Itera
     )
     used = set()
     for entry, name in names.items():
-        tensor = entry.mapping.convert(_require_float(reader.get(name), checkpoint.source, name))
+        stored = entry.mapping.select_part(_require_float(reader.get(name), checkpoint.source, name))
+        tensor = entry.mapping.convert(stored)
+        if tensor.ndim == 1:  # gains of norms over all heads have a head axis here
+            tensor = tensor.view(parameters[entry.native_name].shape)
         if name in used:  # a tensor of several layers: each gets its own copy, which training can change
             tensor = tensor.clone()
         used.add(name)
@@ -448,6 +454,9 @@ def _external_name(mapped: MappedTensor, prefix: str) -> str:
 
 def _external_shape(mapped: MappedTensor, parameter: Tensor) -> tuple[int, ...]:
     shape = tuple(parameter.shape)
+    if mapped.native_name.endswith(("_norm.weight", "_norm.bias")):
+        shape = (parameter.numel(),)  # gains of a norm over all heads have a head axis in the native model
+    shape = (shape[0] * mapped.mapping.part[1], *shape[1:])
     return shape[::-1] if mapped.mapping.transposed else shape
 
 

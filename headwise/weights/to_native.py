@@ -40,7 +40,8 @@ def to_native(model: ModelProtocol, *, check: bool = True) -> Transformer:
     memory with it. Pruned heads, folded means, quantized weights, plans and the tokenizer are converted, too.
 
     Args:
-        model: Attached model of a family that Headwise implements: Llama, Mistral, Qwen2, GPT-2, GPT-Neo, BERT, RoBERTa,
+        model: Attached model of a family that Headwise implements: Llama, Mistral, Qwen2, Qwen3, SmolLM3,
+            Phi-3, Ministral 3, OLMo 2 and 3, Gemma 2 and 3, GPT-2, GPT-Neo, BERT, RoBERTa,
             XLM-R, DistilBERT, T5. A native model is returned unchanged.
         check: Run both models on a few tokens, and raise an error if their outputs differ by more than rounding.
 
@@ -122,6 +123,11 @@ def _convert_spec(
     if any(layer.b_O is not None for layer in layers.values()):
         attention = replace(attention, out_bias=True)
     kept_heads = {str(address): layer.spec.head_ids for address, layer in layers.items()}
+    norm = attention.qk_norm
+    if norm is not None and norm.over == "width" and any(len(heads) < attention.heads for heads in kept_heads.values()):
+        raise UnsupportedModelError(
+            "it is pruned, and its queries and keys are normalized over all heads. Convert the full model, then prune it"
+        )
     spec = replace(spec, attention=attention, kept_heads=kept_heads, tied=spec.tied and _is_tied(attached.model))
     rules, activation_bits = quantization_of(attached.model)
     return replace(spec, weight_rules=rules, activation_bits=activation_bits)
@@ -172,11 +178,16 @@ def _other_tensors(
     tensors, used = {}, set()
     for mapped in all_mapped:
         is_position_bias = mapped.native_name.endswith(".position_bias")
-        if (".attention." in mapped.native_name or ".cross." in mapped.native_name) and not is_position_bias:
+        is_norm = mapped.native_name.endswith(("q_norm.weight", "k_norm.weight"))
+        if (".attention." in mapped.native_name or ".cross." in mapped.native_name) and not (
+            is_position_bias or is_norm
+        ):
             continue
         name = mapped.external_name.removeprefix("/")
         name = name if mapped.external_name.startswith("/") else prefix + name
-        tensor = mapped.mapping.convert(_dense(attached, name, state))
+        tensor = mapped.mapping.convert(mapped.mapping.select_part(_dense(attached, name, state)))
+        if is_norm and spec.attention.qk_norm is not None and spec.attention.qk_norm.weights == "per_head":
+            tensor = tensor.unflatten(0, (-1, spec.attention.head_dim))
         if is_position_bias:  # one table for all layers, with a row for each head that any layer has
             tensor = tensor[list(spec.attention_at(_address_of(mapped.native_name, spec)).head_ids)]
         tensors[mapped.native_name] = tensor

@@ -98,10 +98,29 @@ def distilbert(name: str, model: str, output: str, *, slow: bool = True, **confi
     return Case(name, model, sizes | {"max_position_embeddings": CONTEXT} | config, output=output, slow=slow)
 
 
-def llama(name: str, model: str = "LlamaForCausalLM", output: str = "logits", **config: Any) -> Case:
+def llama(
+    name: str, model: str = "LlamaForCausalLM", output: str = "logits", *, slow: bool = False, **config: Any
+) -> Case:
     sizes = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": LAYERS}
     sizes |= {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "intermediate_size": HIDDEN}
-    return Case(name, model, sizes | {"bos_token_id": 0, "eos_token_id": 0} | config, output=output)
+    return Case(name, model, sizes | {"bos_token_id": 0, "eos_token_id": 0} | config, output=output, slow=slow)
+
+
+NESTED = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 77.0},
+}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def longrope(channels: int) -> dict[str, Any]:
+    """Return LongRoPE settings for heads of this many channels, with an original context of 16 tokens."""
+    pairs = channels // 2
+    settings = {"rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(pairs)]}
+    return {
+        "rope_parameters": settings | {"long_factor": [2.0 + i for i in range(pairs)]},
+        "original_max_position_embeddings": 16,
+    }
 
 
 def deepseek(
@@ -173,6 +192,43 @@ CASES = (
     deepseek("deepseek-v2, wide values, eps", v_head_dim=13, rms_norm_eps=1e-2, kv_lora_rank=4),
     deepseek("deepseek-v2, linear rope, tied", tie_word_embeddings=True, **scaled_rope("linear")),
     deepseek("deepseek-v2, no output head", "DeepseekV2Model", "last_hidden_state"),
+    llama("llama, yarn", slow=True, **scaled_rope("yarn", original_max_position_embeddings=16, beta_fast=4.0)),
+    llama("llama, dynamic rope", slow=True, max_position_embeddings=16, **scaled_rope("dynamic")),
+    llama("qwen3", "Qwen3ForCausalLM", head_dim=10),
+    llama(
+        "qwen3, windows, biases, tied", "Qwen3ForCausalLM", slow=True, head_dim=8, attention_bias=True,
+        tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, max_window_layers=1, **scaled_rope("yarn"),
+    ),
+    llama("smollm3", "SmolLM3ForCausalLM", no_rope_layer_interval=2, pad_token_id=0),
+    llama(
+        "smollm3, windows, biases, listed layers", "SmolLM3ForCausalLM", slow=True, no_rope_layers=[0, 1, 1],
+        use_sliding_window=True,
+        sliding_window=5, attention_bias=True, mlp_bias=True, tie_word_embeddings=False, pad_token_id=0,
+        **scaled_rope("linear"),
+    ),
+    llama("phi3, longrope", "Phi3ForCausalLM", pad_token_id=0, **longrope(6)),
+    llama("phi3, window, part of the channels", "Phi3ForCausalLM", slow=True, pad_token_id=0, sliding_window=5,
+          hidden_size=48,
+          rope_parameters={"rope_type": "default", "rope_theta": 77.0, "partial_rotary_factor": 0.5},
+          tie_word_embeddings=True),
+    llama("ministral3", "Ministral3ForCausalLM", head_dim=10, rope_parameters={
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3}),
+    llama("olmo2", "Olmo2ForCausalLM", pad_token_id=0),
+    llama("olmo2, biases, tied", "Olmo2ForCausalLM", slow=True, pad_token_id=0, attention_bias=True,
+          tie_word_embeddings=True, **scaled_rope("linear")),
+    llama("olmo3", "Olmo3ForCausalLM", slow=True, pad_token_id=0, sliding_window=5, layer_types=LAYER_TYPES),
+    llama("olmo3, rotary of each kind", "Olmo3ForCausalLM", slow=True, pad_token_id=0, sliding_window=5,
+          rope_parameters=NESTED),
+    llama("gemma2", "Gemma2ForCausalLM", head_dim=10, sliding_window=5, query_pre_attn_scalar=7),
+    llama("gemma2, no caps, biases, untied", "Gemma2ForCausalLM", slow=True, head_dim=6, attn_logit_softcapping=None,
+          final_logit_softcapping=None, attention_bias=True, tie_word_embeddings=False, layer_types=LAYER_TYPES,
+          sliding_window=3, hidden_activation="gelu"),
+    llama("gemma3", "Gemma3ForCausalLM", head_dim=10, sliding_window=5, layer_types=LAYER_TYPES, rope_parameters=NESTED),
+    llama("gemma3, cap, biases, untied", "Gemma3ForCausalLM", slow=True, head_dim=6, sliding_window=4,
+          query_pre_attn_scalar=9,
+          final_logit_softcapping=5.0, attention_bias=True, tie_word_embeddings=False),
+    llama("gemma3, no output head", "Gemma3TextModel", "last_hidden_state", slow=True, head_dim=10, sliding_window=5),
     llama("llama, no output head", "LlamaModel", "last_hidden_state"),
     llama("mistral, no output head", "MistralModel", "last_hidden_state", sliding_window=5),
     llama("qwen2, no output head", "Qwen2Model", "last_hidden_state", tie_word_embeddings=True),

@@ -79,6 +79,17 @@ MODELS = {
     "deepseek_v2": Row("DeepseekV2ForCausalLM", ENCODER | {
         "first_k_dense_replace": 2, "kv_lora_rank": 10, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
         "v_head_dim": 5}, slow=False),
+    "qwen3": Row("Qwen3ForCausalLM", GROUPED | {"head_dim": 6}, slow=False),
+    "smollm3": Row("SmolLM3ForCausalLM", GROUPED | {"pad_token_id": 0, "no_rope_layer_interval": 2}),
+    "phi3": Row("Phi3ForCausalLM", GROUPED | {"pad_token_id": 0}),
+    "ministral3": Row("Ministral3ForCausalLM", GROUPED | {"head_dim": 6, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.3}}),
+    "olmo2": Row("Olmo2ForCausalLM", GROUPED | {"pad_token_id": 0}),
+    "olmo3": Row("Olmo3ForCausalLM", GROUPED | {"pad_token_id": 0, "sliding_window": 5}),
+    "gemma2": Row("Gemma2ForCausalLM", GROUPED | {"head_dim": 6, "sliding_window": 5}),
+    "gemma3_text": Row("Gemma3ForCausalLM", GROUPED | {
+        "head_dim": 6, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
     "t5": Row("T5ForConditionalGeneration", T5, slow=False),
     "mt5": Row("MT5ForConditionalGeneration", T5),
 }  # fmt: skip

@@ -1,11 +1,11 @@
 """Llama and models with its architecture (SmolLM2, TinyLlama, Mistral, Qwen2): rotary, RMS norm, SwiGLU, grouped queries."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from headwise.errors import FileFormatError, UnsupportedModelError
-from headwise.spec import AttentionSpec, ModelSpec, Rotary, RotaryScaling
+from headwise.spec import AttentionSpec, ModelSpec, Rotary
+from headwise.weights.families.decoder_config import DecoderSettings, read_rotary, rope_parameters, rope_settings
 from headwise.weights.families.family import (
     Config,
     ModelFamilySpec,
@@ -59,7 +59,7 @@ def spec_from_config(config: Config) -> ModelSpec:
             or heads,
             bias=biased,
             out_bias=biased and model_type != "qwen2",
-            rotary=_rotary(config, context),
+            rotary=_rotary(config, DecoderSettings(DEFAULTS[model_type]["context"])),
             window=windows[0] if is_uniform else None,
         ),
         mlp_width=required_setting(config, "intermediate_size"),
@@ -98,38 +98,16 @@ def _windows(config: Config, model_type: str, layers: int) -> tuple[int | None, 
     return tuple(window_of_type[name] for name in layer_types)
 
 
-def _rotary(config: Config, context: int) -> Rotary:
+def _rotary(config: Config, defaults: DecoderSettings) -> Rotary:
     """Read rope_parameters (transformers 5), or rope_scaling and rope_theta (4). rope_scaling takes precedence."""
-    rope_config = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope_config, Mapping) or any(isinstance(value, Mapping) for value in rope_config.values()):
-        raise UnsupportedModelError(
-            f"rotary positions that differ between layers are not supported. Got {rope_config}."
-        )
-    for section in (config, rope_config):
+    settings = rope_settings(config)
+    for section in (config, settings):
         if section.get("partial_rotary_factor") not in (None, 1):
             raise UnsupportedModelError(
                 f"partial_rotary_factor {section['partial_rotary_factor']} is not supported: in this model family all "
                 f"channels of a head are rotated. Remove it."
             )
-    theta = setting_or_default(
-        rope_config, "rope_theta", default=setting_or_default(config, "rope_theta", default=10000.0)
-    )
-    rope_type = setting_or_default(rope_config, "rope_type", default=rope_config.get("type", "default"))
-    if rope_type == "default":
-        return Rotary(theta=theta)
-    if rope_type == "linear":
-        return Rotary(theta=theta, scaling=RotaryScaling("linear", required_setting(rope_config, "factor")))
-    if rope_type == "llama3":
-        scaling = RotaryScaling(
-            "llama3",
-            required_setting(rope_config, "factor"),
-            required_setting(rope_config, "low_freq_factor"),
-            required_setting(rope_config, "high_freq_factor"),
-            config.get("original_max_position_embeddings")  # as in transformers, the outer setting takes precedence
-            or positive_int_setting(rope_config, "original_max_position_embeddings", default=context),
-        )
-        return Rotary(theta=theta, scaling=scaling)
-    raise UnsupportedModelError(f"rotary scaling {rope_type!r} is not supported. Supported: default, linear, llama3.")
+    return read_rotary(config, settings, defaults)
 
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
@@ -176,7 +154,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
         "intermediate_size": spec.mlp_width,
         "hidden_act": "silu",
         "rms_norm_eps": spec.norm_eps,
-        "rope_parameters": _rope_parameters(attention.rotary),
+        "rope_parameters": rope_parameters(attention.rotary, attention.head_dim),
         "rope_theta": attention.rotary.theta if attention.rotary else None,
         "tie_word_embeddings": spec.tied,
         "attention_dropout": attention.dropout,
@@ -190,21 +168,6 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     if model_type == "mistral":
         hf_config["sliding_window"] = attention.window
     return hf_config
-
-
-def _rope_parameters(rotary: Rotary | None) -> dict[str, Any]:
-    assert rotary is not None  # checked by config_from_spec
-    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.theta}
-    scaling = rotary.scaling
-    if scaling is not None:
-        parameters |= {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling is not None and scaling.kind == "llama3":
-        parameters |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
-    return parameters
 
 
 _NATIVE_NAMES = {
