@@ -313,12 +313,12 @@ def require_same_spec(
         *([value.attention_at(a) for a in value.layer_addresses] for value in (expected, actual)), strict=False
     )
     pairs = [("", replace_layer_fields(expected), replace_layer_fields(actual))]
-    pairs += [("attention.", wanted, read) for wanted, read in layers]
-    for prefix, wanted, read in pairs:
-        for name in wanted.__dataclass_fields__:
-            if getattr(wanted, name) != getattr(read, name):
+    pairs += [("attention.", written, read) for written, read in layers]
+    for prefix, written, read in pairs:
+        for name in written.__dataclass_fields__:
+            if getattr(written, name) != getattr(read, name):
                 raise UnsupportedModelError(
-                    f"the {family} format cannot represent {prefix}{name}={getattr(wanted, name)!r}. Use model.save(folder), "
+                    f"the {family} format cannot represent {prefix}{name}={getattr(written, name)!r}. Use model.save(folder), "
                     f"which supports every model."
                 )
     return config
