@@ -80,7 +80,7 @@ def _serve(connection: Any) -> None:
         connection.send(run_architecture(name, lambda: connection.send("built")))
 
 
-def run_all(names: list[str], file: Path) -> None:
+def run_all(names: list[str], file: Path, timeout: float) -> None:
     """Run the architectures without a result in the file, and write each result as soon as it is available."""
     file.parent.mkdir(parents=True, exist_ok=True)
     done_names = {row["name"] for row in read_results(file)}
@@ -98,9 +98,9 @@ def run_all(names: list[str], file: Path) -> None:
             connection.send(name)
             result = {"name": name, "model": class_names[name], "verdict": "not built", "reason": "", "findings": {}}
             try:
-                while (reply := connection.recv() if connection.poll(TIMEOUT_SECONDS) else None) == "built":
+                while (reply := connection.recv() if connection.poll(timeout) else None) == "built":
                     result["verdict"] = "crash"  # until the process reports a result
-                result = reply or result | {"verdict": "not built", "reason": f"takes longer than {TIMEOUT_SECONDS} s"}
+                result = reply or result | {"verdict": "not built", "reason": f"takes longer than {timeout:g} s"}
                 failed = reply is None
             except EOFError:
                 result["reason"], failed = "the process ended", True
@@ -225,6 +225,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--results", type=Path, default=RESULTS)
     options.add_argument("--only", nargs="+", default=[])
+    options.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds per architecture")
     options.add_argument("--table", action="store_true", help="only update the table")
     args = options.parse_args()
     if args.only:
@@ -232,7 +233,7 @@ def main() -> None:
             print(json.dumps(run_architecture(name), indent=2), flush=True)
         return
     if not args.table:
-        run_all(list(architectures()), args.results)
+        run_all(list(architectures()), args.results, args.timeout)
     results = read_results(args.results)
     write_table(results)
     print(count_verdicts(results))
