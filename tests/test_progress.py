@@ -1,5 +1,6 @@
 """The progress line of long functions: shown to a person by default, off by progress=False, one line for nested calls."""
 
+import inspect
 import io
 import sys
 from types import SimpleNamespace
@@ -90,6 +91,25 @@ def test_notebook_counts_as_watched_and_a_pipe_does_not(monkeypatch: pytest.Monk
     shell = type("ZMQInteractiveShell", (), {})()
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # pyright: ignore
     assert is_watched()
+
+
+def test_all_public_functions_show_a_line_by_default() -> None:
+    """None is the default of `progress`, except in training, whose display is on by default: True."""
+    import headwise as hw
+    from headwise import analysis, compression, distillation, experiments, training
+
+    functions = {
+        f"{package.__name__}.{name}": getattr(package, name)
+        for package in (hw, analysis, compression, distillation, experiments, training)
+        for name in package.__all__
+    }
+    silent = []
+    for name, function in functions.items():
+        parameter = inspect.signature(function).parameters.get("progress") if inspect.isfunction(function) else None
+        if parameter is not None and parameter.default is not True and not hasattr(function, "__wrapped__"):
+            silent.append(name)
+    assert silent == []
+    assert hasattr(hw.profile, "__wrapped__")
 
 
 def test_public_functions_take_false(terminal: Terminal) -> None:

@@ -18,6 +18,7 @@ from headwise.attached.cache_policies import (
     CacheContext,
     cache_layer_factory,
     check_cache_support,
+    check_kv_heads,
     generate_with_cache,
     layers_that_need_all_keys,
     set_policies,
@@ -483,6 +484,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
     def streaming_forward(self) -> AttachedSimulatedStreamingForward:
         """Return forward passes in which KV heads stream, to rank them."""
         self._check_attached()
+        check_kv_heads(self._layers, self.spec)
         return AttachedSimulatedStreamingForward(self)
 
     def untrained(self, seed: int = 0) -> "AttachedModel":

@@ -223,7 +223,7 @@ def layers_that_need_all_keys(attached: "AttachedModel") -> set[Any]:
     Logits with caches that receive the tokens in chunks must equal those of one pass in which evicted tokens are masked.
     """
     layers = [layer for layer in attached.attention_layers() if layer.hook_point.address.stack in CACHED_STACKS]
-    _check_kv_heads(layers, attached.spec)
+    check_kv_heads(layers, attached.spec)
     traced = {layer.hook_point.address for layer in layers if layer.info.backend == "traced"}
     everywhere = {layer.hook_point.address for layer in layers}
     problem = ""
@@ -299,7 +299,7 @@ def set_policies(layers: list[AttachedLayer], spec: ModelSpec) -> None:
         layer.spec = replace(layer.spec, cache=() if all(policy == KEEP_ALL for policy in cache) else cache)
 
 
-def _check_kv_heads(layers: list[AttachedLayer], spec: ModelSpec) -> None:
+def check_kv_heads(layers: list[AttachedLayer], spec: ModelSpec) -> None:
     """Raise if a layer has other KV heads than the spec, so that policies would not reach all of its KV heads."""
     addresses = set(map(str, spec.cached_kv_head_addresses))
     for layer in layers:
@@ -316,7 +316,7 @@ def _check_kv_heads(layers: list[AttachedLayer], spec: ModelSpec) -> None:
 def check_cache_support(layers: list[AttachedLayer], spec: ModelSpec) -> None:
     """Raise if policies do not reach all KV heads, or quantize the cache of a layer that computes its scores itself."""
     if spec.cache:
-        _check_kv_heads(layers, spec)
+        check_kv_heads(layers, spec)
     for layer in layers:
         if layer.info.backend == "traced" and any(policy.bits != 32 for policy in policies_of_layer(spec, layer)):
             raise UnsupportedModelError(

@@ -19,7 +19,7 @@ from headwise.compression.quantize import Basis, quantize
 from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
 from headwise.model.weights_digest import weights_digest
-from headwise.progress import Progress
+from headwise.progress import ProgressOption, callback_of, shows_progress
 from headwise.spec import Address, ModelSpec
 from headwise.spec.weight_bits import WEIGHT_BITS, check_bits, row_bytes
 
@@ -282,6 +282,7 @@ class BitAllocationReport:
         return asdict(self, dict_factory=nan_to_none) | {"beats_random": self.beats_random}
 
 
+@shows_progress
 def report_allocation(
     model: ModelProtocol,
     allocation: BitAllocation,
@@ -291,7 +292,7 @@ def report_allocation(
     uniform: Sequence[int] = (),
     seeds: int = 10,
     basis: Basis = "given",
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> BitAllocationReport:
     """Evaluate an allocation, uniform bits and random allocations on texts.
 
@@ -304,10 +305,12 @@ def report_allocation(
         seeds: Number of random allocations.
         basis: Basis in which the weights of heads are quantized.
         progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         Losses with 95% confidence intervals over texts.
     """
+    progress = callback_of(progress)
     evaluation, extra_bits = PairedEvaluator.of(model, corpus), dict(other_bits or {})
     bit_settings = [
         allocation.bits_by_head_and_part,

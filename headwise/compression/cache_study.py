@@ -20,7 +20,7 @@ from headwise.distributed.parallel_strategy_cost import cache_bytes
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.io.atomic_write import atomic_folder
 from headwise.model import ModelProtocol
-from headwise.progress import Progress
+from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.spec import Address, CachePolicy, Plan
 from headwise.spec.cache_policy import CACHE_BITS as CACHE_BITS
 from headwise.spec.cache_policy import KEEP_ALL
@@ -234,13 +234,14 @@ class CacheStudyResult:
         }  # fmt: skip
 
 
+@shows_progress
 def cache_study(
     model: ModelProtocol,
     study: CacheStudyConfig,
     *,
     out: str | Path | None = None,
     save_plan: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> CacheStudyResult:
     """Reduce the KV cache of a model and report bytes and loss, compared with random plans of equal size.
 
@@ -250,6 +251,7 @@ def cache_study(
         out: Folder for the model with the new cache policies. None writes no model.
         save_plan: File for the plan. None writes no plan. Model and plan are written before the evaluation starts.
         progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         The plan, the model, the report and the curve. A part that was not requested is None or empty.
@@ -264,6 +266,7 @@ def cache_study(
     >>> result.plan.cache[0].policy, result.report.skip_tokens, result.report.texts
     (CachePolicy(bits=32, sink_tokens=1, window=8), 9, 4)
     """
+    progress = callback_of(progress)
     _check(model, study, out is not None or save_plan is not None)
     length = min(DEFAULT_LENGTH, model.spec.context) if study.max_length is None else study.max_length
     selection_corpus, test_corpus = _split_texts(model, study, length)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from headwise.analysis.ablation.head_outputs import eval_corpus
 from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost, Sensitivity, sensitivity
@@ -15,7 +15,7 @@ from headwise.compression.streaming_loss_evaluator import StreamingLossEvaluator
 from headwise.compression.streaming_selection import STREAM_RANKERS
 from headwise.distributed.parallel_strategy_cost import cache_bytes, kv_head_cache_bytes
 from headwise.errors import ArgumentError, HeadwiseError
-from headwise.model import ModelProtocol, Transformer
+from headwise.model import ModelProtocol
 from headwise.model.simulated_streaming_forward import streaming
 from headwise.progress import Progress
 from headwise.spec import Address, ModelSpec, Plan
@@ -105,17 +105,16 @@ def cache_bytes_and_kv_head(spec: ModelSpec, head: Address) -> tuple[int, str]:
 
 
 def streaming_cost(model: ModelProtocol, kv_head: str, corpus: Any = None) -> StreamingTestResult | None:
-    """Measure the loss with this KV head streaming. Return None if the model has no cache per head."""
+    """Measure the loss with this KV head streaming. Return None if the model has no cache policies per head."""
     if model.spec.kind != "decoder" or model.output is None or model.spec.cache:
         return None
     try:
-        model.check_native("only headwise's own models have a cache per head")
-    except HeadwiseError:
+        model.streaming_forward()
+    except HeadwiseError:  # a torch module, or KV heads without an address
         return None
-    native = cast(Transformer, model)
-    evaluation = StreamingLossEvaluator.of(native, STREAMING_POLICY, corpus)
-    with streaming(native, (Address.parse(kv_head),), STREAMING_POLICY):
-        return evaluation.test(native)
+    evaluation = StreamingLossEvaluator.of(model, STREAMING_POLICY, corpus)
+    with streaming(model, (Address.parse(kv_head),), STREAMING_POLICY):
+        return evaluation.test(model)
 
 
 def head_cost_data(

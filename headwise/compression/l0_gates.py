@@ -25,7 +25,7 @@ from headwise.heads.learned_gates import LearnedGates, add_sparsity_gradient
 from headwise.kernels.enable_grad import gradients_enabled
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.loss import IGNORE_INDEX
-from headwise.progress import Progress
+from headwise.progress import ProgressOption, callback_of, shows_progress
 from headwise.spec import Address, LayerAddress
 from headwise.training.batch_samplers import ShuffledWindowSampler
 from headwise.training.optimizer import make_optimizer, trainable_parameters
@@ -36,6 +36,7 @@ DEFAULT_MAX_LENGTH = 128  # tokens per text
 WEIGHT_RECIPE = Recipe(learning_rate=1e-4, weight_decay=0.0)  # for weights that are trained together with the gates
 
 
+@shows_progress
 def learn_gates(
     model: ModelProtocol,
     corpus: Any,
@@ -47,7 +48,7 @@ def learn_gates(
     context: int | None = None,
     train_weights: bool = False,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> dict[Address, float]:
     """Train gates and return the probability that the gate of each head is open.
 
@@ -65,10 +66,12 @@ def learn_gates(
         train_weights: Also train the weights of the model, in place.
         seed: Seed of gates and batches.
         progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         Probability of an open gate for each head: near 1 for heads to keep.
     """
+    progress = callback_of(progress)
     _check(model, keep, steps, rate, batch)
     samples = _select_samples(model, corpus, context, steps * batch)
     # Shuffles the texts: each window is the index of one text.

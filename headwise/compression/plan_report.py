@@ -16,7 +16,7 @@ from headwise.compression.select_heads import compute_folded_biases, lowest_scor
 from headwise.distributed.parallel_strategy_cost import cache_bytes
 from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
-from headwise.progress import Progress
+from headwise.progress import ProgressOption, callback_of, shows_progress
 from headwise.spec import Address, ModelSpec
 from headwise.spec.weight_bits import FULL_PRECISION, NON_HEAD_PARTS, Basis
 
@@ -170,6 +170,7 @@ class PlanReport:
         return result
 
 
+@shows_progress
 def report(
     before: ModelProtocol,
     after: ModelProtocol,
@@ -183,7 +184,7 @@ def report(
     train_full: TrainFunction | None = None,
     length: int | None = None,
     repeats: int = TIMING_REPEATS,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> PlanReport:
     """Compare a changed model with the full model on texts. The given models are not changed.
 
@@ -205,10 +206,12 @@ def report(
         length: Tokens of the random text for timing. None: 512, or the context of the model if it is shorter.
         repeats: Number of timings. Both models are timed in turn.
         progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         Sizes, timing and losses with 95% confidence intervals.
     """
+    progress = callback_of(progress)
     pruned = set(before.spec.head_addresses) - set(after.spec.head_addresses)
     if not set(after.spec.head_addresses) <= set(before.spec.head_addresses) or before.spec.vocab != after.spec.vocab:
         raise ArgumentError(

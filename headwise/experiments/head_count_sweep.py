@@ -19,7 +19,7 @@ from headwise.experiments.engine.training_pool import train_all
 from headwise.experiments.experiment_context import SYNTHETIC_VOCAB_SIZE, default_config, default_recipe
 from headwise.experiments.head_diversity import head_diversity
 from headwise.experiments.layers_or_heads_specs import reduce_layers_or_heads
-from headwise.progress import Progress
+from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Corpus
 
@@ -87,6 +87,7 @@ class HeadSweep:
         return json.loads(json.dumps(asdict(self)), parse_constant=str)  # NaN becomes a string
 
 
+@shows_progress
 def head_sweep(
     heads: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
     *,
@@ -103,7 +104,7 @@ def head_sweep(
     cache: str | Path | None = None,
     processes: int | None = None,
     executor: Executor | str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> HeadSweep:
     """Train one model per head count and seed, and compare loss, probe accuracy, head diversity, speed and memory.
 
@@ -125,7 +126,8 @@ def head_sweep(
         cache: Folder for trained models. Default: `$HEADWISE_CACHE` or the user's cache folder.
         processes: Number of worker processes.
         executor: "dask", "slurm" or a `concurrent.futures` executor, used in place of local processes.
-        progress: Callback for progress reports.
+        progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         One row per head count, with means and confidence intervals over the seeds.
@@ -133,6 +135,7 @@ def head_sweep(
     Raises:
         ArgumentError: A head count does not divide the width, or an argument is out of range.
     """
+    progress = callback_of(progress)
     specs = {}
     for count in check_heads(heads, width, head_dim):
         attention = AttentionSpec(width=width, heads=count, head_dim=head_dim or 0)
@@ -163,6 +166,7 @@ def depth_vs_heads_sweep(
     return compare_specs(specs, "number of removed parameters", **training)
 
 
+@shows_progress
 def compare_specs(
     specs: dict[str, ModelSpec],
     constant: str,
@@ -176,9 +180,10 @@ def compare_specs(
     cache: str | Path | None = None,
     processes: int | None = None,
     executor: Executor | str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> HeadSweep:
     """Train each spec with every seed and measure all models in the same way. See `head_sweep` for the arguments."""
+    progress = callback_of(progress)
     if seeds < 1:
         raise ArgumentError(f"seeds: a sweep needs at least one seed. Got {seeds}. Use seeds=1 or more.")
     check_executor(executor)

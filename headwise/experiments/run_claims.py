@@ -23,7 +23,7 @@ from headwise.experiments.experiment_context import (
     ExperimentSize,
 )
 from headwise.experiments.registry import find_claims
-from headwise.progress import Progress
+from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.weights import load
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class ClaimResult:
         }  # fmt: skip
 
 
+@shows_progress
 def claims(
     names: Iterable[str] = (),
     *,
@@ -139,7 +140,7 @@ def claims(
     cache: str | Path | None = None,
     processes: int | None = None,
     executor: Executor | str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
     log: Callable[[str], object] | None = None,
 ) -> list[ClaimResult]:
     """Test claims about heads.
@@ -160,7 +161,8 @@ def claims(
         processes: Number of worker processes.
         executor: "dask", "slurm" or a `concurrent.futures` executor for training and measuring. Timed claims always run
             in this process.
-        progress: Callback for progress reports.
+        progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
         log: Function called with a message for each claim that is skipped because it does not apply to the model.
 
     Returns:
@@ -169,6 +171,7 @@ def claims(
     Raises:
         ArgumentError: A claim does not exist, or two arguments contradict each other.
     """
+    progress = callback_of(progress)
     names = list(names)
     selected = find_claims(names)
     check_executor(executor)

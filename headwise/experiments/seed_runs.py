@@ -19,7 +19,7 @@ from headwise.experiments.experiment_context import ExperimentSize
 from headwise.experiments.registry import find_claims
 from headwise.experiments.run_claims import ClaimResult, claims
 from headwise.io import write_atomic
-from headwise.progress import Progress
+from headwise.progress import ProgressOption, callback_of, shows_progress
 
 FORMAT = 1
 
@@ -81,6 +81,7 @@ def load_seed_files(folder: str | Path) -> list[SeedFile]:
     return sorted(files, key=lambda file: file.seed)
 
 
+@shows_progress
 def run_seeds(
     names: Sequence[str],
     folder: str | Path,
@@ -90,7 +91,7 @@ def run_seeds(
     size: ExperimentSize | None = None,
     cache: str | Path | None = None,
     processes: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> list[ClaimResult]:
     """Test claims with several seeds, one seed after the other, and judge all seeds of the folder together.
 
@@ -104,11 +105,13 @@ def run_seeds(
         size: Size of the trained models and training settings.
         cache: Folder of the trained models.
         processes: Number of worker processes.
-        progress: Callback for progress reports.
+        progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         One result per claim, over all seeds in the folder.
     """
+    progress = callback_of(progress)
     if seeds < 1:
         raise ArgumentError(f"seeds: at least one seed is needed. Got {seeds}. Use seeds=1 or more.")
     selected = _selected(names)

@@ -22,7 +22,7 @@ import headwise as hw
 from headwise.compression import StreamingRequest
 from headwise.errors import HeadwiseError
 from headwise.kernels import resolve_device, resolve_dtype, rounding_bound
-from headwise.progress import Progress
+from headwise.progress import ProgressOption, callback_of, shows_progress
 from headwise.text import make_tokenizer
 
 ROUNDINGS = 64  # roundings of one number on its way through two layers
@@ -94,11 +94,12 @@ class SelfTestReport:
         return asdict(self) | {"passed": self.passed}
 
 
+@shows_progress
 def selftest(
     device: torch.device | str = "auto",
     *,
     dtype: torch.dtype | str = "float32",
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> SelfTestReport:
     """Verify an installation on one device: run a sample of the contract suite there and compare it with the CPU.
 
@@ -109,6 +110,7 @@ def selftest(
         device: Device to test. "auto": the first available of CUDA, XPU, MPS and CPU.
         dtype: Data type of the weights.
         progress: Called with a label, the number of checks done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         One result per check, with its error, the bound and the duration.
@@ -120,6 +122,7 @@ def selftest(
     >>> len(CHECKS) > 15
     True
     """
+    progress = callback_of(progress)
     resolved = resolve_device(device)
     weight_dtype = resolve_dtype(dtype, resolved)
     assert weight_dtype is not None

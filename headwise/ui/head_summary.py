@@ -31,7 +31,7 @@ from headwise.compression.head_compression_cost import CACHE_TOKENS, HeadCompres
 from headwise.compression.streaming_loss_evaluator import BOUND
 from headwise.io.result_store import ResultStore
 from headwise.model import ModelProtocol
-from headwise.progress import Progress
+from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.spec import Address
 from headwise.ui.glossary import GLOSSARY, docs_anchor
 from headwise.ui.role_descriptions import describe_role
@@ -121,6 +121,7 @@ class HeadDescription:
         return (*self.facts.errors, *self.cost.errors)
 
 
+@shows_progress
 def describe(
     model: ModelProtocol,
     head: str,
@@ -128,7 +129,7 @@ def describe(
     *,
     prompts: bool = False,
     store: bool = True,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> HeadSummary:
     """Describe one head in sentences: its roles with their evidence, its output, its importance and its costs.
 
@@ -139,6 +140,7 @@ def describe(
         prompts: Whether to test the roles that are defined on prompts of their own as well.
         store: Whether to read results from the store on disk, and to keep new ones there (`headwise store`).
         progress: Function called with stage, done and total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         The summary. Measurements that the model does not support are left out.
@@ -146,6 +148,7 @@ def describe(
     Raises:
         HeadwiseError: If the model has no such head.
     """
+    progress = callback_of(progress)
     result_store = ResultStore() if store else None
     *_, description = describe_steps(model, head, corpus, prompts=prompts, store=result_store, progress=progress)
     return HeadSummary(tuple(description.lines))

@@ -12,6 +12,7 @@ import headwise as hw
 from headwise.cli import app
 from headwise.compression import StreamingRequest
 from headwise.compression.cache_study import CacheStudyConfig, cache_study
+from headwise.compression.head_compression_cost import streaming_cost
 from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
 from tests.attached.test_analysis import TEXTS, build, save_model
 
@@ -72,6 +73,24 @@ def test_cache_study_attached_equals_native(tmp_path: Path) -> None:
     reopened = hw.attach(type(b.model).reopen(tmp_path / "small").model)  # pyright: ignore[reportAttributeAccessIssue]
     assert reopened.spec.cache == b.model.spec.cache
     assert hw.Plan.load(tmp_path / "plan.json") == b.plan
+
+
+def test_streaming_cost_attached_equals_native(tmp_path: Path) -> None:
+    """The sentence about streaming in `hw.describe` has the same figures. Another KV head gives others."""
+    native, attached = hw.load(save_model("llama", tmp_path)), hw.attach(*build("llama"))
+    first, second, other = (
+        streaming_cost(model, head, " ".join(LINES * 12))
+        for model, head in ((native, "1.1"), (attached, "1.1"), (attached, "1.0"))
+    )
+    assert first
+    assert second
+    assert other
+    (a,), (b,), (c,) = first.costs, second.costs, other.costs  # random weights need no context: only running text
+    assert (a.kind, a.texts) == (b.kind, b.texts) == ("running text", 8)
+    assert b.full_loss == pytest.approx(a.full_loss, abs=1e-5)
+    assert b.loss_increase.mean == pytest.approx(a.loss_increase.mean, abs=1e-6)
+    assert abs(a.loss_increase.mean - c.loss_increase.mean) > 1e-5
+    assert not attached.spec.cache
 
 
 def test_passkeys_attached_equal_native(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.balanced_basis import LayerHeadMatrices, change_basis
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
-from headwise.progress import Progress
+from headwise.progress import ProgressOption, callback_of, shows_progress
 from headwise.spec.weight_bits import GROUP_SIZE
 
 HeadSet = tuple[str, ...]  # KV heads whose weights are quantized together
@@ -65,6 +65,7 @@ class JointQuantizationCosts:
         )
 
 
+@shows_progress
 @torch.no_grad()
 def joint_quantization_costs(
     model: ModelProtocol,
@@ -74,7 +75,7 @@ def joint_quantization_costs(
     *,
     max_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> JointQuantizationCosts:
     """Measure the loss increase when all weights of several KV heads are quantized together.
 
@@ -86,6 +87,7 @@ def joint_quantization_costs(
         max_length: Plain text is split into chunks of this many tokens.
         batch_tokens: Maximum number of tokens per batch.
         progress: Called with a label, the number of sets done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         Loss increase and KL divergence of each set and text.
@@ -99,6 +101,7 @@ def joint_quantization_costs(
     >>> costs.pair_interaction("0.1", "1.0").shape
     (1,)
     """
+    progress = callback_of(progress)
     check_metric(model, "loss")
     check_parts(WEIGHT_PARTS, (bits,))
     layers = [layer for layer in model.attention_layers() if layer.spec.head_ids]

@@ -47,7 +47,7 @@ from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError,
 from headwise.heads.head import HeadPattern
 from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import ModelProtocol, check_model, eval_mode
-from headwise.progress import Progress
+from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.spec import Address
 
 Method = Literal["mean_difference", "ridge_probe", "function_vector"]
@@ -113,6 +113,7 @@ class SteeringConfig:
                 raise ArgumentError(f"{name}: must be above 0. Got {getattr(self, name)!r}.")
 
 
+@shows_progress
 def find_steering(
     model: ModelProtocol,
     positive: Sequence[Any],
@@ -131,7 +132,7 @@ def find_steering(
     seed: int = 0,
     name: str = "",
     steps: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> SteeringResult:
     """Find heads and directions that make a model prefer the positive texts, and judge them on held-out texts.
 
@@ -163,6 +164,7 @@ def find_steering(
         name: Name of the steering.
         steps: File of finished steps. Repeat the call with the same file to resume an interrupted search.
         progress: Called with a label, the number of finished steps and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         The steering with its held-out effect, baselines and side effects.
@@ -182,6 +184,7 @@ def find_steering(
     >>> len(result.steering.vectors), len(result.random_effects)
     (2, 3)
     """
+    progress = callback_of(progress)
     settings = SteeringConfig(
         method, heads, num_heads, tuple(strengths) if isinstance(strengths, list | tuple) else (), max_kl, max_distance,
         corpus, max_texts, max_length, num_random, seed,

@@ -32,7 +32,7 @@ from headwise.analysis.steering.steering_result import SteeringEffect, SteeringR
 from headwise.analysis.steering.step_file import StepRunner
 from headwise.errors import ArgumentError, suggest_names
 from headwise.model import ModelProtocol, eval_mode
-from headwise.progress import Progress
+from headwise.progress import ProgressOption, callback_of, shows_progress
 
 MAX_NEW_TOKENS = 20
 MAX_TEXTS = 16  # other texts for side effects
@@ -287,6 +287,7 @@ CASES = {
 }
 
 
+@shows_progress
 def run_steering_case(
     model: ModelProtocol,
     case: str,
@@ -296,7 +297,7 @@ def run_steering_case(
     num_random: int = 19,
     seed: int = 0,
     steps: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> SteeringCaseResult:
     """Find a steering for a shipped case and judge continuations of held-out prompts.
 
@@ -309,10 +310,12 @@ def run_steering_case(
         seed: Seed of halves and random baselines.
         steps: File of finished steps, to resume an interrupted run. The continuations are in a file next to it.
         progress: Called with a label, the work done and the total.
+            None shows one line in a terminal or notebook, False nothing.
 
     Returns:
         The result of the case.
     """
+    progress = callback_of(progress)
     model.check_native("the shipped cases generate in batches, which only headwise's own models do; use hw.load")
     if case not in CASES:
         raise ArgumentError(f"case: {suggest_names(case, CASES)} Got {case!r}.")
