@@ -104,9 +104,10 @@ def choose_gguf_architecture(spec: ModelSpec) -> GgufArchitecture:
     nearest = BERT if spec.kind == "encoder" else LLAMA if spec.norm == "rms" else GPT2
     if problems := [*_field_differences(spec, nearest), *_size_problems(spec, nearest)]:
         suffix = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        others = "" if spec.kind == "encoder-decoder" else "to='onnx', or "
         raise UnsupportedModelError(
             f"to='gguf': llama.cpp's {nearest.name} architecture cannot compute this model: {'; '.join(problems[:3])}"
-            f"{suffix}. Use to='onnx', or model.save(folder)."
+            f"{suffix}. Use {others}model.save(folder)."
         )
     return nearest
 

@@ -566,6 +566,22 @@ class AttentionSpec(JSONSpec):
         return total + self._num_norm_parameters
 
     @property
+    def num_input_weights(self) -> int:
+        """Number of weights of the projections of q, k, v and of the output gate, without biases."""
+        heads, kv_heads = len(self.head_ids), len(self.kv_head_ids)
+        if self.latent is not None:
+            latent = self.latent
+            up = self.head_dim - latent.rotary_dims + self.value_dim
+            down = (latent.kv_rank + latent.rotary_dims + latent.query_rank) * self.width
+            return down + heads * (self.head_dim * (latent.query_rank or self.width) + up * latent.kv_rank)
+        pruned = {projection: len(rows) for projection, rows in self.pruned_norm_rows.items()}
+        queries = (heads + pruned["q"]) * self.head_dim
+        keys_values = kv_heads * (self.head_dim + self.value_dim) + pruned["k"] * self.head_dim
+        input_slices = self.heads if self.head_input == "slice" else 1
+        gates = {None: 0, "head": heads, "channel": heads * self.value_dim}[self.output_gate]
+        return (queries * self.width + keys_values * self.kv_width) // input_slices + gates * self.width
+
+    @property
     def _has_width_norm(self) -> bool:
         return self.qk_norm is not None and self.qk_norm.over == "width"
 

@@ -69,6 +69,7 @@ def test_record_map_times_v_equals_z(name: str) -> None:
     for head in layer.heads:
         head_recording = recording[head.address]
         z = head_recording.map() @ head_recording.v
+        z = z if head_recording.token_gate is None else z * head_recording.token_gate
         assert_equal(head_recording.z, z if head.gate is None else z * head.gate)
 
 

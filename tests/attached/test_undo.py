@@ -192,7 +192,7 @@ def test_attach_after_an_error_in_its_trial_attaches(tiny: Any, monkeypatch: pyt
 def test_load_that_fails_in_the_trial_leaves_nothing_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    BY_NAME["qwen3"].build().save_pretrained(tmp_path)
+    BY_NAME["gpt_neox"].build().save_pretrained(tmp_path)
     gc.collect()
     before = set(ACTIVE)
     monkeypatch.setattr("headwise.attached.layer_probe.LayerProbe.store_probe_results", lambda self: 1 / 0)

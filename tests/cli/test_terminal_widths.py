@@ -88,6 +88,7 @@ def table_commands(workdir: Path, cache: Path = Path("lab")) -> dict[str, tuple[
 
 
 WITHOUT_TABLES = {
+    "circuit",  # tests/analysis/test_circuits.py reads its table
     "demo",
     "distill",
     "find",  # tests/cli and tests/analysis read its table

@@ -81,7 +81,8 @@ def test_export_attached_pruned_to_other_engines(to: str, name: str, tmp_path: P
 
 
 def test_export_attached_unsupported_family_raises(tmp_path: Path) -> None:
-    attached = attach_llama("Qwen3")
-    with pytest.raises(hw.HeadwiseError, match="family 'qwen3'"):
-        hw.export(attached, tmp_path / "m.gguf", to="gguf")
+    for model_class, message in (("Granite", "family 'granite'"), ("Qwen3", "attention.qk_norm")):
+        attached = attach_llama(model_class)
+        with pytest.raises(hw.HeadwiseError, match=message):
+            hw.export(attached, tmp_path / "m.gguf", to="gguf")
     assert not (tmp_path / "m.gguf").exists()

@@ -162,9 +162,9 @@ def make_classifier() -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: build("qwen3"), "family 'qwen3'"),
+        (lambda: build("gpt_neox"), "family 'gpt_neox'"),
         (make_classifier, "has no weight lm_head.weight"),
-        (lambda: build_llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}), "yarn"),
+        (lambda: build_llama(hidden_act="relu6"), "relu6"),
     ],
 )
 def test_to_native_unsupported_model_raises(make: Any, message: str, tmp_path: Path) -> None:

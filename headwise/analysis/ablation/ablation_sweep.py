@@ -235,10 +235,8 @@ def pass_cost(spec: ModelSpec, length: int, causal: bool = False) -> ForwardPass
         heads, channels = len(a.head_ids), a.head_dim + a.value_dim
         is_causal = causal and layer_address.stack in ("", "dec") and spec.kind != "encoder"
         pairs = length * (length + 1) // 2 if is_causal else length * length
-        width = D // a.heads if a.head_input == "slice" else D
-        qkv_flops = 2 * length * width * (heads * a.head_dim + len(a.kv_head_ids) * channels)
         output_flops.append(2 * length * heads * a.value_dim * D)
-        attention_flops.append(qkv_flops + 2 * pairs * heads * channels + output_flops[-1])
+        attention_flops.append(2 * length * a.num_input_weights + 2 * pairs * heads * channels + output_flops[-1])
     mlp_flops = 2 * D * spec.mlp_width * (3 if spec.has_gated_mlp else 2)
     logits_flops = 2 * D * spec.vocab * (spec.output != "none") + 2 * D * D * (spec.output == "mlm")
     return ForwardPassFlops(

@@ -71,6 +71,7 @@ class RecordedLayerCall:
     k: BufferSlice | None  # (B, k, S, d)
     v: BufferSlice | None  # (B, k, S, e)
     z: Tensor | None  # (B, h, T, e)
+    token_gate: Tensor | None  # (B, h, T, 1 or e), recorded with z
 
 
 @dataclass(eq=False)
@@ -89,12 +90,14 @@ class LayerRecord:
         with torch.no_grad():
             q = self._copy_heads(call.q, "q")
             z = self._copy_heads(call.z, "z")
+            gate = None if call.token_gate is None else self._copy_heads(call.token_gate, "z")
             k, v = self._store_kv(call.k, "k", call, T), self._store_kv(call.v, "v", call, T)
         try:
             W_O = call.hook_point.W_O.detach()
         except HeadwiseError as error:  # only head outputs need W_O
             W_O = error
-        self.calls.append(RecordedLayerCall((T, S), _copy_params(call.params), W_O, tensor_version(W_O), q, k, v, z))
+        params, version = _copy_params(call.params), tensor_version(W_O)
+        self.calls.append(RecordedLayerCall((T, S), params, W_O, version, q, k, v, z, gate))
 
     def _copy_heads(self, x: Tensor, tensor_name: str) -> Tensor | None:
         if tensor_name not in self.tensor_names:

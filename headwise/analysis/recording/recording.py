@@ -76,6 +76,12 @@ class HeadCall:
         return _require_recorded(self._call.z, "z")[:, self._recorded_index]
 
     @property
+    def token_gate(self) -> Tensor | None:
+        """Output gate of the tokens, a factor of z, (B, T, 1 or e). None if the layer has none, or if z was not recorded."""
+        gate = self._call.token_gate
+        return None if gate is None else gate[:, self._recorded_index]
+
+    @property
     def output(self) -> Tensor:
         """Output of the head to the residual stream, z W_O[h], (B, T, D)."""
         W_O = self._call.W_O
@@ -194,6 +200,11 @@ class HeadRecording:
     def z(self) -> Tensor:
         """Head output before W_O, (B, T, e)."""
         return self.only_call.z
+
+    @property
+    def token_gate(self) -> Tensor | None:
+        """Output gate of the tokens, a factor of z, (B, T, 1 or e), or None."""
+        return self.only_call.token_gate
 
     @property
     def output(self) -> Tensor:

@@ -195,12 +195,13 @@ def _read_scaling(config: Config, settings: Mapping[str, Any], context: int) -> 
     if kind == "dynamic":
         return RotaryScaling("dynamic", required_setting(settings, "factor"), original_context=context)
     original = config.get("original_max_position_embeddings")  # as in transformers, the outer setting takes precedence
+    has_original = original or settings.get("original_max_position_embeddings")
     original = original or positive_int_setting(settings, "original_max_position_embeddings", default=context)
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         factor, low, high = (required_setting(settings, name) for name in names)
         return RotaryScaling("llama3", factor, low, high, original)
-    factor = settings.get("factor") or context / original
+    factor = settings.get("factor") or (context / original if has_original else required_setting(settings, "factor"))
     attention_factor = settings.get("attention_factor")
     if kind == "longrope":
         short, long = (tuple(required_setting(settings, f"{name}_factor")) for name in ("short", "long"))
