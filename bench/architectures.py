@@ -4,7 +4,7 @@ python -m bench.architectures                 run all architectures without a re
 python -m bench.architectures --only bert t5  run these architectures and print their full results
 python -m bench.architectures --table         update the table from existing results
 
-Groups of architectures run in separate processes. An architecture that exceeds the time limit counts as not built.
+Groups of architectures run in separate processes. An architecture that uses too much processor time counts as not built.
 """
 
 import argparse
@@ -21,7 +21,8 @@ VERDICTS = ("right", "looking only", "refused", "wrong", "crash", "not built")
 RESULTS = Path(".lab/architectures.jsonl")
 DOCS_PAGE = Path(__file__).parent.parent / "docs" / "attached" / "architectures.md"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
-TIMEOUT_SECONDS = 400  # per architecture
+MAX_SECONDS = 400  # processor time per architecture
+POLL_SECONDS = 5.0
 ARCHITECTURES_PER_PROCESS = 24
 # Preferred model classes of an architecture: those with a vocabulary output first.
 GENERATING = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
@@ -80,7 +81,19 @@ def _serve(connection: Any) -> None:
         connection.send(run_architecture(name, lambda: connection.send("built")))
 
 
-def run_all(names: list[str], file: Path, timeout: float) -> None:
+def _receive(connection: Any, process: Any, max_seconds: float) -> Any:
+    """Return the next reply of a process. None if it uses too much processor time before it replies."""
+    import psutil
+
+    times = psutil.Process(process.pid).cpu_times
+    start = sum(times()[:2])
+    while not connection.poll(POLL_SECONDS):
+        if process.is_alive() and sum(times()[:2]) - start > max_seconds:
+            return None
+    return connection.recv()
+
+
+def run_all(names: list[str], file: Path, max_seconds: float) -> None:
     """Run the architectures without a result in the file, and write each result as soon as it is available."""
     file.parent.mkdir(parents=True, exist_ok=True)
     done_names = {row["name"] for row in read_results(file)}
@@ -98,9 +111,9 @@ def run_all(names: list[str], file: Path, timeout: float) -> None:
             connection.send(name)
             result = {"name": name, "model": class_names[name], "verdict": "not built", "reason": "", "findings": {}}
             try:
-                while (reply := connection.recv() if connection.poll(timeout) else None) == "built":
+                while (reply := _receive(connection, process, max_seconds)) == "built":
                     result["verdict"] = "crash"  # until the process reports a result
-                result = reply or result | {"verdict": "not built", "reason": f"takes longer than {timeout:g} s"}
+                result = reply or result | {"verdict": "not built", "reason": f"takes more than {max_seconds:g} s"}
                 failed = reply is None
             except EOFError:
                 result["reason"], failed = "the process ended", True
@@ -225,7 +238,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--results", type=Path, default=RESULTS)
     options.add_argument("--only", nargs="+", default=[])
-    options.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds per architecture")
+    options.add_argument("--max-seconds", type=float, default=MAX_SECONDS, help="processor time per architecture")
     options.add_argument("--table", action="store_true", help="only update the table")
     args = options.parse_args()
     if args.only:
@@ -233,7 +246,7 @@ def main() -> None:
             print(json.dumps(run_architecture(name), indent=2), flush=True)
         return
     if not args.table:
-        run_all(list(architectures()), args.results, args.timeout)
+        run_all(list(architectures()), args.results, args.max_seconds)
     results = read_results(args.results)
     write_table(results)
     print(count_verdicts(results))

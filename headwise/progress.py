@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 # Arguments: name of the current step, items done, total items (None if the total is not known yet).
 Progress = Callable[[str, int, int | None], object]
@@ -63,6 +63,19 @@ def _callback(progress: object) -> Iterator[Progress | None]:
             line.clear()
 
 
+@runtime_checkable
+class NotingProgress(Protocol):
+    """A progress callback that can also print lines that stay."""
+
+    def __call__(self, step: str, done: int, total: int | None) -> object:
+        """Show a step."""
+        ...
+
+    def print_note(self, text: str) -> object:
+        """Print a line that stays."""
+        ...
+
+
 class ProgressLine:
     """One line on stderr that is overwritten: `head importance: 12 of 270 (4%), 0:21`. Cleared at the end."""
 
@@ -81,12 +94,19 @@ class ProgressLine:
         amount = f"{done:,}" if not total else f"{done:,} of {total:,} ({done * 100 // total}%)"
         self._write(f"{step}: {amount}, {minutes}:{seconds:02d}")
 
+    def print_note(self, text: str) -> None:
+        """Print a line that stays."""
+        self.clear()
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
     def clear(self) -> None:
         """Remove the line."""
         if self._length:
             self._write("")
             sys.stderr.write("\r")
             sys.stderr.flush()
+            self._length = 0
 
     def _write(self, text: str) -> None:
         sys.stderr.write("\r" + text.ljust(self._length))

@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import headwise as hw
+from headwise.analysis.roles import profile_estimate
 from headwise.analysis.roles.profile_estimate import estimate_profile, fit_batch_tokens, parse_bytes
 from headwise.errors import HeadwiseError
 from headwise.spec import AttentionSpec, ModelSpec
@@ -70,6 +72,36 @@ def test_estimate_of_a_layer_group_holds_fewer_sums(model: hw.Transformer) -> No
     scores = hw.profile(model, TEXTS, relations=False, causal=False).accumulator.sums.values()
     by_hand = sum(2 * array[:, 0].nbytes for array in scores)  # sums and counts of one head
     assert expected == by_hand
+
+
+class Notes:
+    """Progress callback that keeps its lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, step: str, done: int, total: int | None) -> None: ...
+
+    def print_note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_profile_of_a_large_model_prints_its_estimate_first(
+    model: hw.Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large, callback = Notes(), Notes(), lambda *call: None
+    settings: dict[str, Any] = {"relations": False, "causal": False}
+    expected = estimate_profile(model, TEXTS, relations=False)
+    first = hw.profile(model, TEXTS, **settings, progress=small)
+    monkeypatch.setattr(profile_estimate, "LARGE_WEIGHTS", 1)
+    monkeypatch.setattr(profile_estimate, "_available_bytes", lambda: 1000)
+    second = hw.profile(model, TEXTS, **settings, progress=large)
+    hw.profile(model, TEXTS, **settings, progress=callback)  # prints nothing, and raises nothing
+    assert small.lines == []
+    assert f"for {expected.tokens:,} tokens in {expected.texts:,} texts" in large.lines[0]
+    assert "exceed the free memory of 0.00 GB" in large.lines[1]
+    for name, values in first.metrics.items():
+        assert np.array_equal(values, second.metrics[name], equal_nan=True), name
 
 
 def test_sizes_are_parsed() -> None:

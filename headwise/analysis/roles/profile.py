@@ -15,7 +15,7 @@ from headwise.analysis.recording.model_calls import reads_calls
 from headwise.analysis.roles.call_profile import profile_calls
 from headwise.analysis.roles.causal_test import causal_test, supports_causal_test
 from headwise.analysis.roles.image_profile import profile_images
-from headwise.analysis.roles.profile_estimate import fit_batch_tokens
+from headwise.analysis.roles.profile_estimate import fit_batch_tokens, print_estimate_of_large_model
 from headwise.analysis.roles.profile_result import Profile, build_profile
 from headwise.analysis.roles.profile_sums import (
     CollectOptions,
@@ -81,7 +81,8 @@ def profile(
             large models can be profiled by one group of layers after the other, also in separate processes:
             `first.merge(second)` joins profiles of different layers over one corpus. None measures all layers.
         memory_limit: Expected peak memory, weights included, such as `"8 GB"`. Batches become smaller to fit, and an error
-            says so before the work starts if they cannot. `headwise.analysis.estimate_profile` estimates time and memory.
+            says so before the work starts if they cannot. `headwise.analysis.estimate_profile` estimates time and memory;
+            for models with 2 GB of weights or more, the estimate is printed first if progress is shown.
         progress: Called with a label, the number of items done and the total, which may be None.
             None shows one line in a terminal or notebook, False nothing.
 
@@ -103,6 +104,10 @@ def profile(
     progress = callback_of(progress)
     measured_layers = select_layers(model, layers, metrics, prompts=prompts)
     batch_tokens = fit_batch_tokens(model, batch_tokens, memory_limit, measured_layers)
+    print_estimate_of_large_model(
+        model, corpus, progress, relations=relations, max_length=max_length, batch_tokens=batch_tokens,
+        row_stride=row_stride, layers=layers,
+    )  # fmt: skip
     options = CollectOptions(
         relations=relations, control=control, max_length=max_length, batch_tokens=batch_tokens, row_stride=row_stride,
         keep_texts=causal and supports_causal_test(model), seed=seed, layers=measured_layers,

@@ -3,6 +3,7 @@
 Time is measured: metrics run on two short pieces of the first text, and a linear and a quadratic term per text are fitted.
 Memory is computed from the sizes of the model: weights, the activations of one block, the row statistics of one layer,
 and the sums of all heads. Scores of relations, whose number depends on the corpus, are not included.
+`hw.profile` prints the estimate first if the model is large and someone watches.
 """
 
 import re
@@ -10,6 +11,7 @@ import time
 from collections.abc import Container
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.profile_sums import NUM_REPEATED_SEQUENCES, REPEATED_LENGTH, select_layers, select_metrics
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.model import ModelProtocol, eval_mode
+from headwise.progress import NotingProgress, Progress
 from headwise.spec import LayerAddress, ModelSpec
 
 PIECES = (48, 144)  # tokens of the two timed pieces
@@ -30,6 +33,7 @@ HIDDEN_STATES, MLP_STATES = 8, 3  # tensors of one block that exist at the same 
 ROW_STATISTICS = 200  # float32 numbers per token and head of one layer
 BLOCK_BYTES = 96 << 20  # blocks of attention weights, whatever the batch
 MIN_BATCH_TOKENS = 64
+LARGE_WEIGHTS = 2_000_000_000  # bytes of weights from which on `hw.profile` estimates first
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
@@ -52,6 +56,11 @@ class ProfileEstimate:
     seconds: float
     weight_bytes: int
     peak_bytes: int
+
+    @property
+    def working_bytes(self) -> int:
+        """Expected peak memory without the weights."""
+        return self.peak_bytes - self.weight_bytes
 
     def __str__(self) -> str:
         minutes, seconds = divmod(round(self.seconds), 60)
@@ -110,6 +119,35 @@ def estimate_profile(
     weights = _weight_bytes(model)
     peak = weights + _sum_bytes(model, selected) + _batch_bytes(model, min(batch_tokens, sum(lengths)))
     return ProfileEstimate(len(lengths), sum(lengths), batch_tokens, seconds, weights, peak)
+
+
+def print_estimate_of_large_model(
+    model: ModelProtocol, corpus: Any, progress: Progress | None, **settings: Any
+) -> ProfileEstimate | None:
+    """Print the estimate of a profile if the model is large and the progress display can print lines.
+
+    Args:
+        model: The model.
+        corpus: Texts, as in `hw.profile`.
+        progress: Progress callback of the profile.
+        **settings: Arguments of `estimate_profile`.
+
+    Returns:
+        The estimate. None if nothing was printed.
+    """
+    if not isinstance(progress, NotingProgress) or model.image_input is not None or reads_calls(model):
+        return None
+    if _weight_bytes(model) < LARGE_WEIGHTS:
+        return None
+    estimate = estimate_profile(model, corpus, **settings)
+    progress.print_note(f"profile: {estimate}")
+    available = _available_bytes()
+    if available is not None and model.device.type == "cpu" and estimate.working_bytes > available:
+        progress.print_note(
+            f"profile: {estimate.working_bytes / 1e9:.2f} GB in addition to the weights exceed the free memory of "
+            f"{available / 1e9:.2f} GB. Use memory_limit= (smaller batches) or layers= (one group of layers at a time)."
+        )
+    return estimate
 
 
 def fit_batch_tokens(
@@ -173,6 +211,16 @@ def _fit_seconds(
         return short / lengths[0], 0.0
     quadratic = max(0.0, (long / lengths[1] - short / lengths[0]) / (lengths[1] - lengths[0]))
     return max(0.0, long / lengths[1] - quadratic * lengths[1]), quadratic
+
+
+def _available_bytes() -> int | None:
+    """Return the free memory of this machine. None if it is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    sizes = {line.partition(":")[0]: line.split()[1] for line in lines if line}
+    return int(sizes["MemAvailable"]) << 10 if "MemAvailable" in sizes else None
 
 
 def _num_heads(model: ModelProtocol, layers: Container[LayerAddress] | None) -> int:
