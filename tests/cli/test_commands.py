@@ -42,6 +42,10 @@ def test_presets_lists_every_preset() -> None:
     listed = json.loads(run_command("presets", "--json").out)
     assert [row["preset"] for row in listed] == list(hw.presets())
     assert {row["preset"]: row["parameters"] for row in listed}["gpt2"] == 124_439_808
+    assert [row["year"] for row in listed] == sorted(row["year"] for row in listed)
+    gemma = next(row for row in listed if row["preset"] == "gemma3-1b")
+    assert gemma["norm"] == "RMSNorm 1 + w, sandwich; q and k per head"
+    assert gemma["positions"].endswith("window 512 (22 layers), none (4 layers)")  # layers 5, 11, 17, 23 see all tokens
     table = run_command("presets").out
     assert all(name in table for name in hw.presets())
     assert "124,439,808" in table

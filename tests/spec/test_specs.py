@@ -318,6 +318,21 @@ PUBLISHED = {
     "llama2-7b": 6_738_415_616,
     "llama2-70b": 68_976_648_192,
     "smollm2-135m": 134_515_008,
+    "roberta-base": 124_645_632,
+    "distilbert-base": 66_362_880,
+    "albert-base": 11_683_584,
+    "t5-small": 60_506_624 + 10 * 8 * 32,  # one table of position biases per layer instead of one per stack
+    "mistral-7b": 7_241_732_096,
+    "llama3-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "phi3-mini": 3_821_079_552,
+    "qwen2-0.5b": 494_032_768,
+    "gemma2-2b": 2_614_341_888,
+    "olmo2-7b": 7_298_617_344,
+    "gemma3-1b": 999_885_952,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "smollm3-3b": 3_075_098_624,
 }
 
 
@@ -349,7 +364,7 @@ def test_attention_spec_slice_input_counts_parameters() -> None:
 def test_preset_unknown_name_suggests_close_names() -> None:
     with pytest.raises(HeadwiseError, match="preset 'gpt-2': unknown; did you mean gpt2"):
         preset("gpt-2")
-    with pytest.raises(HeadwiseError, match="preset 'zzz': unknown; known: bert-base, gpt-neo-125m"):
+    with pytest.raises(HeadwiseError, match="preset 'zzz': unknown; known: albert-base, bert-base"):
         preset("zzz")
 
 
