@@ -319,8 +319,8 @@ def require_same_spec(
         for name in written.__dataclass_fields__:
             if getattr(written, name) != getattr(read, name):
                 raise UnsupportedModelError(
-                    f"the {family} format cannot represent {prefix}{name}={getattr(written, name)!r}. Use model.save(folder), "
-                    f"which supports every model."
+                    f"the {family} format cannot represent {prefix}{name}={getattr(written, name)!r}. Use "
+                    f"model.save(folder), which supports every model."
                 )
     return config
 
