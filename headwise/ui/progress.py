@@ -12,7 +12,7 @@ from headwise.progress import Progress
 from headwise.training.train_progress_display import BackoffTimer
 
 
-class ProgressBars:
+class BarsDisplay:
     """Progress callback with one bar per task. Outside a terminal it prints a line from time to time."""
 
     def __init__(self, bars: Bars) -> None:
@@ -45,7 +45,7 @@ def show_progress(*, transient: bool = False) -> Iterator[Progress]:
     )  # fmt: skip
     console = Console(stderr=True)
     with Bars(*columns, console=console, disable=not console.is_terminal, transient=transient) as bars:
-        yield ProgressBars(bars)
+        yield BarsDisplay(bars)
 
 
 @contextmanager

@@ -101,6 +101,30 @@ def test_loglikelihoods_equal_those_of_hflm(kind: str, folder: Path) -> None:
     assert adapter.loglikelihood_rolling(instances(rolling)) == pytest.approx(expected_rolling, abs=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["native", "attached"])
+def test_loglikelihoods_of_smollm2_equal_those_of_hflm(kind: str) -> None:
+    """Real weights and a real tokenizer: all sentences of four phenomena, and texts of several windows."""
+    from lm_eval.models import huggingface
+
+    from tests.parity.real import smollm2_folder
+
+    path = str(smollm2_folder())
+    inner = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = hw.load(path) if kind == "native" else hw.attach(inner, transformers.AutoTokenizer.from_pretrained(path))
+    harness = cast(Any, huggingface.HFLM)(pretrained=path, dtype="float32", device="cpu", max_length=64, batch_size=4)
+    adapter = hw.HarnessModel(model, max_length=64)
+    requests = [("", pair[key]) for pair in minimal_pairs()[::6] for key in ("good", "bad")]
+    requests += [("The capital of France is", f" {city}") for city in ("Paris", "London")]
+    actual = adapter.loglikelihood(instances(requests))
+    expected = harness.loglikelihood(instances(requests), disable_tqdm=True)
+    assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
+    assert [value for value, _ in actual] == pytest.approx([value for value, _ in expected], abs=1e-4, rel=0)
+    rolling = instances([("The old sign shows a fish in bright colors, and nobody knows who painted it. " * 12,)])
+    expected_rolling = harness.loglikelihood_rolling(rolling, disable_tqdm=True)
+    assert adapter.loglikelihood_rolling(rolling) == pytest.approx(expected_rolling, abs=1e-4 * 4, rel=0)  # windows
+
+
 @pytest.mark.parametrize("kind", ["native", "attached"])
 def test_greedy_generation_equals_that_of_hflm(kind: str, folder: Path) -> None:
     model = hw.load(folder) if kind == "native" else hw.attach(build_llama(), TOKENIZER)
