@@ -165,7 +165,7 @@ def main() -> None:
             bench.run(method, seed, steps)
     heads = [cell for corpus in bench.trials for cell in (corpus, "minus text")]
     title = (
-        f"Loss, nats a token: mean over seeds, least and most; what it is above healing by text, {LEVEL:.1%} interval"
+        f"Loss, nats per token: mean over seeds, least and most; what it is above healing by text, {LEVEL:.1%} interval"
     )
     Console(width=160).print(make_table(title, ["model", *heads], bench.table(range(seeds))))
 

@@ -18,7 +18,7 @@ from bench.measure import interleaved_timing, machine
 from headwise.analysis.ablation.ablate import ablated, make_replacement_fn
 from headwise.analysis.ablation.ablation_sweep import ablation_sweep, sweep_cost
 from headwise.analysis.ablation.eval_targets import TargetBatch
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.ui.terminal_table import make_table
 
 B, T = 4, 128

@@ -65,7 +65,7 @@ _NAMES_BY_MODULE = {
     "compression.prune_study": ("prune_study",),
     "compression.quantize": ("dequantize", "quantize", "quantized"),
     "compression.allocate_bits": ("allocate_bits",),
-    "experiments.selftest": ("selftest",),
+    "experiments.device_selftest": ("selftest",),
 }
 
 __all__ = [  # noqa: RUF022 (in the order of the packages)
@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from headwise.distillation import distill
     from headwise.distributed import layout, shard
     from headwise.errors import HeadwiseError
-    from headwise.experiments.selftest import selftest
+    from headwise.experiments.device_selftest import selftest
     from headwise.exporters import export
     from headwise.heads import Head, Heads, MultiHeadAttention, from_torch, to_torch
     from headwise.kernels import Mask, attention, causal, document_mask, padding_mask, per_head, window

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from headwise.analysis.ablation.head_outputs import eval_corpus
-from headwise.analysis.ablation.importance import HeadImportance, Importance
+from headwise.analysis.ablation.importance import Importance, SingleHeadImportance
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
 from headwise.analysis.attribution.head_output_analysis import TokenEffects, copying_scores, top_context_token_effects
 from headwise.analysis.recording.batching import reachable_hook_points
@@ -69,7 +69,7 @@ class AblationSummary:
         texts: Number of texts.
     """
 
-    importance: HeadImportance
+    importance: SingleHeadImportance
     ranking: str
     ablation: str
     unit: str
@@ -178,7 +178,7 @@ def collect_facts(
 
 def ablation_summary(model: ModelProtocol, head_importance: Importance, head: str) -> AblationSummary:
     """Summarize the importance of one head, with its unit."""
-    unit = "nats a token" if model.output is not None else "1 − cosine"
+    unit = "nats per token" if model.output is not None else "1 − cosine"
     return AblationSummary(
         head_importance[head], head_importance.ranking, head_importance.ablation, unit, head_importance.texts
     )

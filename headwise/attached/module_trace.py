@@ -34,7 +34,7 @@ class TracedModuleLayer(AttachedLayer):
     ) -> Tensor:
         """Verify the first call, then apply the hook point: (B, T, H, e) → (B, T, H, e)."""
         self.num_traced += 1
-        if not self._is_verified and not (self.module.training and self._has_dropout()):
+        if not self._is_verified and not (self.module.training and self._contains_dropout_module()):
             with torch.no_grad():
                 if q.shape[1] != len(self.spec.head_ids) or not reproduces_output(q, k, v, params(), out):
                     raise UnsupportedModelError(
@@ -44,11 +44,11 @@ class TracedModuleLayer(AttachedLayer):
             self._is_verified = True
         return super().apply_hook_point(q, k, v, params, out)
 
-    def _has_dropout(self) -> bool:
+    def _contains_dropout_module(self) -> bool:
         return any(isinstance(part, nn.Dropout) and part.p > 0 for part in self.module.modules())
 
 
-class CheckedTraceHook(TracedAttentionHook):
+class RequireAttentionHook(TracedAttentionHook):
     """Trace of a module. Raises an error if a listener or an edit is open and no attention was seen in a call."""
 
     def __init__(self, layer: TracedModuleLayer) -> None:
@@ -76,7 +76,7 @@ def install_module_trace(layer: TracedModuleLayer) -> list[Any]:
     """Trace the calls of a module. Each returned hook has `.remove()`."""
     if not layer.spec.head_ids:
         return []
-    hook, module = CheckedTraceHook(layer), layer.module
+    hook, module = RequireAttentionHook(layer), layer.module
     return [
         module.register_forward_pre_hook(UncopiedHook(hook.start_trace)),
         module.register_forward_hook(UncopiedHook(hook.end_trace), always_call=True),

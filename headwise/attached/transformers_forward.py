@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
-from headwise.model.loss import chunked_cross_entropy
+from headwise.model.chunked_cross_entropy import chunked_cross_entropy
 from headwise.spec import ModelSpec
 
 

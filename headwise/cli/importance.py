@@ -57,7 +57,7 @@ def run(
     from rich.console import Console
 
     from headwise.analysis.ablation.head_outputs import eval_corpus
-    from headwise.analysis.ablation.importance import HeadImportance, importance
+    from headwise.analysis.ablation.importance import SingleHeadImportance, importance
     from headwise.analysis.stored_results import stored_importance, whole_layers
     from headwise.io.result_store import ResultStore
     from headwise.text.corpus import Corpus
@@ -81,7 +81,7 @@ def run(
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
         return
-    columns = [field.name.replace("_", " ") for field in fields(HeadImportance)]
+    columns = [field.name.replace("_", " ") for field in fields(SingleHeadImportance)]
     Console().print(
         make_table(
             f"Head importance by {ranking}, with 95% CI; above layer: relative to the other heads of the layer",

@@ -16,7 +16,7 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Run a sample of the contract suite on a device and compare it with the CPU. The exit code is 1 if a check fails."""
-    from headwise.experiments.selftest import selftest
+    from headwise.experiments.device_selftest import selftest
     from headwise.ui.print_selftest import print_selftest
     from headwise.ui.progress import show_progress
 

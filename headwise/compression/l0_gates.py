@@ -24,7 +24,7 @@ from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.heads.learned_gates import LearnedGates, add_sparsity_gradient
 from headwise.kernels.enable_grad import gradients_enabled
 from headwise.model import ModelProtocol, eval_mode
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.progress import ProgressOption, callback_of, shows_progress
 from headwise.spec import Address, LayerAddress
 from headwise.training.batch_samplers import ShuffledWindowSampler

@@ -29,7 +29,7 @@ from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator
 from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.spec import CachePolicy
 from headwise.text import Tokenizer
 

@@ -13,7 +13,7 @@ from headwise.distillation.logit_loss import kl_and_nll, kl_from_topk, logits_of
 from headwise.distillation.teacher_logits_cache import TeacherLogitsCache
 from headwise.errors import UnsupportedModelError
 from headwise.model import ModelProtocol, eval_mode
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.training.batch_samplers import TrainBatch
 from headwise.training.training_losses import ModelWithLoss
 

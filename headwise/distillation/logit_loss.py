@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise.distillation.teacher_logits_cache import TopLogits
 from headwise.model import ModelProtocol
-from headwise.model.loss import MAX_LOGITS
+from headwise.model.chunked_cross_entropy import MAX_LOGITS
 
 LossSums = tuple[Tensor, Tensor]  # summed KL divergence, summed cross-entropy
 

@@ -29,8 +29,8 @@ from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.head import HeadPattern
 from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.model import check_model
+from headwise.model.chunked_cross_entropy import sum_over_chunks
 from headwise.model.layers import MLP
-from headwise.model.loss import sum_over_chunks
 from headwise.model.transformer import Transformer
 from headwise.spec import LayerAddress, ModelSpec
 from headwise.spec.cache_policy import CachePolicies

@@ -205,7 +205,7 @@ def _parallel_cost(
         )
     return ParallelStrategyCost(
         name, data_processes * head_processes, f"{data_processes} × {head_processes}", -(-weights // weight_shards),
-        batch * max(_text_cache_bytes(local_spec, context, element_bytes) for local_spec in local_specs),
+        batch * max(_cache_bytes_per_text(local_spec, context, element_bytes) for local_spec in local_specs),
         STATES_PER_PARAMETER * -(-training_weights // weight_shards),
         unblocked_weights + max(blocks, default=0) if weight_shards > 1 else 0, forward, step,
     )  # fmt: skip
@@ -250,7 +250,7 @@ def _block_parameters(spec: ModelSpec) -> list[int]:
     return list(sizes.values())
 
 
-def _text_cache_bytes(spec: ModelSpec, context: int, element_bytes: int) -> int:
+def _cache_bytes_per_text(spec: ModelSpec, context: int, element_bytes: int) -> int:
     """Return the bytes of the keys and values of one text and its source."""
     cross_layers = [
         spec.attention_at(layer_address) for layer_address in spec.layer_addresses if layer_address.stack == "cross"

@@ -14,7 +14,7 @@ from headwise.heads.quantized_layers import QuantizedEmbedding, QuantizedLinear,
 from headwise.kernels import sinusoidal
 from headwise.kernels.matmul_tuner import Linear, linear
 from headwise.kernels.rounding_tolerance import at_least_float32
-from headwise.model.loss import IGNORE_INDEX, chunked_cross_entropy, linear_cross_entropy
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX, chunked_cross_entropy, linear_cross_entropy
 from headwise.spec import ModelSpec
 from headwise.spec.weight_bits import FULL_PRECISION
 

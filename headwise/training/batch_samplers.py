@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 
 
 class TrainBatch(NamedTuple):

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from headwise.experiments.selftest import SelfTestReport
+from headwise.experiments.device_selftest import SelfTestReport
 from headwise.ui.terminal_table import make_table
 
 

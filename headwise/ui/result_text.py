@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headwise.analysis.evaluation.evaluate import EvaluationResult
     from headwise.analysis.finding.head_search_result import HeadSearchResult
     from headwise.analysis.recording.attention_maps import AttentionView
-    from headwise.analysis.recording.recording import HeadCall, HeadRecording, ModelRecording
+    from headwise.analysis.recording.recording import HeadCall, ModelRecording, SingleHeadRecording
     from headwise.analysis.roles.head_history import HeadHistory
     from headwise.analysis.roles.head_profile import HeadProfile
     from headwise.analysis.roles.profile_result import Profile
@@ -411,7 +411,7 @@ def recording_table(recording: "ModelRecording") -> ResultTable:
     )
 
 
-def head_recording_table(recording: "HeadRecording") -> ResultTable:
+def head_recording_table(recording: "SingleHeadRecording") -> ResultTable:
     """Calls of one recorded head."""
     rows = tuple((index, *call._call.sizes) for index, call in enumerate(recording.calls))
     hint = "More: .q, .k, .v, .z, .output, .map()" if len(rows) == 1 else "More: .call(0).z, .call(-1).map()"

@@ -23,7 +23,7 @@ from headwise.analysis.ablation.eval_targets import TargetBatch
 from headwise.analysis.ablation.importance import importance
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.spec import AttentionSpec, LayerAddress, ModelSpec
 from headwise.text.build_tokenizers import character_tokenizer
 from tests.analysis.models import TEXTS, character_model, encode_texts, text_loss

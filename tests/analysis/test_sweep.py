@@ -16,7 +16,7 @@ from headwise.analysis.ablation.importance import importance
 from headwise.analysis.recording.batching import make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.model.block import Block
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.spec import ModelSpec
 from tests.analysis.models import TEXTS, character_model, encode_texts, text_loss
 from tests.contract.layers import MODELS, assert_equal, make_model, token_ids

@@ -12,7 +12,7 @@ from headwise.analysis.ablation.ablate import make_replacement_fn
 from headwise.analysis.ablation.ablation_sweep import ablation_sweep
 from headwise.analysis.ablation.eval_targets import TargetBatch
 from headwise.attached.residual_stream import block_of
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from tests.attached.models import BY_NAME, CASES, VOCAB, T
 
 TEXTS = [case for case in CASES if case.kind in ("decoder", "encoder", "two")]

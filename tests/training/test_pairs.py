@@ -19,7 +19,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.text import Corpus, Tokenizer
 from headwise.text.build_tokenizers import byte_tokenizer, character_tokenizer

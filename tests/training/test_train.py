@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.text.build_tokenizers import byte_tokenizer, character_tokenizer
 from headwise.training import Recipe, TrainRequest, run_request
 from headwise.training.batch_samplers import masked_targets

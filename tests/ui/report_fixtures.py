@@ -66,7 +66,7 @@ def make_report_data(
             "has_plan": True, "description": ["3 of 12 key heads keep less, chosen by output.", "  <b>on</b> a text"],
             "weights": [538_000_000, 151_000_000], "cache": [188_700_000, 97_400_000], "full_cache": 188_700_000,
             "tokens": 4096,
-            "score_description": "how far what its heads write moves, against the stream", "metric": "nats a token",
+            "score_description": "how far what its heads write moves, against the stream", "metric": "nats per token",
             "texts": 8,
             "basis": "balanced",
         },

@@ -124,7 +124,7 @@ def test_plot_pruning_has_line_and_band_per_ranking() -> None:
         for ranking, increase in (("ablation", 0.2), ("random", 2.0))
         for keep in (0.75, 0.5)
     ]
-    saved_figure = draw_pruning(PruningCurves("nats a token", 8, 3, LossEstimate(1.8, 1.7, 1.9), tuple(points)))
+    saved_figure = draw_pruning(PruningCurves("nats per token", 8, 3, LossEstimate(1.8, 1.7, 1.9), tuple(points)))
     axes = saved_figure.figure.axes[0]
     lines = {str(line.get_label()): line for line in axes.lines}
     np.testing.assert_allclose(np.asarray(lines["ablation"].get_xdata()), [0.5, 0.75, 1.0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.ablation.importance import HeadImportance
+from headwise.analysis.ablation.importance import SingleHeadImportance
 from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
 from headwise.analysis.attribution.head_output_analysis import TokenEffects
@@ -106,11 +106,13 @@ def test_head_summary_contains_every_number(profile):
     facts = HeadFacts(
         OVSummary(-0.45, 0.02, (TokenEffects(" ship", [(" harbour", 2.0)], [(" paint", -1.0)]),),
               AttendedLogitEffect(0.66, 0.47, 0.85, 1027, 0.007, 22)),
-        AblationSummary(HeadImportance("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03), "ablation", "mean", "nats a token", 64),
+        AblationSummary(
+            SingleHeadImportance("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03), "ablation", "mean", "nats per token", 64
+        ),
         ("0.1", "0.2"), ComposedHead("0.3", 0.19, 0.04), None, (("1.1", 0.123),),
     )  # fmt: skip
     head_cost = HeadCompressionCosts(
-        (QuantizationCost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats a token",
+        (QuantizationCost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats per token",
         16, 2_097_152, "0.0",
         StreamingTestResult(hw.CachePolicy(sink_tokens=4, window=128),
                       (TextKindStreamingCost("nouns repeated", 2.85, LossEstimate(3.1, 2.8, 3.4), 12),)),
@@ -153,8 +155,8 @@ def test_head_summary_contains_every_number(profile):
 
 @pytest.mark.parametrize("ranking", ["gradient", "attribution"])
 def test_head_summary_estimated_importance_is_not_called_ablation(profile, ranking):
-    importance = HeadImportance("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03)
-    facts = HeadFacts(ablation=AblationSummary(importance, ranking, "zero", "nats a token", 64))
+    importance = SingleHeadImportance("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03)
+    facts = HeadFacts(ablation=AblationSummary(importance, ranking, "zero", "nats per token", 64))
     text = lines_by_term(profile, next(iter(profile)), facts)["importance"]
     assert text.startswith("Importance: +0.031 (95% CI +0.02 to +0.04), +0.011 relative to the other heads")
     assert f"; {ranking} on 64 texts." in text

@@ -149,7 +149,7 @@ CASES = {
     "Scan": ResultCase(lambda: hw.scan(model(), TEXTS[0]), lambda result: f"loss {result.loss:.3f}"),
     "EvaluationResult": ResultCase(lambda: hw.evaluate(model(), max_items=3), lambda result: "minimal_pairs"),
     "ModelRecording": ResultCase(recording, lambda result: f"{result.nbytes / 1e6:.3g} MB"),
-    "HeadRecording": ResultCase(lambda: recording()["5.1"], lambda result: "1 call"),
+    "SingleHeadRecording": ResultCase(lambda: recording()["5.1"], lambda result: "1 call"),
     "HeadCall": ResultCase(lambda: recording()["5.1"].only_call, lambda result: "3 queries, 3 keys"),
     "AttentionView": ResultCase(lambda: hw.attention_maps(model(), TEXTS[0]), lambda result: f"{len(result.words)} words"),
     "TrainResult": ResultCase(train_result, lambda result: f"{result.loss:.4g}"),

@@ -15,7 +15,7 @@ from headwise.heads.hook_point import AttentionCall
 from headwise.kernels.rounding_tolerance import float64_device, to_float64
 from headwise.model import ModelProtocol, Transformer
 from headwise.model.block import Block
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 
 MAX_CACHED_LOG_PROBS = 2**26  # log-probabilities of the unmodified model cached per batch
 BatchChange = Callable[[int], AbstractContextManager[None]]  # batch index → context in which the model is changed

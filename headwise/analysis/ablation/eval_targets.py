@@ -18,7 +18,7 @@ from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.head import HeadPattern
 from headwise.kernels.rounding_tolerance import at_least_float32, float64_device, to_float64
 from headwise.model import ModelProtocol
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.spec import LayerAddress
 
 EvalMetric = Literal["loss", "last"]

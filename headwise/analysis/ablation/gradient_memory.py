@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwise.kernels.enable_grad import gradients_enabled
 from headwise.model import ModelProtocol
-from headwise.model.loss import chunked_cross_entropy
+from headwise.model.chunked_cross_entropy import chunked_cross_entropy
 
 MIN_GRAPH_BYTES = 2**23  # a graph of this size fits, however small the model
 GRAPH_FRACTION = 0.4  # stored activations as a fraction of the size of the weights

@@ -58,7 +58,7 @@ BATCH_DIVISOR = 8  # text batches are this factor smaller than batch_tokens, to 
 
 
 @dataclass(frozen=True)
-class HeadImportance:
+class SingleHeadImportance:
     """Importance of one head, with 95% confidence intervals from a bootstrap over texts.
 
     Attributes:
@@ -113,7 +113,7 @@ class AttributionCheck:
 class Importance:
     """Importance of every head, with sums per bucket of texts for confidence intervals and merging.
 
-    Iterating yields one `HeadImportance` per head; `result["5.1"]` returns the row of one head.
+    Iterating yields one `SingleHeadImportance` per head; `result["5.1"]` returns the row of one head.
 
     Attributes:
         addresses: Measured heads.
@@ -187,12 +187,12 @@ class Importance:
     def __len__(self) -> int:
         return len(self.addresses)
 
-    def __iter__(self) -> Iterator[HeadImportance]:
+    def __iter__(self) -> Iterator[SingleHeadImportance]:
         columns = (self.mean, *self.interval, *self.above_layer)
         for address, *values in zip(self.addresses, *columns, strict=True):
-            yield HeadImportance(str(address), *map(float, values))
+            yield SingleHeadImportance(str(address), *map(float, values))
 
-    def __getitem__(self, head: Address | str) -> HeadImportance:
+    def __getitem__(self, head: Address | str) -> SingleHeadImportance:
         for entry in self:
             if entry.head == str(head).strip():
                 return entry
@@ -204,7 +204,7 @@ class Importance:
         return tuple(self.addresses[i] for i in np.argsort(-self.mean, kind="stable"))
 
     def table_rows(self) -> list[list[str | float]]:
-        """Return table rows, most important head first. Columns are the fields of `HeadImportance`."""
+        """Return table rows, most important head first. Columns are the fields of `SingleHeadImportance`."""
         return [list(asdict(entry).values()) for entry in sorted(self, key=lambda entry: -entry.importance)]
 
     def to_dict(self) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def sensitivity(
         rerunner = make_rerunner(model, batches)
         metadata = {
             "model": weights_digest(model), "texts": _fingerprint(batches), "group_size": group_size, "basis": basis,
-            "metric": "1 − cosine" if batches[0].targets is None else "nats a token",
+            "metric": "1 − cosine" if batches[0].targets is None else "nats per token",
             "clean_loss": rerunner.mean_clean_loss(),
             "counts": torch.cat([item.targets_per_text for item in batches]).tolist(),
         }  # fmt: skip

@@ -26,7 +26,7 @@ from headwise.analysis.attribution.logit_attribution import (
     token_id,
 )
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.analysis.recording.recording import HeadRecording, ModelRecording, record
+from headwise.analysis.recording.recording import ModelRecording, SingleHeadRecording, record
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.stored_results import find_stored_profile
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
@@ -516,7 +516,7 @@ def _attention(recording: ModelRecording, inputs: TokenizedInput, head: str) -> 
     if address.stack == "enc":
         return {}
     try:
-        recorded: HeadRecording = recording[address]
+        recorded: SingleHeadRecording = recording[address]
     except HeadwiseError:  # the head was not called
         return {}
     weights = recorded.call(-1).map(rows=inputs.position)[0, 0]  # (S,)

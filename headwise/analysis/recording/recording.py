@@ -77,7 +77,7 @@ class HeadCall:
 
     @property
     def token_gate(self) -> Tensor | None:
-        """Output gate of the tokens, a factor of z, (B, T, 1 or e). None if the layer has none, or if z was not recorded."""
+        """Output gate of the tokens, a factor of z, (B, T, 1 or e). None without a gate, or if z was not recorded."""
         gate = self._call.token_gate
         return None if gate is None else gate[:, self._recorded_index]
 
@@ -138,7 +138,7 @@ class HeadCall:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadRecording:
+class SingleHeadRecording:
     """Recording of one head.
 
     If the model was called once, `.q`, `.k`, `.v`, `.z`, `.output` and `.map()` belong to that call. If it was called
@@ -217,9 +217,9 @@ class HeadRecording:
 
 
 class ModelRecording:
-    """Recordings of the selected heads: `recording["5.1"]` is the `HeadRecording` of head 5.1.
+    """Recordings of the selected heads: `recording["5.1"]` is the `SingleHeadRecording` of head 5.1.
 
-    Iteration yields one `HeadRecording` per head; `len` is the number of heads.
+    Iteration yields one `SingleHeadRecording` per head; `len` is the number of heads.
 
     Attributes:
         addresses: Addresses of the recorded heads.
@@ -239,7 +239,7 @@ class ModelRecording:
 
         return recording_table(self).as_html()
 
-    def __getitem__(self, head: str | Address) -> HeadRecording:
+    def __getitem__(self, head: str | Address) -> SingleHeadRecording:
         address = Address.parse(head) if isinstance(head, str) else head
         if address not in self.addresses:
             listed = ", ".join(map(str, self.addresses[:8])) + (", …" if len(self.addresses) > 8 else "")
@@ -252,9 +252,9 @@ class ModelRecording:
                 f"head {address}: nothing was recorded, because the model was not called. Call the model inside the "
                 f"`with` block."
             )
-        return HeadRecording(address, tuple(HeadCall(address, record, call) for call in record.calls))
+        return SingleHeadRecording(address, tuple(HeadCall(address, record, call) for call in record.calls))
 
-    def __iter__(self) -> Iterator[HeadRecording]:
+    def __iter__(self) -> Iterator[SingleHeadRecording]:
         return (self[address] for address in self.addresses)
 
     def __len__(self) -> int:

@@ -37,7 +37,7 @@ from headwise.analysis.roles.roles import RELATION_PROBES, ROLE_OF_RELATION
 from headwise.analysis.roles.unopened_bracket_sentences import CONTROL_SENTENCES
 from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.model import ModelProtocol
-from headwise.model.loss import IGNORE_INDEX
+from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.text.annotated_document import Document
 from headwise.text.synthetic.cloze_probes import PROBE_CHOICES
 

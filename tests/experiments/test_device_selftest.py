@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 from headwise.experiments import selftest as module
-from headwise.experiments.selftest import CHECKS
+from headwise.experiments.device_selftest import CHECKS
 from tests.runner import run_command
 
 LIGHT = ("kernel fused", "decoder", "recording and silencing", "static cache", "pruning")

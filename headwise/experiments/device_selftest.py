@@ -118,7 +118,7 @@ def selftest(
     Raises:
         ArgumentError: The device is not available, or does not compute in the dtype.
 
-    >>> from headwise.experiments.selftest import CHECKS
+    >>> from headwise.experiments.device_selftest import CHECKS
     >>> len(CHECKS) > 15
     True
     """
