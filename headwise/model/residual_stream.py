@@ -105,7 +105,7 @@ class LinearizedNorm:
 
 
 @dataclass(frozen=True, eq=False)
-class ResidualLayerModules:
+class ResidualLayerRecord:
     """One layer of a residual stream.
 
     Attributes:
@@ -137,7 +137,7 @@ class ResidualStream:
     """
 
     first_module: nn.Module
-    layers: dict[int, ResidualLayerModules]
+    layers: dict[int, ResidualLayerRecord]
     norm: LinearizedNorm
     vocabulary: Any
     embed: Callable[[Tensor], Tensor] | None
@@ -172,10 +172,10 @@ def residual_stream(model: "Transformer") -> ResidualStream:
     )
 
 
-def _residual_layer(block: Any) -> ResidualLayerModules:
+def _residual_layer(block: Any) -> ResidualLayerRecord:
     """Return the norms of a native block, and the module whose output is added to the residual stream after attention."""
     attention_norm, mlp_norm = block.output_norms
-    return ResidualLayerModules(
+    return ResidualLayerRecord(
         None if block.norm_placement == "output" else block.norm_attention,
         None if attention_norm is None else LinearizedNorm.from_module(attention_norm),
         block.mlp if mlp_norm is None else mlp_norm,

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from headwise.analysis.finding.head_search_result import COLUMNS, HeadSearchResult, ScoreChangeBetweenModels
+from headwise.analysis.finding.head_search_result import COLUMNS, BeforeAfterScoreDifference, HeadSearchResult
 from headwise.ui.terminal_table import TextTable, make_table
 
 MAX_LAYERS = 16  # layers that are listed one by one
 
 
 def head_search_tables(
-    result: HeadSearchResult, changes: Sequence[ScoreChangeBetweenModels] | None = None, max_rows: int = 12
+    result: HeadSearchResult, changes: Sequence[BeforeAfterScoreDifference] | None = None, max_rows: int = 12
 ) -> Iterator[TextTable | str]:
     """Yield the tables of a result.
 

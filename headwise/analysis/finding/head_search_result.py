@@ -51,7 +51,7 @@ class LayerBestHead:
 
 
 @dataclass(frozen=True)
-class ScoreChangeBetweenModels:
+class BeforeAfterScoreDifference:
     """Change of the score of one head between two models.
 
     Attributes:
@@ -228,7 +228,7 @@ class HeadSearchResult:
             name, self.metric(name).score_spec, threshold, separate_family=True, is_hit_rate=self.job == "pairs"
         )
 
-    def compare(self, other: "HeadSearchResult", *, seed: int = 0) -> list[ScoreChangeBetweenModels]:
+    def compare(self, other: "HeadSearchResult", *, seed: int = 0) -> list[BeforeAfterScoreDifference]:
         """Compare the scores of heads with those in another model, on the same examples, largest change first.
 
         Args:
@@ -261,7 +261,7 @@ class HeadSearchResult:
         )  # fmt: skip
         p = np.minimum(p[: len(common)], p[len(common) :])
         changes = [
-            ScoreChangeBetweenModels(
+            BeforeAfterScoreDifference(
                 address, float(first[:, h].sum() / counts[:, h].sum()), float(second[:, h].sum() / counts[:, h].sum()),
                 float((second - first)[:, h].sum() / counts[:, h].sum()), (float(low[h]), float(high[h])), float(p[h]),
                 self[address].evidence_level, other[address].evidence_level,
