@@ -63,6 +63,7 @@ ALLOWED_UPWARD_IMPORTS = {
     *((module, "headwise.ui.result_text") for module in RESULT_MODULES),
     ("analysis/attribution/scan.py", "headwise.ui.scan_page"),
     ("analysis/attribution/scan.py", "headwise.ui.scan_text"),
+    ("analysis/circuits/circuit_result.py", "headwise.ui.circuit_page"),
     ("analysis/circuits/circuit_result.py", "headwise.ui.circuit_text"),
     ("heads/head.py", "headwise.ui.notebook"),
     ("analysis/recording/attention_maps.py", "headwise.ui.notebook"),

@@ -39,6 +39,9 @@ def run(
         float, typer.Option(help="Share of prompts that the model must answer correctly.", min=0, max=1)
     ] = 0.7,
     alternative: Annotated[bool, typer.Option(help="Search again without the heads of the circuit.")] = True,
+    edges: Annotated[
+        int, typer.Option(help="Number of members, best first, between which edges are measured.", min=0)
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of words, splits, random sets and bootstrap.", min=0)] = 0,
     out: Annotated[
         Path | None, typer.Option(help="File of finished steps. Run the same command again to resume.")
@@ -47,6 +50,13 @@ def run(
     plot: Annotated[
         Path | None,
         typer.Option(help="Write a figure of faithfulness over sizes (.png, .svg, .pdf) or its data (.csv, .json)."),
+    ] = None,
+    graph: Annotated[
+        Path | None,
+        typer.Option(help="Write the graph by layers (.png, .svg, .pdf) or its edges (.csv, .json)."),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the result as a self-contained page, such as circuit.html.")
     ] = None,
     max_rows: Annotated[int, typer.Option(help="Maximum number of members to show, best first.")] = 20,
     device: DeviceOption = "cpu",
@@ -60,24 +70,28 @@ def run(
 
     from headwise.analysis.circuits.find_circuit import find_circuit
     from headwise.ui.circuit_text import circuit_parts
-    from headwise.ui.figures.circuit_plot import draw_circuit
+    from headwise.ui.figures.circuit_plot import draw_circuit, draw_circuit_graph
     from headwise.ui.figures.figure_with_data import check_path
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
     from headwise.weights import load
 
-    for path, suffixes in ((plot, None), (save, (".json", ".csv"))):
+    for path, suffixes in ((plot, None), (graph, None), (save, (".json", ".csv")), (report, (".html",))):
         if path is not None:
             check_path(path, *(() if suffixes is None else (suffixes,)))
     loaded = load(model, device=device, dtype=dtype)
     with resume_hint_on_interrupt() if out is not None else nullcontext(), show_progress(transient=True) as progress:
         result = find_circuit(
             loaded, task, size, random_sets, prompts, ranking=ranking, steps=steps, target=target,
-            min_accuracy=min_accuracy, alternative=alternative, seed=seed, out=out, progress=progress,
+            min_accuracy=min_accuracy, alternative=alternative, edges=edges, seed=seed, out=out, progress=progress,
         )  # fmt: skip
     if save is not None:
         (result.to_csv if save.suffix == ".csv" else result.to_json)(save)
     if plot is not None:
         draw_circuit(result).save(plot)
+    if graph is not None:
+        draw_circuit_graph(result).save(graph)
+    if report is not None:
+        result.report(report)
     if as_json:
         print(json.dumps(result.to_dict(), indent=1))
         return

@@ -24,13 +24,10 @@ def circuit_parts(result: "CircuitResult", max_rows: int = MAX_NODES) -> Iterato
     yield member_table(result, max_rows)
     yield ablation_table(result)
     yield curve_table(result)
+    if result.edges:
+        yield edge_table(result, max_rows)
     if result.check is not None:
-        check = result.check
-        yield (
-            f"Ranking against exact patching on {check.top_nodes} top and {check.random_nodes} random nodes: "
-            f"correlation {check.correlation:.2f}. Worst miss: {check.worst_node}, {check.worst_score:+.3f} by "
-            f"{result.settings.ranking}, {check.worst_exact:+.3f} exact."
-        )
+        yield check_text(result)
     yield from (f"Note: {note}" for note in result.notes)
 
 
@@ -43,30 +40,52 @@ def circuit_text(result: "CircuitResult") -> str:
 
 
 def _summary(result: "CircuitResult") -> Iterator[str]:
+    yield from (f"{name:<15}{value}" if name else value for name, value in summary_rows(result))
+
+
+def summary_rows(result: "CircuitResult") -> list[tuple[str, str]]:
+    """Return name and text of each statement. The first, without a name, is the title."""
     settings, effect = result.settings, result.circuit.effect()
     accuracy = "" if result.accuracy is None else f", right on {result.accuracy:.0%} of {sum(settings.prompts)} prompts"
-    yield f"Circuit of {settings.task!r} in {settings.model}{accuracy}"
-    yield f"size           {result.circuit.size} of {settings.nodes} nodes ({settings.size_rule})"
-    yield f"nodes          {names_text(result.circuit.nodes)}"
-    yield f"faithfulness   {effect.faithfulness} on {settings.prompts[2]} judged prompts of {settings.templates[2]} templates"
-    yield f"random sets    {random_text(result.circuit)}"
-    yield f"completeness   {effect.completeness} without the circuit (0: nothing else does the task)"
+    judged = f"{settings.prompts[2]} judged prompts of {settings.templates[2]} templates"
+    rows = [
+        ("", f"Circuit of {settings.task!r} in {settings.model}{accuracy}"),
+        ("size", f"{result.circuit.size} of {settings.nodes} nodes ({settings.size_rule})"),
+        ("nodes", names_text(result.circuit.nodes)),
+        ("faithfulness", f"{effect.faithfulness} on {judged}"),
+        ("random sets", random_text(result.circuit)),
+        ("completeness", f"{effect.completeness} without the circuit (0: nothing else does the task)"),
+    ]
     drops = result.circuit.drops
-    needed = sum(item.drop.low > 0 for item in drops)
     if drops:
-        smallest = drops[-1]
-        yield (
-            f"minimality     {needed} of {len(drops)} members have a drop above 0; smallest: {smallest.node} {smallest.drop}"
+        needed, smallest = sum(item.drop.low > 0 for item in drops), drops[-1]
+        rows.append(
+            (
+                "minimality",
+                f"{needed} of {len(drops)} members have a drop above 0; smallest: {smallest.node} {smallest.drop}",
+            )
         )
-    yield f"stability      {stability_text(result)}"
+    rows.append(("stability", stability_text(result)))
     other = result.alternative
     if other is None:
-        yield "alternative    not searched"
-        return
+        return [*rows, ("alternative", "not searched")]
     shared = len(set(other.nodes) & set(result.circuit.nodes))
-    yield (
-        f"alternative    {other.size} nodes without the heads of the circuit ({shared} shared): faithfulness "
+    text = (
+        f"{other.size} nodes without the heads of the circuit ({shared} shared): faithfulness "
         f"{other.effect().faithfulness}; random sets {random_text(other)}"
+    )
+    return [*rows, ("alternative", text)]
+
+
+def check_text(result: "CircuitResult") -> str:
+    """Return the comparison of the ranking with exact patching. Empty if the ranking is exact."""
+    check = result.check
+    if check is None:
+        return ""
+    return (
+        f"Ranking against exact patching on {check.top_nodes} top and {check.random_nodes} random nodes: correlation "
+        f"{check.correlation:.2f}. Worst miss: {check.worst_node}, {check.worst_score:+.3f} by {result.settings.ranking}, "
+        f"{check.worst_exact:+.3f} exact."
     )
 
 
@@ -138,3 +157,10 @@ def curve_table(result: "CircuitResult") -> TextTable:
     return make_table(
         "Areas under faithfulness over sizes", ("ablation", "CPR", "CMD", "CPR, log size", "CMD, log size"), rows
     )
+
+
+def edge_table(result: "CircuitResult", max_rows: int = MAX_NODES) -> TextTable:
+    """Return the largest edges between members."""
+    rows = [(edge.sender, edge.receiver, str(edge.effect)) for edge in result.edges[:max_rows]]
+    title = f"Edges, largest first ({len(rows)} of {len(result.edges)}), exact path patching, judged prompts"
+    return make_table(title, ("from", "to", "effect"), rows)

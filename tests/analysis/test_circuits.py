@@ -268,7 +268,7 @@ GOLD = {"embedding", "0.0", "1.0"}
 
 @pytest.fixture(scope="module")
 def induction_result() -> CircuitResult:
-    return hw.find_circuit(decoder(), word_pairs(32, words=FILLERS[1::2]), random_sets=99)
+    return hw.find_circuit(decoder(), word_pairs(32, words=FILLERS[1::2]), random_sets=99, edges=3)
 
 
 def test_hand_built_induction_circuit_is_found(induction_result: CircuitResult) -> None:
@@ -283,6 +283,19 @@ def test_hand_built_induction_circuit_is_found(induction_result: CircuitResult) 
     others = [item.score for item in result.scores if item.node not in GOLD]
     assert max(map(abs, others)) < 0.05 * min(item.score for item in result.scores if item.node in GOLD)
     assert result.accuracy == 1
+
+
+def test_edges_of_the_hand_built_induction_circuit_are_found(induction_result: CircuitResult) -> None:
+    """The values of 0.0 are the previous words, its output changes the keys of 1.0, and 1.0 writes the answer."""
+    large = {(edge.sender, edge.receiver) for edge in induction_result.edges if abs(edge.effect.value) > 0.05}
+    assert large == {("embedding", "0.0.v"), ("0.0", "1.0.k"), ("1.0", "logits")}  # precision and recall 1
+    assert len(induction_result.edges) == 7 + 4 + 1  # q, k and v of later heads, and the logits
+    first = induction_result.edges[0]
+    assert first.effect.low > 0
+    assert first.example in {example.clean for example in induction_result.examples}
+    assert first.example_effect >= first.effect.value
+    score = induction_result.scores[0]
+    assert score.example_effect >= score.score > 0
 
 
 def test_random_sets_and_alternative_of_the_hand_built_circuit_fail(induction_result: CircuitResult) -> None:
@@ -450,6 +463,7 @@ def test_shipped_task_makes_pairs_of_equal_length(name: str) -> None:
         (word_pairs(8), {"size": 99}, "size: must be from 1 to 22"),
         (word_pairs(8), {"ranking": "exat"}, "ranking='exat': unknown"),
         (word_pairs(8), {"min_accuracy": 1.0}, "prefers the right answer on"),
+        (word_pairs(8), {"edges": -1}, "edges: must be 0 or more"),
         (word_pairs(8), {"prompts": 0}, "prompts: must be at least 1"),
     ],
 )

@@ -89,7 +89,7 @@ COMMAND_OPTIONS = {
     "describe": {"show_all"},
     "scan": {"report"},
     "find": {"alignment_heads", "compare", "save"},
-    "circuit": {"save"},
+    "circuit": {"graph", "report", "save"},
     "steer": {"save"},
     "evaluate": {"silence"},
     "maps": {"arcs", "heatmap", "key", "query", "no_words"},

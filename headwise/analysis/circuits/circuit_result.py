@@ -55,6 +55,8 @@ class NodeScore:
             replaced.
         exact: Effect by exact patching. None if it was not measured.
         stability: Share of bootstrap discoveries of this size that contain the node.
+        example: Prompt of the score split on which the node has the largest effect. Empty for learned gates.
+        example_effect: Effect of the node on that prompt.
     """
 
     node: str
@@ -63,6 +65,8 @@ class NodeScore:
     score: float
     exact: float | None
     stability: float
+    example: str = ""
+    example_effect: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -238,12 +242,16 @@ class EdgeEffect:
     Attributes:
         sender: Node that writes.
         receiver: Reader: `18.6.q`, `18.kv2.k`, `18.kv2.v`, `mlp.18` or `logits`.
-        effect: Change of the metric if only this edge carries the corrupted value, in units of the metric.
+        effect: Metric of the model minus the metric if only this edge carries the corrupted value.
+        example: Judged prompt on which the edge has the largest effect.
+        example_effect: Effect of the edge on that prompt.
     """
 
     sender: str
     receiver: str
     effect: CircuitEstimate
+    example: str = ""
+    example_effect: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -318,6 +326,21 @@ class CircuitResult:
         from headwise.ui.circuit_text import circuit_text
 
         return circuit_text(self)
+
+    def _repr_html_(self) -> str:
+        from headwise.ui.circuit_page import circuit_html
+
+        return circuit_html(self)
+
+    def report(self, path: str | Path) -> Path:
+        """Write a self-contained page: the graph by layers, faithfulness over sizes, and all tables.
+
+        Args:
+            path: Output file, such as `circuit.html`.
+        """
+        from headwise.ui.circuit_page import write_circuit_page
+
+        return write_circuit_page(self, path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON. Numbers that are not finite become None."""

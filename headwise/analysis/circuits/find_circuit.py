@@ -13,9 +13,11 @@ import numpy as np
 
 from headwise.analysis.circuits.circuit_result import (
     AblationEffect,
+    CircuitEstimate,
     CircuitExample,
     CircuitResult,
     CircuitSettings,
+    EdgeEffect,
     FaithfulnessCurve,
     FaithfulnessPoint,
     JudgedCircuit,
@@ -46,6 +48,7 @@ from headwise.analysis.circuits.circuit_task import (
     read_task,
     split_by_template,
 )
+from headwise.analysis.circuits.edge_effects import circuit_edges
 from headwise.analysis.circuits.model_nodes import ModelNodes
 from headwise.analysis.circuits.node_evaluator import NodeEvaluator, NodeMeans
 from headwise.analysis.circuits.node_ranking import RANKINGS, exact_effects, gate_scores, gradient_effects
@@ -166,6 +169,7 @@ def find_circuit(
     target: float = 0.85,
     min_accuracy: float = MIN_ACCURACY,
     alternative: bool = True,
+    edges: int = 0,
     seed: int = 0,
     out: str | Path | None = None,
     progress: ProgressOption = None,
@@ -188,6 +192,8 @@ def find_circuit(
         target: Faithfulness that the size must reach on the size split.
         min_accuracy: Share of prompts that the model must answer correctly. Below it, a circuit has no meaning.
         alternative: Search again without the heads of the circuit.
+        edges: Number of members, best first, between which edges are measured by exact path patching. The number of edges
+            grows with its square.
         seed: Seed of words, splits, random sets and bootstrap.
         out: File of finished steps. Repeat an interrupted call to resume.
         progress: Called with a label, done and total. None shows one line in a terminal or notebook, False nothing.
@@ -199,6 +205,10 @@ def find_circuit(
         ArgumentError: If the task is unknown, has too few templates, or is not done by the model.
     """
     config = CircuitConfig(size, random_sets, ranking, steps, target, min_accuracy, alternative, seed)
+    if edges < 0:
+        raise ArgumentError(
+            f"edges: must be 0 or more, the number of members between which edges are measured. Got {edges}."
+        )
     search, name, accuracy = _prepare(model, task, prompts, config, out, callback_of(progress))
     base = np.ones(len(search.nodes), bool)
     ranked = _rank(search, base, "first")
@@ -210,6 +220,7 @@ def find_circuit(
         other, other_notes = _find_alternative(search, excluded)
         notes += other_notes
     circuit, other = _adjust_p(circuit, other)
+    measured_edges = _edges(search, members[:edges]) if edges > 0 else ()
     judged = search.splits[2]
     empty = search.evaluate(2, "empty", search.live(())[None])[0]
     alone = search.evaluate(2, "first set", search.live(members)[None])[0]
@@ -226,7 +237,7 @@ def find_circuit(
     return CircuitResult(
         _settings(search, name, task), accuracy, float(judged.clean.mean()), float(empty.mean()),
         _node_scores(search, ranked, len(members)), circuit, other, _curves(search, ranked), size_points,
-        _check_ranking(search, ranked, len(members)), tuple(examples), notes=tuple(notes),
+        _check_ranking(search, ranked, len(members)), tuple(examples), measured_edges, tuple(notes),
     )  # fmt: skip
 
 
@@ -431,6 +442,29 @@ def _find_alternative(search: CircuitSearch, excluded: list[int]) -> tuple[Judge
     return _judge(search, members, "second", excluded), notes
 
 
+def _edges(search: CircuitSearch, members: list[int]) -> tuple[EdgeEffect, ...]:
+    """Measure the edges between members on the judged prompts, largest first."""
+    split = search.splits[2]
+
+    def compute() -> list[Any]:
+        table = circuit_edges(
+            search.model, [search.nodes.names[node] for node in members], split.prompts, split.evaluator.metric
+        )
+        return [table.edges, table.effects.tolist()]
+
+    names, effects = search.runner.run(f"edges {len(members)}", compute)
+
+    def estimate(values: np.ndarray) -> CircuitEstimate:
+        return split.sampler.estimate(lambda weights: weights @ values / weights.sum(1), len(values))
+
+    rows = []
+    for (sender, receiver), row in zip(names, effects, strict=True):
+        largest = int(np.argmax(np.abs(row)))
+        example = split.prompts[largest].pair.clean
+        rows.append(EdgeEffect(sender, receiver, estimate(np.array(row)), example, float(row[largest])))
+    return tuple(sorted(rows, key=lambda item: -abs(item.effect.value)))
+
+
 def _adjust_p(circuit: JudgedCircuit, other: JudgedCircuit | None) -> tuple[JudgedCircuit, JudgedCircuit | None]:
     """Apply the Holm correction to the p-values of the circuit and its alternative."""
     tests = [item.random_sets for item in (circuit, other) if item is not None and item.random_sets is not None]
@@ -490,10 +524,17 @@ def _node_scores(search: CircuitSearch, ranked: RankedNodes, size: int) -> tuple
     else:
         shares = stability_shares(ranked.effects, split.templates, size, config.seed)
     is_exact = config.ranking == "exact"
+
+    def example(node: int) -> tuple[str, float]:
+        if ranked.effects is None:
+            return "", float("nan")
+        largest = int(np.argmax(np.abs(ranked.effects[node])))
+        return split.prompts[largest].pair.clean, float(ranked.effects[node, largest])
+
     return tuple(
         NodeScore(
             nodes.names[node], nodes.kinds[node], nodes.layers[node], float(ranked.scores[node]),
-            float(ranked.scores[node]) if is_exact else None, float(shares[node]),
+            float(ranked.scores[node]) if is_exact else None, float(shares[node]), *example(node),
         )
         for node in ranked.order
     )  # fmt: skip

@@ -47,6 +47,7 @@ class NodeEvaluator:
         copy_tokens: int = COPY_TOKENS,
     ) -> None:
         self.model, self.nodes, self.prompts, self.copy_tokens = model, nodes, tuple(prompts), copy_tokens
+        self.metric = metric
         self.batches = list(make_prompt_batches(prompts, PROMPT_TOKENS, model.device, metric))
         self._corrupted: dict[int, NodeValues] = {}
         self._can_skip: bool | None = None
