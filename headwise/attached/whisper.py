@@ -119,7 +119,9 @@ def read_audio(path: str | Path, where: str = "audio") -> np.ndarray:
         raise FileFormatError(
             f"{where}: {path} is not a readable wav file: {error}. Convert it to 16-bit wav."
         ) from None
-    if np.issubdtype(samples.dtype, np.integer):
+    if samples.dtype == np.uint8:
+        samples = (samples.astype(np.float32) - 128) / 128  # 8-bit wav is unsigned: 128 is silence
+    elif np.issubdtype(samples.dtype, np.integer):
         samples = samples / np.iinfo(samples.dtype).max
     samples = samples if samples.ndim == 1 else samples.mean(1)
     return check_audio(resample_poly(samples, SAMPLE_RATE, rate) if rate != SAMPLE_RATE else samples, where)
@@ -208,10 +210,22 @@ def write_alignment_heads(heads: Sequence[str], folder: str | Path) -> Path:
     addresses = [Address.parse(head) for head in heads]
     if not addresses or any(address.stack != "cross" for address in addresses):
         raise ArgumentError(f"heads: must be cross-attention heads such as cross.3.1. Got {list(heads)!r:.80}.")
+    check_alignment_folder(folder)
     path = Path(folder) / "generation_config.json"
     config = read_json(path) if path.is_file() else {}
     config["alignment_heads"] = [[address.layer, address.head] for address in addresses]
     return write_atomic(path, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def check_alignment_folder(folder: str | Path) -> None:
+    """Raise if `folder` is not a folder whose generation_config.json can be read."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ArgumentError(
+            f"alignment_heads: {path} is not a folder. Give the folder of the model, with generation_config.json."
+        )
+    if (path / "generation_config.json").is_file():
+        read_json(path / "generation_config.json")
 
 
 def convert_audio_example(model: Any, item: dict[str, Any], where: str) -> dict[str, Any]:
@@ -219,6 +233,11 @@ def convert_audio_example(model: Any, item: dict[str, Any], where: str) -> dict[
     times = item.get("times")
     if not isinstance(times, list) or not all(isinstance(entry, list) and len(entry) == 3 for entry in times):
         raise ArgumentError(f"{where}: audio needs times=[[word, start, end], …] in seconds. Got {times!r:.60}.")
+    for _, *limits in times:
+        if any(isinstance(limit, bool) or not isinstance(limit, int | float | None) for limit in limits):
+            raise ArgumentError(f"{where}: start and end of a word must be seconds or null. Got {limits!r:.60}.")
+    if not isinstance(item["audio"], str | Path):
+        raise ArgumentError(f"{where}: audio must be the path of a wav file. Got {item['audio']!r:.60}.")
     words = [(str(word), start, end) for word, start, end in times]
     own_fields = {name: value for name, value in item.items() if name not in ("audio", "times")}
     return own_fields | audio_example(model, read_audio(item["audio"], where), words, where)

@@ -59,7 +59,7 @@ def run(
         Path | None,
         typer.Option(help="Write the heads as alignment_heads into generation_config.json of this folder (Whisper)."),
     ] = None,
-    max_rows: Annotated[int, typer.Option(help="Maximum number of heads to show, best first.")] = 12,
+    max_rows: Annotated[int, typer.Option(help="Maximum number of heads to show, best first.", min=1)] = 12,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
@@ -72,7 +72,8 @@ def run(
 
     from headwise.analysis.finding.head_search import find_heads
     from headwise.analysis.finding.head_search_result import HeadSearchResult
-    from headwise.attached.whisper import write_alignment_heads
+    from headwise.attached.whisper import check_alignment_folder, write_alignment_heads
+    from headwise.errors import ArgumentError
     from headwise.ui.figures.figure_with_data import check_path
     from headwise.ui.print_head_search import head_search_tables
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
@@ -81,6 +82,12 @@ def run(
     for path, suffixes in ((plot, None), (save, (".json", ".csv"))):
         if path is not None:
             check_path(path, *(() if suffixes is None else (suffixes,)))
+    if alignment_heads is not None:
+        if job != "alignment":
+            raise ArgumentError(
+                f"alignment_heads: needs --job alignment, whose heads are cross-attention. Got {job!r}."
+            )
+        check_alignment_folder(alignment_heads)
     other = None if compare is None else HeadSearchResult.load(compare)
     loaded = load(model, device=device, dtype=dtype)
     with resume_hint_on_interrupt() if out is not None else nullcontext(), show_progress(transient=True) as progress:
@@ -92,7 +99,7 @@ def run(
         (result.to_csv if save.suffix == ".csv" else result.to_json)(save)
     if plot is not None:
         result.plot().save(plot)
-    if alignment_heads is not None:
+    if alignment_heads is not None and result.supported_heads:
         write_alignment_heads(result.supported_heads, alignment_heads)
     changes = None if other is None else other.compare(result)
     if as_json:
@@ -101,3 +108,5 @@ def run(
         return
     for table in head_search_tables(result, changes, max_rows):
         Console().print(table)
+    if alignment_heads is not None and not result.supported_heads:
+        print("No head does the job, so alignment_heads were not written.")

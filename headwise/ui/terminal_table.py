@@ -50,7 +50,7 @@ class TextTable:
         """Yield the heading and the cells of a column."""
         yield Text(self.columns[column], "bold")
         for row in self.rows:
-            yield as_text(row[column])
+            yield self._cell(row, column)
 
     def _min_width(self, column: int, width: int) -> int:
         """Return the minimum width that keeps numbers, row names and words up to half a line unbroken."""
@@ -73,8 +73,15 @@ class TextTable:
                 header_style="bold",
             )  # fmt: skip
         for row in self.rows:
-            table.add_row(*(as_text(row[column]) for column in group))
+            table.add_row(*(self._cell(row, column) for column in group))
         return table
+
+    def _cell(self, row: Sequence[object], column: int) -> Text:
+        """Return a cell as text. A p-value below 0.0005 is <0.001."""
+        value = row[column]
+        if self.columns[column] == "p" and isinstance(value, float) and value < 0.0005:
+            return Text("<0.001")
+        return as_text(value)
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> TextTable:

@@ -439,3 +439,102 @@ def test_find_heads_answer_metric_equals_the_log_probability() -> None:
     key = [item.key for item in outcome.examples if item.text.startswith("w0 ")]
     column = outcome.metadata["addresses"].index("1.2")
     assert outcome.table.scores[outcome.table.keys.index(key[0]), column] == pytest.approx(lead[0] - lead[1], abs=1e-9)
+
+
+def lookup_vision_model() -> Any:
+    """A ViT whose head 0.1 attends from red patches to green ones. The other heads of layer 0 attend uniformly."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 16}
+    vision = transformers.ViTModel(
+        transformers.ViTConfig(**sizes, image_size=(20, 28), patch_size=4), add_pooling_layer=False
+    ).eval()
+    names = dict(vision.named_parameters())
+    with torch.no_grad():
+        for name, parameter in names.items():
+            if "embeddings" in name or (
+                ".0." in name and any(part in name for part in ("query", "key", "q_proj", "k_proj"))
+            ):
+                parameter.zero_()
+        pixels = next(value for name, value in names.items() if name.endswith("projection.weight"))
+        pixels[0, 0], pixels[1, 1] = 1 / 16, 1 / 16  # red and green of a patch
+        for parts, channel, factor in ((("query", "q_proj"), 0, 20.0), (("key", "k_proj"), 1, 1.0)):
+            weight = next(
+                value
+                for name, value in names.items()
+                if ".0." in name and name.endswith("weight") and any(part in name for part in parts)
+            )
+            weight[4, channel] = factor  # first channel of head 1
+    return vision
+
+
+def test_find_heads_image_patches_score_a_built_head_one_and_a_uniform_head_by_chance() -> None:
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(14):
+        red, green = rng.permutation(35)[:2].tolist()
+        image = torch.zeros(3, 20, 28)
+        for patch, channel in ((red, 0), (green, 1)):
+            row, column = divmod(patch, 7)
+            image[channel, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] = 1.0
+        rows.append({"image": image, "pairs": [[red, green]]})
+    with hw.attach(lookup_vision_model()) as attached:
+        outcome = hw.find_heads(attached, rows, heads="0.*")
+        assert outcome.supported_heads == ("0.1",)
+        assert outcome["0.1"].score == 1.0
+        assert outcome["0.0"].score == pytest.approx(1 / 34)
+        with pytest.raises(HeadwiseError, match="position 35 is outside"):
+            hw.find_heads(attached, [*rows[1:], rows[0] | {"pairs": [[35, 0]]}])
+        with pytest.raises(HeadwiseError, match="image contains NaN"):
+            hw.find_heads(attached, [*rows[1:], rows[0] | {"image": rows[0]["image"] * torch.nan}])
+
+
+def test_job_example_key_depends_on_the_content_of_images_and_inputs(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.png", tmp_path / "b.png"
+    for path in (first, second):
+        path.write_bytes(b"one")
+    assert JobExample(image=str(first)).key == JobExample(image=second).key
+    second.write_bytes(b"two")
+    assert JobExample(image=str(first)).key != JobExample(image=second).key
+    arrays = [JobExample(inputs={"x": np.array([[i]])}).key for i in range(3)]
+    assert len(set(arrays)) == 3
+
+
+def test_find_heads_inputs_may_be_lists_and_ragged_lists_raise() -> None:
+    rows = [{"inputs": {"input_ids": [[i, i + 1, 3]]}, "pairs": [[2, 1]]} for i in range(12)]
+    parsed = read_examples(rows, "pairs")
+    assert parsed[4].inputs is not None
+    assert parsed[4].inputs["input_ids"].tolist() == [[4, 5, 3]]
+    for inputs, message in (({"input_ids": [[1, 2], [3]]}, "not an array"), ([1, 2], "by name"), ({}, "by name")):
+        with pytest.raises(HeadwiseError, match=message):
+            read_examples([*rows[1:], rows[0] | {"inputs": inputs}], "pairs")
+    for name in ("pairs", "candidates", "span", "words"):
+        with pytest.raises(HeadwiseError, match=f"{name} must be a list"):
+            read_examples([*rows[1:], rows[0] | {name: 5}], "pairs")
+
+
+def test_find_heads_alignment_without_cross_attention_raises(model: hw.Transformer) -> None:
+    with pytest.raises(HeadwiseError, match="job='pairs'"):
+        hw.find_heads(model, partner_examples(), job="alignment")
+
+
+def test_find_heads_causal_test_resumes_after_interrupt(model: hw.Transformer, tmp_path: Path) -> None:
+    rows, out = partner_examples(30), tmp_path / "causal.jsonl"
+    calls = 0
+
+    def counted(output: Any, example: JobExample) -> float:
+        nonlocal calls
+        calls += 1
+        return read_partner(output, example)
+
+    def stop(label: str, done: int, total: int | None) -> None:
+        if label == "causal test" and done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hw.find_heads(model, rows, metric=counted, out=out, progress=stop)
+    resumed = hw.find_heads(model, rows, metric=counted, out=out)
+    calls = 0
+    again = hw.find_heads(model, rows, metric=counted, out=out)
+    assert calls == 0
+    expected = hw.find_heads(model, rows, metric=counted).to_dict()
+    assert calls > 0
+    assert resumed.to_dict()["heads"] == again.to_dict()["heads"] == expected["heads"]

@@ -166,6 +166,14 @@ def test_audio_examples_check_their_audio_and_times(reference: Any, tmp_path: Pa
     assert convert_audio_example(model, row, "line 1")["pairs"] == [[3, list(range(5, 20))]]
     with pytest.raises(HeadwiseError, match="times="):
         convert_audio_example(model, {"audio": str(tmp_path / "a.wav")}, "line 1")
+    with pytest.raises(HeadwiseError, match="seconds or null"):
+        convert_audio_example(model, row | {"times": [["hello", "0.1", 0.4]]}, "line 1")
+    with pytest.raises(HeadwiseError, match="path of a wav"):
+        convert_audio_example(model, row | {"audio": 5}, "line 1")
+    with wave.open(str(tmp_path / "c.wav"), "wb") as file:  # 8 bits, unsigned
+        file.setparams((1, 1, 16000, 0, "NONE", ""))
+        file.writeframes(bytes([128, 0, 192, 128]))
+    assert read_audio(tmp_path / "c.wav").tolist() == [0.0, -1.0, 0.5, 0.0]
     (tmp_path / "b.wav").write_bytes(b"RIFF")
     with pytest.raises(HeadwiseError, match="not a readable wav"):
         read_audio(tmp_path / "b.wav")
@@ -178,3 +186,5 @@ def test_write_alignment_heads_keeps_other_settings(tmp_path: Path) -> None:
     assert config == {"max_length": 448, "alignment_heads": [[3, 1], [2, 0]]}
     with pytest.raises(HeadwiseError, match="cross-attention heads"):
         write_alignment_heads(["3.1"], tmp_path)
+    with pytest.raises(HeadwiseError, match="not a folder"):
+        write_alignment_heads(["cross.3.1"], tmp_path / "typo")

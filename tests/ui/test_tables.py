@@ -67,6 +67,11 @@ def test_make_table_empty_column_is_omitted() -> None:
     assert make_table("", ["a", "b"], []).columns == ("a", "b")
 
 
+def test_table_small_p_value_is_not_zero() -> None:
+    text = print_table(make_table("Heads", ["head", "p"], [["0.0", 0.0001], ["0.1", 0.0005], ["0.2", 1.0]]), 80)
+    assert [line.split()[1] for line in text.splitlines()[-4:] if line.strip()] == ["<0.001", "0.001", "1.000"]
+
+
 def test_table_cells_are_literal_and_keep_color() -> None:
     table = make_table("[red]t[/red]", ["[b]", "x"], [["[/b]", Text("holds", "green")], ["a", 0.12345]])
     output = print_table(table, 80)

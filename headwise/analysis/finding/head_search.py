@@ -158,7 +158,7 @@ class _Search:
         self.progress = options.progress
         self.examples = [item.example for item in prepared]
         self.half_of = split_examples(self.examples)
-        self.hook_points = _select_hook_points(model, prepared, heads)
+        self.hook_points = _select_hook_points(model, prepared, heads, self.job)
         self.all_addresses = [address for point in self.hook_points for address in point.head_addresses]
         self.selected = select_heads(heads, self.all_addresses)
         if not self.selected:
@@ -238,7 +238,7 @@ class _Search:
     def _ablate_each_head(self, threshold: float) -> HeadSearchResult:
         """Ablate every head. The baseline is the mean cost of the other heads of its layer."""
         assert self.metric is not None
-        stored = self.file.stored_costs()
+        stored = self.file.stored_costs("ablated")
         ablator = None
         costs = []
         for index, address in enumerate(self.selected):
@@ -276,7 +276,7 @@ class _Search:
         if not candidates:
             return evidence
         reporting = [item for item in self.prepared if self.half_of[item.example.key] == REPORTING]
-        ablator = HeadAblator(self.model, reporting, self.hook_points, self.metric, self.ablation)
+        stored, ablator = self.file.stored_costs("causal test"), None
         rng = np.random.default_rng(self.seed)
         supported = {item.address for item in candidates}
         costs, others = [], []
@@ -286,8 +286,15 @@ class _Search:
             pool = [str(a) for a in self.all_addresses if a.layer_address == layer and str(a) not in supported]
             pool = pool or [str(a) for a in self.all_addresses if str(a) not in supported]
             control_heads = [pool[i] for i in rng.permutation(len(pool))[:OTHER_HEADS]]
-            costs.append(ablator.costs(item.address))
-            control_costs = [ablator.costs(address) for address in control_heads] or [[0.0] * len(reporting)]
+            for address in (item.address, *control_heads):
+                if address not in stored:
+                    ablator = ablator or HeadAblator(
+                        self.model, reporting, self.hook_points, self.metric, self.ablation
+                    )
+                    stored[address] = ablator.costs(address)
+                    self.file.append({"causal test": address, "values": stored[address]})
+            costs.append(stored[item.address])
+            control_costs = [stored[address] for address in control_heads] or [[0.0] * len(reporting)]
             others.append(np.mean(control_costs, 0))
         self.progress("causal test", len(candidates), len(candidates))
         by_input, others_by_input = (_mean_by_input(np.array(values).T, reporting) for values in (costs, others))
@@ -307,12 +314,17 @@ class _Search:
 
 
 def _select_hook_points(
-    model: ModelProtocol, prepared: Sequence[PreparedExample], heads: HeadPattern
+    model: ModelProtocol, prepared: Sequence[PreparedExample], heads: HeadPattern, job: str
 ) -> list[HookPoint]:
     """Return the layers that read the examples: cross-attention for pairs of two texts, else self-attention."""
     if len({item.is_cross for item in prepared}) > 1:
         raise ArgumentError("examples: some have a source and others do not. Search them separately.")
     cross = prepared[0].is_cross
+    if job == "alignment" and not cross:
+        raise UnsupportedModelError(
+            "job='alignment': searches cross-attention, but examples[0] has neither a source nor audio frames. Use "
+            "job='pairs' for heads of self-attention."
+        )
     points = [point for point in model.gathered_hook_points() if point.head_ids]
     if model.spec.kind == "encoder-decoder":
         stack = "cross" if cross else "enc"

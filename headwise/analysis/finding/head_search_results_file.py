@@ -47,9 +47,13 @@ class HeadSearchResultsWriter:
         """Return the measured examples by their number."""
         return {record["index"]: scores_from_dict(record, self.path) for record in self.records if "index" in record}
 
-    def stored_costs(self) -> dict[str, list[float]]:
-        """Return the costs of ablated heads by address."""
-        return {record["ablated"]: record["values"] for record in self.records if "ablated" in record}
+    def stored_costs(self, label: str) -> dict[str, list[float]]:
+        """Return the costs of ablated heads by address.
+
+        Args:
+            label: "ablated" for the job `effect`, "causal test" for the causal test of another job.
+        """
+        return {record[label]: record["values"] for record in self.records if label in record}
 
     def append(self, record: dict[str, Any]) -> None:
         """Append one line and flush it to disk."""

@@ -4,8 +4,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from headwise.errors import ArgumentError, FileFormatError, suggest_names
 from headwise.io.resolve_path import read_text
@@ -60,21 +65,31 @@ class JobExample:
     name: str = ""
     data: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def key(self) -> str:
-        """Digest of the input of the model. Equal inputs have equal keys and are always in the same half."""
-        parts: list[Any] = [
-            self.text,
-            self.source,
-            str(self.image) if isinstance(self.image, str | Path) else "",
-            self.name,
-        ]
+        """Digest of the input of the model. Equal inputs have equal keys and are always in the same half.
+
+        Two image files with equal bytes are equal inputs.
+        """
+        parts: list[Any] = [self.text, self.source, "", self.name]
         hasher = hashlib.sha256(json.dumps(parts).encode("utf-8", "surrogatepass"))
-        tensors = [self.image, *(self.inputs or {}).values()]
-        for tensor in tensors:
-            if hasattr(tensor, "numpy"):
-                hasher.update(tensor.detach().cpu().float().contiguous().numpy().tobytes())
+        for value in (self.image, *(self.inputs or {}).values()):
+            hasher.update(_content_bytes(value))
         return hasher.hexdigest()[:16]
+
+
+def _content_bytes(value: Any) -> bytes:
+    """Return the content of a tensor, an array, an image or an image file. Other values give their text."""
+    if value is None:
+        return b""
+    if isinstance(value, str | Path):
+        path = Path(value).expanduser()
+        return path.read_bytes() if path.is_file() else str(value).encode("utf-8", "surrogatepass")
+    if isinstance(value, Tensor):
+        return value.detach().cpu().float().contiguous().numpy().tobytes()
+    if hasattr(value, "__array__"):  # a NumPy array or a Pillow image
+        return np.ascontiguousarray(value).tobytes()
+    return repr(value).encode("utf-8", "surrogatepass")
 
 
 def read_examples(examples: Any, job: str, convert_audio: AudioConverter | None = None) -> list[JobExample]:
@@ -158,14 +173,18 @@ def _parse_example(item: Any, where: str) -> JobExample:
     for name in ("text", "source", "answer", "wrong_answer", "name"):
         if item.get(name) is not None and not isinstance(item[name], str):
             raise ArgumentError(f"{where}: {name} must be a text. Got {item[name]!r:.60}.")
+    for name in ("words", "source_words", "pairs", "candidates", "span"):
+        if item.get(name) is not None and not isinstance(item[name], list | tuple):
+            raise ArgumentError(f"{where}: {name} must be a list. Got {item[name]!r:.60}.")
     for name in ("words", "source_words"):
         listed = item.get(name)
-        if listed is not None and (isinstance(listed, str) or not all(isinstance(word, str) for word in listed)):
+        if listed is not None and not all(isinstance(word, str) for word in listed):
             raise ArgumentError(f"{where}: {name} must be a list of texts. Got {listed!r:.60}.")
     return JobExample(
         text=item.get("text") or "", source=item.get("source"), words=_tuple_or_none(item.get("words")),
-        source_words=_tuple_or_none(item.get("source_words")), image=item.get("image"), inputs=item.get("inputs"),
-        unit=unit, pairs=_parse_pairs(item.get("pairs", ()), where),
+        source_words=_tuple_or_none(item.get("source_words")), image=item.get("image"),
+        inputs=_parse_inputs(item.get("inputs"), where),
+        unit=unit, pairs=_parse_pairs(item.get("pairs") or (), where),
         candidates=_tuple_or_none(item.get("candidates")), label=_parse_label(item.get("label"), where),
         span=_parse_span(item.get("span"), where), answer=item.get("answer"), wrong_answer=item.get("wrong_answer"),
         name=item.get("name") or "", data=item,
@@ -174,6 +193,25 @@ def _parse_example(item: Any, where: str) -> JobExample:
 
 def _tuple_or_none(values: Any) -> Any:
     return None if values is None else tuple(values)
+
+
+def _parse_inputs(inputs: Any, where: str) -> dict[str, Any] | None:
+    """Convert lists and arrays to tensors."""
+    if inputs is None:
+        return None
+    if not isinstance(inputs, Mapping) or not inputs:
+        raise ArgumentError(
+            f'{where}: inputs must be arguments of the model by name, such as {{"input_ids": [[5, 7]]}}. Got {inputs!r:.60}.'
+        )
+    converted = {}
+    for name, value in inputs.items():
+        try:
+            converted[str(name)] = torch.as_tensor(value) if isinstance(value, list | np.ndarray) else value
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"{where}: inputs[{name!r}] is not an array of numbers: {error}. Give equally long rows."
+            ) from None
+    return converted
 
 
 def _parse_pairs(pairs: Any, where: str) -> tuple[Pair, ...]:
@@ -216,9 +254,10 @@ def _parse_span(span: Any, where: str) -> tuple[int, int] | None:
 def _check_example(example: JobExample, job: str, where: str) -> None:
     if not example.text and example.image is None and example.inputs is None:
         raise ArgumentError(f"{where}: has no input. Give text, image or inputs.")
-    for name, value in (example.inputs or {}).items():
-        if hasattr(value, "isfinite") and value.is_floating_point() and not bool(value.isfinite().all()):
-            raise ArgumentError(f"{where}: inputs[{name!r}] contains NaN or infinite values. Check the audio or image.")
+    for name, value in {"image": example.image, **(example.inputs or {})}.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all()):
+            label = "image" if value is example.image else f"inputs[{name!r}]"
+            raise ArgumentError(f"{where}: {label} contains NaN or infinite values. Check the audio or image.")
     if job == "pairs" and not example.pairs:
         raise ArgumentError(f"{where}: has no pairs. The job 'pairs' needs pairs=[[query, key], …].")
     if job == "alignment" and example.source is None and not example.pairs and example.inputs is None:
