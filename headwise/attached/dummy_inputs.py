@@ -63,7 +63,7 @@ def _make_inputs(
             BATCH_SIZE, NUM_ENCODER_STATES, _encoder_width(model.config), generator=generator, device="cpu"
         )
     if "bbox" in parameters:
-        inputs["bbox"] = torch.zeros(BATCH_SIZE, SEQUENCE_LENGTH, 4, dtype=torch.long)
+        inputs["bbox"] = torch.zeros(BATCH_SIZE, SEQUENCE_LENGTH, 4, dtype=torch.long, device="cpu")
     for name in MASK_NAMES:
         masked_input = next((inputs[input_name] for input_name in MASKED_INPUT_NAMES if input_name in inputs), None)
         if (
@@ -78,7 +78,7 @@ def _make_inputs(
                 if masked_input.ndim > 1
                 else 1
             )
-            inputs[name] = torch.ones(BATCH_SIZE, frames, dtype=torch.long)
+            inputs[name] = torch.ones(BATCH_SIZE, frames, dtype=torch.long, device="cpu")
     if "grid_thw" in parameters or "spatial_shapes" in parameters:
         inputs |= {
             name: value for name, value in _patches(model, generator, parameters, variant).items() if name in parameters
@@ -109,9 +109,9 @@ def _patches(model: Any, generator: torch.Generator, parameters: Any, variant: i
     )
     temporal_size = config_values.get("temporal_patch_size", 1) if variant == 0 else 2 if variant == 3 else 1
     patch_values = channels * temporal_size * size * size
-    shapes = torch.tensor([[4, 4]] * BATCH_SIZE)
+    shapes = torch.tensor([[4, 4]] * BATCH_SIZE, device="cpu")
     if "spatial_shapes" in parameters:
-        mask = torch.ones(BATCH_SIZE, 16, dtype=torch.long)
+        mask = torch.ones(BATCH_SIZE, 16, dtype=torch.long, device="cpu")
         rows = torch.randn(BATCH_SIZE, 16, patch_values, generator=generator, device="cpu")
         return {"pixel_values": rows, "spatial_shapes": shapes, "pixel_attention_mask": mask}
     rows = torch.randn(BATCH_SIZE * 16, patch_values, generator=generator, device="cpu")
@@ -122,8 +122,8 @@ def _patches(model: Any, generator: torch.Generator, parameters: Any, variant: i
         raise KeyError(
             "model: it has no input hidden_states, pixel_values or pixel_values_videos, so patches cannot be passed to it"
         )
-    grid = torch.cat((torch.ones(BATCH_SIZE, 1, dtype=torch.long), shapes), 1)
-    return {names[0]: rows, "grid_thw": grid, "merge_sizes": torch.full((BATCH_SIZE,), 2)}
+    grid = torch.cat((torch.ones(BATCH_SIZE, 1, dtype=torch.long, device="cpu"), shapes), 1)
+    return {names[0]: rows, "grid_thw": grid, "merge_sizes": torch.full((BATCH_SIZE,), 2, device="cpu")}
 
 
 def _token_ids(model: Any, generator: torch.Generator) -> Tensor:
@@ -132,7 +132,7 @@ def _token_ids(model: Any, generator: torch.Generator) -> Tensor:
     config_vocab = getattr(config, "vocab_size", None)
     vocab = config_vocab if isinstance(config_vocab, int) else len(model.get_input_embeddings().weight)
     special = {value for name, value in _config_items(model.config) if "token_i" in name and isinstance(value, int)}
-    ordinary_ids = torch.tensor([token for token in range(min(vocab, 4096)) if token not in special])
+    ordinary_ids = torch.tensor([token for token in range(min(vocab, 4096)) if token not in special], device="cpu")
     return ordinary_ids[
         torch.randint(len(ordinary_ids), (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator, device="cpu")
     ]

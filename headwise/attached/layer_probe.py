@@ -193,7 +193,7 @@ class LayerProbe:
         """Return whether the first two heads and the last head depend on the rows that a layout assigns to them."""
         assert self.qkv is not None
         _, output, leaf = self.projection_calls[module]
-        recorded, rows = self.qkv["qkv".index(projection)], torch.arange(output.shape[-1])
+        recorded, rows = self.qkv["qkv".index(projection)], torch.arange(output.shape[-1], device="cpu")
         try:
             row_indices = self.layer.qkv.split_heads(projection, rows, layout)  # (heads, channels): row numbers
         except RuntimeError:
@@ -244,7 +244,9 @@ class LayerProbe:
             return False
         q, k = (x.detach() for x in self.qkv[:2])
         T, S = q.shape[2], k.shape[2]
-        beyond_window = (torch.arange(T)[:, None] + (S - T) - torch.arange(S)).abs() >= window  # (T, S)
+        beyond_window = (
+            torch.arange(T, device="cpu")[:, None] + (S - T) - torch.arange(S, device="cpu")
+        ).abs() >= window  # (T, S)
         return bool((attention_weights(q, k, self.params)[..., beyond_window.to(q.device)] > 0).any())
 
 

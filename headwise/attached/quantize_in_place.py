@@ -138,7 +138,7 @@ def _pack_rows(
         weight = _matrix(module)
         size = (weight.shape[0], weight.shape[1])
         packed = PackedMatrix(size, transposed=is_conv1d(module), activation_bits=bits.activation_bits)
-        numbers = torch.arange(size[0])
+        numbers = torch.arange(size[0], device="cpu")
         for projection, part_bits in parts.items():
             rows = layer.qkv.split_heads(projection, numbers)  # (heads, channels): rows of each head
             values = weight[rows.flatten().to(weight.device)].unflatten(0, rows.shape)

@@ -155,9 +155,9 @@ def _sum_of_heads(recorded: _RecordedForward, layer: AttachedLayer) -> Tensor:
     """Compute Σ z W_O + b_O: (B, T, D)."""
     bias = 0.0 if layer.b_O is None else to_float64(layer.b_O).cpu()
     if not layer.spec.head_ids:
-        return torch.zeros(*recorded.ids.shape, layer.spec.width, dtype=torch.double) + bias
+        return torch.zeros(*recorded.ids.shape, layer.spec.width, dtype=torch.double, device="cpu") + bias
     if layer.hook_point not in recorded.calls:
-        return torch.full((1,), float("nan"))
+        return torch.full((1,), float("nan"), device="cpu")
     z, W_O = to_float64(recorded.calls[layer.hook_point].z).cpu(), to_float64(layer.hook_point.W_O).cpu()
     return torch.einsum("bhte,hed->btd", z, W_O) + bias
 

@@ -102,7 +102,7 @@ def _find_problem(forward: Any, blocks: dict[HookPoint, nn.Module], real_tokens:
         hook_points[index * (len(hook_points) - 1) // max(1, NUM_EDITED_LAYERS - 1)]: None
         for index in range(NUM_EDITED_LAYERS)
     }:
-        with hook_point.scaled(torch.zeros(len(hook_point.head_ids))):
+        with hook_point.scaled(torch.zeros(len(hook_point.head_ids), device="cpu")):
             full_output = forward(1)
             with output_cache.skip_blocks_before(blocks[hook_point], 1):
                 if not _same(forward(1), full_output, real_tokens):

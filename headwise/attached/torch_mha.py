@@ -31,6 +31,7 @@ from headwise.attached.pruned_mha import TorchMHACall, make_linear, mask_scores_
 from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import is_replaying
 from headwise.kernels.masks import CausalMask, Mask
+from headwise.kernels.random_state import get_rng_state, replayed_rng
 from headwise.kernels.score_bias import DenseBias
 from headwise.kernels.score_params import ScoreParams
 
@@ -167,9 +168,9 @@ class HookedMultiheadAttention(ReplacedForward):
         """Run the original forward, then compute z again for the listeners, with the same dropout."""
         module: Any = self.module
         device = call.query.device
-        states = _random_states(device) if module.training and module.dropout > 0 else None
+        rng_state = get_rng_state(device) if module.training and module.dropout > 0 else None
         result = call.run(self._original)
-        with nullcontext() if states is None else _replayed(states, device):
+        with replayed_rng(rng_state, device):
             attended = call.run(self._layer.without_output_projection())[0]
         self._apply_hook_point(call, attended)
         return result
@@ -307,18 +308,3 @@ def _score_params(module: Any, call: TorchMHACall, q: Tensor, k: Tensor) -> Scor
         if scores is not None:
             mask, bias = mask_and_bias(scores)
     return ScoreParams(d**-0.5, tuple(range(H)), mask, bias)
-
-
-def _random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of the random number generators that dropout uses."""
-    return torch.random.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def _replayed(states: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
-    """Draw the random numbers that followed these states again, and restore the current states afterwards."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.random.set_rng_state(states[0])
-        if states[1] is not None:
-            torch.cuda.set_rng_state(states[1], device)
-        yield

@@ -74,7 +74,7 @@ def load_ggml_whisper(path: Path, dtype: torch.dtype | None = None, device: Any 
     with torch.device("meta"):
         model: Any = transformers.WhisperForConditionalGeneration(config)
     state = {f"model.{_hugging_face_name(name)}": tensor for name, tensor in content.tensors.items()}
-    state["proj_out.weight"] = state.get("model.decoder.embed_tokens.weight", torch.empty(0))
+    state["proj_out.weight"] = state.get("model.decoder.embed_tokens.weight", torch.empty(0, device="cpu"))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     state = {
         name: _convert_tensor(tensor, expected.get(name), dtype or torch.float32) for name, tensor in state.items()
@@ -181,7 +181,7 @@ def audio_example(
             )
         ids += tokenizer.encode(f" {word}", add_special_tokens=False)
     ids.append(_special_id(tokenizer, "<|endoftext|>"))
-    inputs = {"input_features": log_mel(samples, model), "decoder_input_ids": torch.tensor([ids])}
+    inputs = {"input_features": log_mel(samples, model), "decoder_input_ids": torch.tensor([ids], device="cpu")}
     return {"inputs": inputs, "unit": "frame", "pairs": pairs, "candidates": list(range(last_frame))}
 
 

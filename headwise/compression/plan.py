@@ -259,7 +259,7 @@ def apply(plan: Plan, model: M, *, check: bool = True) -> M:
         _check_ranking_names(plan)
         check_plan(plan, model)
     biases = {
-        LayerAddress.parse(folded_bias.layer): torch.tensor(folded_bias.bias, dtype=torch.float64)
+        LayerAddress.parse(folded_bias.layer): torch.tensor(folded_bias.bias, dtype=torch.float64, device="cpu")
         for folded_bias in plan.folded_biases
     }
     changed = model.prune(plan.pruned_addresses, biases, plan.cache)

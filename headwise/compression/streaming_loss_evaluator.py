@@ -267,11 +267,11 @@ def _batches(
 ) -> tuple[TargetBatch, ...]:
     """Batch prompts, padded on the right, to which a causal decoder does not attend."""
     max_length = max(len(prompt.ids) for prompt in prompts)
-    rows = torch.zeros(len(prompts), max_length, dtype=torch.long)
+    rows = torch.zeros(len(prompts), max_length, dtype=torch.long, device="cpu")
     real, counts = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
         ids = prompt.control if control else prompt.ids
-        rows[row, : len(ids)], real[row, : len(ids)] = torch.tensor(ids), True
+        rows[row, : len(ids)], real[row, : len(ids)] = torch.tensor(ids, device="cpu"), True
         counts[row, prompt.targets.start : prompt.targets.stop] = True
     rows, real, counts = (table.to(model.device) for table in (rows, real, counts))
     step = max(1, BATCH_TOKENS // max_length)

@@ -183,7 +183,8 @@ def _rank_by_attention(model: ModelProtocol, request: StreamingRequest, progress
     The score is the maximum over the query heads of the KV head. A mean would hide one query head that needs evicted tokens.
     """
     total = {
-        layer.address: torch.zeros(len(layer.head_ids), dtype=torch.float64) for layer in model.gathered_hook_points()
+        layer.address: torch.zeros(len(layer.head_ids), dtype=torch.float64, device="cpu")
+        for layer in model.gathered_hook_points()
     }
     row_count = 0
 
@@ -196,7 +197,10 @@ def _rank_by_attention(model: ModelProtocol, request: StreamingRequest, progress
     for index, ids in enumerate(texts):
         rows = (
             torch.linspace(
-                request.retained_tokens, ids.shape[1] - 1, min(SAMPLED_ROWS, ids.shape[1] - request.retained_tokens)
+                request.retained_tokens,
+                ids.shape[1] - 1,
+                min(SAMPLED_ROWS, ids.shape[1] - request.retained_tokens),
+                device="cpu",
             )
             .long()
             .tolist()
@@ -300,7 +304,7 @@ def _rank_by_role(model: ModelProtocol, request: StreamingRequest, progress: Pro
         make_repeated_sequences(model, seed=request.seed),
         {layer.address: len(layer.head_ids) for layer in model.gathered_hook_points()},
     )
-    sums = {layer: torch.zeros(3, n, dtype=torch.float64) for layer, n in head_counts.items()}
+    sums = {layer: torch.zeros(3, n, dtype=torch.float64, device="cpu") for layer, n in head_counts.items()}
     second_copy = range(repeats.second_copy.start, repeats.second_copy.stop)
 
     def on_call(call: AttentionCall, _first: int) -> None:
@@ -333,7 +337,7 @@ def _rank_by_role(model: ModelProtocol, request: StreamingRequest, progress: Pro
         with eval_mode(model), listen_at_hook_points(model.gathered_hook_points(), on_needle_call):
             predicted = model(ids)[0].argmax(-1)  # (T,)
         correct = torch.tensor(
-            [int(predicted[row]) == needle.ids[row + 1] for row in target_of_row], dtype=torch.float64
+            [int(predicted[row]) == needle.ids[row + 1] for row in target_of_row], dtype=torch.float64, device="cpu"
         )
         copied += int(correct.sum())
         for layer, hits in hits_by_layer.items():

@@ -90,7 +90,7 @@ def pair_heads_by_attention(
     max_length = min(SAMPLE_TOKENS, student.spec.context, teacher.spec.context)
     distances = np.zeros((len(student_heads), len(teacher_heads)))
     for ids in texts:
-        row = torch.tensor([list(ids)[:max_length]])
+        row = torch.tensor([list(ids)[:max_length]], device="cpu")
         distances += _distances(
             _attention_maps(student, row, student_heads), _attention_maps(teacher, row, teacher_heads)
         )

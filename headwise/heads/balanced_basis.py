@@ -98,13 +98,17 @@ def random_basis(matrices: LayerHeadMatrices, spec: AttentionSpec, seed: int = 0
     for kv_index in range(len(spec.kv_head_ids)):
         heads = [head for head, head_kv in enumerate(spec.kv_of_head) if head_kv == kv_index]
         rotation = _random_rotation(result.v.shape[1], generator)
-        rotation = rotation if spec.output_gate != "channel" else torch.eye(len(rotation), dtype=rotation.dtype)
+        rotation = (
+            rotation if spec.output_gate != "channel" else torch.eye(len(rotation), dtype=rotation.dtype, device="cpu")
+        )
         _write_columns(result.v, result.b_v, [kv_index], _with_bias(result.v, result.b_v, [kv_index]) @ rotation)
         result.o[heads] = (rotation.mT @ to_float64(result.o[heads])).to(result.o)
-        rotation = torch.zeros(result.q.shape[1], result.q.shape[1], dtype=torch.float64)
+        rotation = torch.zeros(result.q.shape[1], result.q.shape[1], dtype=torch.float64, device="cpu")
         rotary_pairs, fixed_channels = split_rotary_channels(len(rotation), spec.rotary)
         for channels in [*rotary_pairs, *([fixed_channels] if fixed_channels else [])]:
-            rotation[torch.tensor(channels)[:, None], channels] = _random_rotation(len(channels), generator)
+            rotation[torch.tensor(channels, device="cpu")[:, None], channels] = _random_rotation(
+                len(channels), generator
+            )
         if spec.qk_norm is not None:
             continue
         _write_columns(result.q, result.b_q, heads, _with_bias(result.q, result.b_q, heads) @ rotation)

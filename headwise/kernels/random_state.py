@@ -28,6 +28,25 @@ def fork_rng(device: torch.device, *, enabled: bool = True) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def replayed_rng(rng_state: Tensor | None, device: torch.device) -> Iterator[None]:
+    """Draw the random numbers of a device that followed a state again. None changes nothing.
+
+    Args:
+        rng_state: Result of `get_rng_state`.
+        device: Device of the state. Its current state is restored after the block.
+    """
+    with fork_rng(device, enabled=rng_state is not None):
+        if rng_state is not None:
+            set_rng_state(rng_state, device)
+        yield
+
+
+def checkpoint_restores_rng(device: torch.device) -> bool:
+    """Return whether `torch.utils.checkpoint` restores the random numbers of a device. For MPS it does not."""
+    return device.type == "cpu" or getattr(torch.get_device_module(device), "_initialized", False)
+
+
 def make_generator(device: torch.device, seed: int) -> torch.Generator:
     """Return a generator with a seed, on the device if its backend has generators, otherwise on the CPU."""
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.kernels.random_state import fork_rng, get_rng_state, set_rng_state
+from headwise.kernels.random_state import get_rng_state, replayed_rng
 from headwise.kernels.score_params import ScoreParams
 
 # A kernel for one block. Arguments: q (B, h, R, d), k and v (B, K, C, ·), score params, row range, key range, T, S.
@@ -100,9 +100,7 @@ class _RunBlocks(torch.autograd.Function):
         )
         d_learned = [torch.zeros_like(x) for x in learned]
         T, S = q.shape[2], k.shape[2]
-        with fork_rng(q.device, enabled=ctx.rng_state is not None), ctx.autocast():
-            if ctx.rng_state is not None:
-                set_rng_state(ctx.rng_state, q.device)
+        with replayed_rng(ctx.rng_state, q.device), ctx.autocast():
             for heads, kv_range, rows, cols in ctx.block_shape.iter_blocks(params, q.shape[1], T, S):
                 with torch.enable_grad():
                     inputs = [x.detach().requires_grad_() for x in _slice_qkv(q, k, v, heads, kv_range, rows, cols)]

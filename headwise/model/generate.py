@@ -275,7 +275,7 @@ def batch_prompts(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor 
     rows: Any = _encode(model, prompt) if _is_text(prompt) else [prompt] if is_single else prompt
     if not all(isinstance(token_id, Integral) for row in rows for token_id in row):
         raise ArgumentError("prompt: token ids must be integers, but the prompt contains other values.")
-    lengths = torch.tensor([len(row) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
     if lengths.min() == 0:
         raise ArgumentError("prompt: it is empty. Pass at least one token per prompt.")
     T = int(lengths.max())
@@ -284,7 +284,7 @@ def batch_prompts(model: "Transformer", prompt: Prompt) -> tuple[Tensor, Tensor 
     )
     if lengths.min() == T:
         return ids, None
-    return ids, (torch.arange(T) >= (T - lengths)[:, None]).to(model.device)
+    return ids, (torch.arange(T, device="cpu") >= (T - lengths)[:, None]).to(model.device)
 
 
 def _encode(model: "Transformer", texts: Any) -> list[list[int]]:

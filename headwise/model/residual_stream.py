@@ -64,7 +64,7 @@ class LinearizedNorm:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(PROBE_ROWS, width, generator=generator, dtype=torch.double, device="cpu")
         # (rows, D), with a nonzero mean to detect centering, and with small rows to detect eps
-        x = (x + 1) * torch.logspace(-3, 2, PROBE_ROWS)[:, None]
+        x = (x + 1) * torch.logspace(-3, 2, PROBE_ROWS, device="cpu")[:, None]
         expected = to_float64(module_copy(x))
         for centered, weight_offset in ((True, 0.0), (False, 0.0), (True, 1.0), (False, 1.0)):
             norm = LinearizedNorm(module_copy, centered, weight_offset)
@@ -79,7 +79,11 @@ class LinearizedNorm:
     def gain(self) -> Tensor:
         """Gain, (D,), or 1 if the norm has no weight, in float64."""
         weight = getattr(self.module, "weight", None)
-        return torch.ones((), dtype=torch.double) if weight is None else to_float64(weight) + self.weight_offset
+        return (
+            torch.ones((), dtype=torch.double, device="cpu")
+            if weight is None
+            else to_float64(weight) + self.weight_offset
+        )
 
     @property
     def bias(self) -> Tensor | None:

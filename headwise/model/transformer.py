@@ -15,9 +15,10 @@ from headwise.cache.model_cache import check_model_cache
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import Heads, HookPoint, MultiHeadAttention, initialize
 from headwise.heads.head import AttentionLayerProtocol, Gates, resolve_gates
-from headwise.heads.hook_point import HOOKS, replaying
+from headwise.heads.hook_point import HOOKS, HookContextState, replaying
 from headwise.kernels import Mask, RotaryTable
 from headwise.kernels.matmul_tuner import MatmulTuner
+from headwise.kernels.random_state import checkpoint_restores_rng, get_rng_state, replayed_rng
 from headwise.model.block import Block, BlockContext, position_kinds
 from headwise.model.generate import generate, stream
 from headwise.model.layers import Embedding, LMHead, Pooler, make_norm
@@ -439,8 +440,10 @@ class Transformer(nn.Module):
             context.score_request(NO_CACHE, x.shape[1], has_policies=has_policies)  # compiled blocks may only read it
         run_checkpointed = partial(checkpoint, use_reentrant=False)
         if not torch.compiler.is_compiling():  # compiled code repeats the traced operations, including edits
-            hooks = HOOKS.now
-            run_checkpointed = partial(run_checkpointed, context_fn=lambda: (nullcontext(), replaying(hooks)))
+            run_checkpointed = partial(
+                run_checkpointed,
+                context_fn=partial(_checkpoint_contexts, HOOKS.now, x.device, is_training=self.training),
+            )
         for block in blocks:
             x = run_checkpointed(block, x, context)
         return x
@@ -560,3 +563,16 @@ def _share_parameters(source: nn.Module, target: nn.Module) -> None:
     for name, module in source.named_modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             setattr(target.get_submodule(name), parameter_name, parameter)
+
+
+def _checkpoint_contexts(hooks: HookContextState, device: torch.device, *, is_training: bool) -> tuple[Any, Any]:
+    """Return the contexts in which a block runs first, and again in the backward pass."""
+    must_restore = is_training and not checkpoint_restores_rng(device)
+    return nullcontext(), _repeated(hooks, get_rng_state(device) if must_restore else None, device)
+
+
+@contextmanager
+def _repeated(hooks: HookContextState, rng_state: Tensor | None, device: torch.device) -> Iterator[None]:
+    """Repeat a forward pass with the same edits and the same dropout."""
+    with replaying(hooks), replayed_rng(rng_state, device):
+        yield

@@ -299,7 +299,7 @@ def _check_outputs(attached: Any, native: Transformer) -> None:
     """Raise an error if both models differ on a few tokens. Open edits and listeners do not apply."""
     generator = torch.Generator().manual_seed(0)
     length = min(CHECK_TOKENS, native.spec.context)
-    ids = torch.randint(native.spec.vocab, (2, length), generator=generator).to(native.device)
+    ids = torch.randint(native.spec.vocab, (2, length), generator=generator, device="cpu").to(native.device)
     if native.spec.position_offset:  # transformers counts positions from the padding id, which no real token has
         ids[ids == native.spec.position_offset - 1] = native.spec.position_offset % native.spec.vocab
     with eval_mode(attached), eval_mode(native):

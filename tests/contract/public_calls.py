@@ -24,7 +24,8 @@ POLICIES = {"*.0": hw.CachePolicy(sink_tokens=1, window=3)}
 NO_DEVICE = {
     "HeadwiseError": "an exception",
     "Address": "data", "AttentionSpec": "data", "CachePolicy": "data", "ModelSpec": "data", "Plan": "data",
-    "Rotary": "data", "RotaryScaling": "data", "preset": "returns a spec", "presets": "returns specs", "Recipe": "data",
+    "Rotary": "data", "RotaryScaling": "data", "Latent": "data", "QKNorm": "data", "QueryScaling": "data",
+    "preset": "returns a spec", "presets": "returns specs", "Recipe": "data",
     "Role": "data", "layout": "estimates from a spec", "Corpus": "text", "Tokenizer": "text",
     "Profile": "arrays on the host", "Scan": "numbers on the host",
     "shard": "needs a process group, and torch has none for a device made in Python; gloo runs it in tests/distributed",
@@ -121,6 +122,37 @@ def _harness_model(model: Any, name: str) -> list[Any]:
     harness = hw.HarnessModel(model)
     requests = [Instance("loglikelihood", {}, (TEXTS[0], " the dog"), 0)]
     return [harness.loglikelihood(requests)[0][0]]
+
+
+def _circuit_task() -> hw.CircuitTask:
+    rows, words = np.random.default_rng(0), [word for word in WORDS if word != "."]
+    texts = [rows.permutation(words)[:4] for _ in range(8)]
+    prompts: Any = [
+        {
+            "clean": f"{a} {b} {c} {a}",
+            "corrupted": f"{a} {d} {c} {a}",
+            "right": f" {b}",
+            "wrong": f" {d}",
+            "template": str(i % 4),
+        }
+        for i, (a, b, c, d) in enumerate(texts)
+    ]
+    return hw.CircuitTask("recall", prompts)
+
+
+def _find_circuit(model: Any, name: str) -> Any:
+    options: Any = {"random_sets": 3, "min_accuracy": 0.0, "alternative": False, "progress": False}
+    return hw.find_circuit(model, _circuit_task(), 3, **options).to_dict()
+
+
+def _redundancy(model: Any, name: str) -> Any:
+    return hw.redundancy(model, _circuit_task(), "0.0,1.1", progress=False)
+
+
+def _path_patched(model: Any, name: str) -> Tensor:
+    other = _ids(model)[:1].flip(1)
+    with hw.patched(model, path=("0.1", "1.0.k"), other=other), eval_mode(model):
+        return logits(model, {"ids": _ids(model)[:1]})
 
 
 def _per_head_cache(model: Any, name: str) -> Tensor:
@@ -237,6 +269,10 @@ PUBLIC_CALLS: dict[str, ModelFunction] = {
     "describe": _describe,
     "explain": lambda model, name: hw.explain(model, TEXTS[1], _first(model), query=4).pair_scores,
     "find_heads": _find_heads,
+    "find_circuit": _find_circuit,
+    "CircuitTask": lambda model, name: hw.redundancy(model, _circuit_task(), "0.1", ablation="zero", progress=False),
+    "redundancy": _redundancy,
+    "patched, path": _path_patched,
     "HarnessModel": _harness_model,
     "evaluate": _evaluate,
     "Steering": _steered,

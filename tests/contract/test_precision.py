@@ -27,6 +27,7 @@ UNITS = 16
 JUMPING = {
     "profile", "profile, light", "profile, prompts", "HeadHistory", "compare_heads", "linear_probe", "sensitivity",
     "coreference", "report", "prune_study", "curve", "plan_streaming", "allocate_bits", "generate, sampled", "describe",
+    "find_circuit",
 }  # fmt: skip
 SLOW = {
     "profile",

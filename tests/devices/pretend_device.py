@@ -2,7 +2,7 @@
 
 `torch.device("pretend")` is a PrivateUse1 device. A tensor on it holds a CPU tensor and reports the device `pretend:0`.
 An operation that mixes it with a CPU tensor raises, as CUDA does. CPU tensors without dimensions and CPU index tensors are
-allowed, as CUDA allows them.
+allowed, as CUDA allows them. The device has a random state of its own, and does not accept generators of the CPU.
 
     with pretend_device(float64=False) as device:
         model.to("pretend")(ids.to("pretend"))
@@ -10,14 +10,16 @@ allowed, as CUDA allows them.
 
 With `float64=False` every float64 tensor on the device raises, as on MPS.
 
+Operations are routed by the class of the tensors, and new tensors by kernels that are registered with torch.library. Neither
+depends on the thread, because autograd runs the backward pass, and so recomputed blocks, on a thread of its own.
+
 Limits: data pointers are those of the CPU tensor inside. `torch.compile`, pinned memory and streams are not covered. Autocast
 casts nothing. Results are those of the CPU kernels, so rounding on a real accelerator differs. Quantized tensors of other
-libraries are tensor subclasses too, so `attach` takes every tensor on this device as dense. It is slow. A pruned attached
-model must be detached inside the block, because restoring it needs the device.
+libraries are tensor subclasses too, so `attach` takes every tensor on this device as dense. It is slow. There is one device.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from traceback import extract_stack
 from typing import Any
@@ -27,21 +29,29 @@ import numpy as np
 import torch
 import torch.utils.backend_registration as backend_registration
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import headwise.attached.generate as attached_generate
 import headwise.attached.layer as attached_layer
+import headwise.model.generate as model_generate
 from headwise.kernels.rounding_tolerance import has_float64
 
 NAME = "pretend"
-COPIES = {"aten::_to_copy", "aten::copy_", "aten::set_.source_Storage"}
+backend_registration._setup_privateuseone_for_python_backend(NAME)  # the autograd engine counts devices when it starts
+DEVICE, CPU = torch.device(NAME, 0), torch.device("cpu")
+COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::set_.source_Storage"}
 SCALAR_READS = {"aten::_local_scalar_dense", "aten::item"}
 # The host waits for the size of the result, or for one value.
 SIZE_READS = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::equal",
-    "aten::bincount", "aten::repeat_interleave.Tensor", "aten::is_nonzero",
+    "aten::bincount", "aten::repeat_interleave.Tensor", "aten::is_nonzero", "aten::_linalg_check_errors",
 }  # fmt: skip
+INDEX_OPERATIONS = ("aten::index.Tensor", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index")
+# Operations that create a tensor on a device from no tensor; torch builds the others from these.
+FACTORIES = (
+    "empty.memory_format", "empty_strided.default", "arange.default", "arange.start", "arange.start_step", "range.default",
+    "range.step", "eye.default", "eye.m", "tril_indices.default", "triu_indices.default",
+)  # fmt: skip
 
 
 @dataclass
@@ -52,11 +62,15 @@ class DeviceState:
         float64: Whether float64 tensors are allowed on the device.
         transfers: Device-to-host copies since the device was opened, `.item()` and `.tolist()` included.
         sites: Copies per line of the package, as `file:line`.
+        rng_state: State of the random numbers of the device.
+        generators: Generators that belong to the device, by their address.
     """
 
     float64: bool = True
     transfers: int = 0
     sites: dict[str, int] = field(default_factory=dict)
+    rng_state: Tensor = field(default_factory=torch.get_rng_state)
+    generators: dict[int, torch.Generator] = field(default_factory=dict)
 
     def reset_counts(self) -> None:
         """Start counting again."""
@@ -70,6 +84,17 @@ class DeviceState:
                 site = f"{frame.filename.rpartition('/headwise/')[2]}:{frame.lineno}"
                 self.sites[site] = self.sites.get(site, 0) + 1
                 return
+
+    @contextmanager
+    def own_rng(self) -> Iterator[None]:
+        """Draw the random numbers of the device inside the context."""
+        host_state = torch.get_rng_state()
+        torch.set_rng_state(self.rng_state)
+        try:
+            yield
+        finally:
+            self.rng_state = torch.get_rng_state()
+            torch.set_rng_state(host_state)
 
 
 STATE = DeviceState()
@@ -90,7 +115,7 @@ class PretendTensor(Tensor):
             strides=data.stride(),
             storage_offset=data.storage_offset(),
             dtype=data.dtype,
-            device=torch.device(NAME, 0),
+            device=DEVICE,
         )
         result.cpu_data = data
         return result
@@ -98,161 +123,237 @@ class PretendTensor(Tensor):
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"PretendTensor({self.cpu_data})"
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of the CPU tensor. Hooks of autograd run outside of the function mode."""
-        return self.cpu_data.untyped_storage()
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace functions that read the memory of a tensor directly."""
+        replacement = FUNCTIONS.get(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            if replacement is not None and isinstance(args[0], PretendTensor):
+                return replacement(func, *args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
 
-def _is_pretend(device: Any) -> bool:
-    return device is not None and torch.device(device).type == NAME
+
+@dataclass(frozen=True)
+class Operation:
+    """Properties of an operation of torch."""
+
+    name: str
+    is_copy: bool
+    reads_scalar: bool
+    reads_size: bool
+    is_index: bool
+    is_random: bool
+    writes_first: bool
+
+
+OPERATIONS: dict[Any, Operation] = {}
+
+
+def _operation(func: Any) -> Operation:
+    if func not in OPERATIONS:
+        name, arguments = func.name(), func._schema.arguments
+        alias = arguments[0].alias_info if arguments else None
+        OPERATIONS[func] = Operation(
+            name,
+            is_copy=name in COPIES,
+            reads_scalar=name in SCALAR_READS,
+            reads_size=name in SIZE_READS,
+            is_index=name.startswith(INDEX_OPERATIONS),
+            is_random=torch.Tag.nondeterministic_seeded in func.tags,
+            writes_first=alias is not None and alias.is_write,
+        )
+    return OPERATIONS[func]
 
 
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on the CPU data, and wrap the result if it belongs on the device."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    on_device = [isinstance(tensor, PretendTensor) for tensor in tensors]
-    name, target = func.name(), kwargs.get("device")
-    if any(on_device) and name not in COPIES | SCALAR_READS:
-        _check_one_device(name, tensors, on_device)
-    to_device = _is_pretend(target) if target is not None else any(on_device)
-    if any(on_device) and (name in SCALAR_READS or (name == "aten::_to_copy" and not to_device)):
-        STATE.count_transfer()
-    if name == "aten::copy_" and on_device[1] and not on_device[0]:
-        STATE.count_transfer()
-    if (any(on_device) and name in SIZE_READS) or _is_mask_index(name, args):
-        STATE.count_transfer()
-    arguments, keywords = pytree.tree_unflatten([_to_cpu(leaf) for leaf in leaves], spec)
-    result = func(*arguments, **keywords)
-    if not to_device or (name == "aten::copy_" and not on_device[0]):
-        return args[0] if name == "aten::copy_" else result
-    result = pytree.tree_map(lambda leaf: PretendTensor(leaf) if _is_plain(leaf) else leaf, result)
-    return _restore_written(func, args, kwargs, result)
+    operation, leaves = _operation(func), _Leaves()
+    arguments = [leaves.to_cpu(item) for item in args]
+    keywords = {key: leaves.to_cpu(item) for key, item in kwargs.items()}
+    target = kwargs.get("device")
+    to_device = torch.device(target).type == NAME if target is not None else leaves.on_device > 0
+    if leaves.on_device:
+        if leaves.on_cpu and not (operation.is_copy or operation.reads_scalar):
+            _check_one_device(operation, args, kwargs)
+        if _is_transfer(operation, args, to_device):
+            STATE.count_transfer()
+    if to_device and leaves.generator is not None and _address(leaves.generator) not in STATE.generators:
+        raise RuntimeError("Expected a 'pretend' device type for generator but found 'cpu'")
+    with STATE.own_rng() if to_device and operation.is_random and leaves.generator is None else nullcontext():
+        result = func(*arguments, **keywords)
+    if operation.name == "aten::copy_":
+        return args[0]
+    if not to_device:
+        return result
+    written = kwargs.get("out", args[0] if operation.writes_first else None)
+    if isinstance(written, PretendTensor) and isinstance(result, Tensor):
+        if written.shape != result.shape or written.stride() != result.stride():
+            written.data = PretendTensor(result)  # the operation changed the shape in place
+        return written  # not another wrapper of the same data
+    return _to_device(result)
 
 
-def _is_mask_index(name: str, args: Any) -> bool:
-    """Return whether an operation indexes with a mask on the device, which the device first turns into positions."""
-    index = args[1] if name.startswith(("aten::index.Tensor", "aten::index_put", "aten::_index_put")) else ()
-    return any(isinstance(part, PretendTensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
+class _Leaves:
+    """The arguments of an operation on the CPU, and which of them were on the device."""
+
+    def __init__(self) -> None:
+        self.on_device, self.on_cpu = 0, 0
+        self.generator: torch.Generator | None = None
+
+    def to_cpu(self, item: Any) -> Any:
+        if isinstance(item, PretendTensor):
+            self.on_device += 1
+            return item.cpu_data
+        if isinstance(item, Tensor):
+            self.on_cpu += 1
+        elif type(item) in (list, tuple):
+            return type(item)(self.to_cpu(part) for part in item)
+        elif isinstance(item, torch.device):
+            return CPU if item.type == NAME else item
+        elif isinstance(item, torch.Generator):
+            self.generator = item
+        return item
 
 
-def _restore_written(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-    """Return the argument that an in-place operation writes to, rather than a new wrapper of it."""
-    arguments = func._schema.arguments
-    if isinstance(result, PretendTensor):
-        if "out" in kwargs:
-            return kwargs["out"]
-        first = arguments[0].alias_info if arguments else None
-        if first is not None and first.is_write and args:
-            return args[0]
-    return result
+def _to_device(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result if isinstance(result, PretendTensor) else PretendTensor(result)
+    return type(result)(map(_to_device, result)) if type(result) in (list, tuple) else result
 
 
-def _check_one_device(name: str, tensors: list[Tensor], on_device: list[bool]) -> None:
-    index_operation = name.startswith(("aten::index", "aten::_index", "aten::_unsafe_index"))
-    for tensor, inside in zip(tensors, on_device, strict=True):
-        is_index = index_operation and tensor.dtype in (torch.int64, torch.int32, torch.bool, torch.uint8)
-        if not inside and tensor.ndim and not (is_index and not name.startswith("aten::index_")):
-            shapes = [(tuple(item.shape), str(item.device)) for item in tensors]
-            raise RuntimeError(f"{name}: expected all tensors to be on the same device. Got {shapes}.")
+def _is_transfer(operation: Operation, args: Any, to_device: bool) -> bool:
+    """Return whether the host waits for data of the device."""
+    if operation.reads_scalar or operation.reads_size:
+        return True
+    if operation.name == "aten::_to_copy":
+        return not to_device
+    if operation.name == "aten::copy_":
+        return isinstance(args[1], PretendTensor) and not isinstance(args[0], PretendTensor)
+    # a mask on the device is first turned into positions
+    return operation.is_index and any(
+        isinstance(part, PretendTensor) and part.dtype in (torch.bool, torch.uint8) for part in args[1]
+    )
 
 
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not isinstance(leaf, PretendTensor)
+def _check_one_device(operation: Operation, args: Any, kwargs: dict[str, Any]) -> None:
+    if operation.is_index:
+        args = (args[0], *args[2:])  # positions may be on the CPU
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    writes_cpu = operation.writes_first and not isinstance(args[0], PretendTensor)
+    if writes_cpu or any(tensor.ndim and not isinstance(tensor, PretendTensor) for tensor in tensors):
+        shapes = [(tuple(item.shape), str(item.device)) for item in tensors]
+        raise RuntimeError(f"{operation.name}: expected all tensors to be on the same device. Got {shapes}.")
 
 
-def _to_cpu(leaf: Any) -> Any:
-    if isinstance(leaf, PretendTensor):
-        return leaf.cpu_data
-    return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == NAME else leaf
+# Functions that read memory directly, as `replacement(function, tensor, *args)`.
 
 
-class _DispatchMode(TorchDispatchMode):
-    """Routes factory functions with `device="pretend"` to the pretend device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _dispatch(func, args, kwargs or {})
+def _raise_numpy_error(func: Any, tensor: PretendTensor, *args: Any, **kwargs: Any) -> Any:
+    raise TypeError("can't convert a pretend:0 tensor to numpy. Use Tensor.cpu() first.")
 
 
-class _FunctionMode(TorchFunctionMode):
-    """Replaces functions that read the memory of a tensor directly."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (torch.tensor, torch.as_tensor, torch.asarray) and _is_pretend(kwargs.get("device")):
-            device = kwargs.pop("device")
-            return func(*args, **kwargs).to(device)
-        first = args[0] if args else None
-        if not isinstance(first, PretendTensor):
-            return func(*args, **kwargs)
-        if func is Tensor.numpy or func is Tensor.__array__:
-            raise TypeError("can't convert a pretend:0 tensor to numpy. Use Tensor.cpu() first.")
-        if func in (Tensor.data_ptr, Tensor.untyped_storage):
-            return func(first.cpu_data)
-        if func is Tensor.tolist:
-            return first.detach().cpu().tolist()
-        if func is Tensor.new_tensor:
-            dtype, device = kwargs.get("dtype", first.dtype), kwargs.get("device", NAME)
-            return torch.tensor(args[1], dtype=dtype).to(torch.device(device))
-        if func in (Tensor.__getitem__, Tensor.__setitem__):
-            return _index(func, first, args[1:])
-        return func(*args, **kwargs)
+def _new_tensor(func: Any, tensor: PretendTensor, data: Any, **kwargs: Any) -> Tensor:
+    device, dtype = kwargs.get("device", NAME), kwargs.get("dtype", tensor.dtype)
+    return torch.tensor(data, dtype=dtype, device="cpu").to(torch.device(device))
 
 
-def _index(func: Any, tensor: Tensor, args: Any) -> Any:
+def _index(func: Any, tensor: PretendTensor, index: Any, *values: Any) -> Any:
     """Index with lists, arrays and numbers, which torch would convert through the data pointer."""
 
-    def convert(index: Any) -> Any:
-        if not isinstance(index, (list, np.ndarray)):
-            return index
-        positions = torch.as_tensor(np.asarray(index))
+    def convert(part: Any) -> Any:
+        if not isinstance(part, (list, np.ndarray)):
+            return part
+        positions = torch.as_tensor(np.asarray(part), device="cpu")
         return (positions if positions.numel() else positions.long()).to(NAME)  # an empty list is float64 in numpy
 
-    index = tuple(map(convert, args[0])) if isinstance(args[0], tuple) else convert(args[0])
-    if func is Tensor.__getitem__:
-        return func(tensor, index)
-    value = args[1] if isinstance(args[1], Tensor) else torch.tensor(args[1], dtype=tensor.dtype).to(NAME)
-    return func(tensor, index, value)
+    index = tuple(map(convert, index)) if isinstance(index, tuple) else convert(index)
+    if values and not isinstance(values[0], Tensor):
+        values = (torch.tensor(values[0], dtype=tensor.dtype, device="cpu").to(NAME),)
+    return func(tensor, index, *values)
 
 
-def _register() -> None:
-    """Register the device with torch. The autograd engine counts devices when it starts, so this runs on import."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME)
-    module, generator_state = getattr(torch, NAME), {"state": torch.get_rng_state()}
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    Tensor.numpy: _raise_numpy_error,
+    Tensor.__array__: _raise_numpy_error,
+    Tensor.data_ptr: lambda func, tensor: func(tensor.cpu_data),
+    Tensor.untyped_storage: lambda func, tensor: func(tensor.cpu_data),
+    Tensor.tolist: lambda func, tensor: tensor.detach().cpu().tolist(),
+    Tensor.new_tensor: _new_tensor,
+    Tensor.__getitem__: _index,
+    Tensor.__setitem__: _index,
+}
+
+
+def _register() -> torch.library.Library:
+    """Register the functions of the device module, and the kernels that create tensors on the device."""
     functions: dict[str, Callable[..., Any]] = {
-        "get_rng_state": lambda device=None: generator_state["state"],
-        "set_rng_state": lambda state, device=None: generator_state.update(state=state),
+        "get_rng_state": lambda device=None: STATE.rng_state.clone(),
+        "set_rng_state": lambda state, device=None: setattr(STATE, "rng_state", state.clone()),
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "manual_seed_all": lambda seed: None,
+        "manual_seed_all": lambda seed: setattr(
+            STATE, "rng_state", torch.Generator("cpu").manual_seed(seed).get_state()
+        ),
         "_is_in_bad_fork": lambda: False,
         "synchronize": lambda device=None: None,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "is_autocast_enabled": lambda: False,
     }
     for name, function in functions.items():
-        setattr(module, name, function)
+        setattr(getattr(torch, NAME), name, function)
+    library = torch.library.Library("aten", "IMPL")
+    for name in FACTORIES:
+        packet, overload = name.split(".")
+        library.impl(
+            name.removesuffix(".default"), _factory(getattr(getattr(torch.ops.aten, packet), overload)), "PrivateUse1"
+        )
+    library.impl("_copy_from", _copy_from, "PrivateUse1")
+    return library
 
 
-_register()
+def _factory(func: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _dispatch(func, args, kwargs | {"device": DEVICE})
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy between the devices. Constructors in C++, such as that of `torch.tensor`, copy below the class of the tensors."""
+    return _dispatch(torch.ops.aten.copy_.default, (target, source), {})
+
+
+LIBRARY = _register()
+
+
+def _address(generator: torch.Generator) -> int:
+    """Return what identifies a generator. torch passes it to operations in another Python object."""
+    return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _make_generator(device: torch.device, seed: int) -> torch.Generator:
+    """Return a generator of a device. torch has no generators for devices made in Python."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    if device.type == NAME:
+        STATE.generators[_address(generator)] = generator
+    return generator
 
 
 @contextmanager
 def pretend_device(*, float64: bool = True) -> Iterator[DeviceState]:
-    """Make `device="pretend"` available in the block. Yield its switches and counters."""
+    """Open `device="pretend"` with its counters at 0. Yield its switches and counters."""
     STATE.float64, STATE.transfers, STATE.sites = float64, 0, {}
     has_float64.cache_clear()
     try:
         with (
-            _FunctionMode(),
-            _DispatchMode(),
             patch.object(attached_layer, "_is_dense_float", Tensor.is_floating_point),
+            patch.object(model_generate, "make_generator", _make_generator),
+            patch.object(attached_generate, "make_generator", _make_generator),
         ):
             yield STATE
     finally:
         STATE.float64 = True
+        STATE.generators.clear()
+        has_float64.cache_clear()

@@ -1,6 +1,7 @@
 """Calls on the pretend device that the list of public functions does not cover."""
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import headwise as hw
 from headwise.errors import HeadwiseError
 from headwise.ui.live_session import LiveSession
 from tests.contract.attached_models import TEXTS
-from tests.contract.functions import flatten_numbers
+from tests.contract.functions import FUNCTIONS, flatten_numbers
 from tests.contract.layers import MODELS
+from tests.contract.public_calls import PUBLIC_CALLS
 from tests.devices.pretend_device import pretend_device
 from tests.devices.test_pretend_device import make_model
 
@@ -188,3 +190,81 @@ def test_shift_on_pretend_device_equals_cpu() -> None:
     expected = run("cpu")
     with pretend_device(float64=False):
         torch.testing.assert_close(run("pretend"), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("float64", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("name", ["decoder", "llama"])
+def test_gradient_importance_with_recomputed_blocks_equals_cpu(
+    name: str, float64: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are recomputed in the backward pass, which runs in a thread of autograd."""
+    expected = hw.importance(make_model(name, "cpu"), TEXTS, ranking="gradient").mean
+    monkeypatch.setattr("headwise.analysis.ablation.gradient_memory.MIN_GRAPH_BYTES", 0)
+    monkeypatch.setattr("headwise.analysis.ablation.gradient_memory.GRAPH_FRACTION", 1e-9)
+    with pretend_device(float64=float64):
+        result = hw.importance(make_model(name, "pretend"), TEXTS, ranking="gradient").mean
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_training_step_with_checkpointing_and_dropout_equals_cpu() -> None:
+    def gradient(device: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        spec = replace(MODELS["decoder, rotary"], dropout=0.3)
+        model = hw.Transformer(spec).to(device).train()
+        model.checkpointing = True
+        torch.manual_seed(1)
+        model(IDS.to(device)).log_softmax(-1)[..., 3].sum().backward()
+        return torch.cat([weight.grad.flatten().cpu() for weight in model.parameters() if weight.grad is not None])
+
+    expected = gradient("cpu")
+    with pretend_device(float64=False):
+        torch.testing.assert_close(gradient("pretend"), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_recorded_torch_attention_with_dropout_keeps_random_numbers() -> None:
+    """The listener sees z of the forward pass, with the same dropout, and later random numbers are unchanged."""
+
+    def run(device: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        block = torch.nn.TransformerEncoderLayer(12, 2, 16, dropout=0.3, batch_first=True).to(device).train()
+        x = torch.linspace(-1, 1, 2 * 5 * 12).reshape(2, 5, 12).to(device)
+        attached = hw.attach(block)
+        torch.manual_seed(1)
+        expected, next_numbers = block(x), torch.rand(3, device=device)
+        torch.manual_seed(1)
+        with hw.record(attached) as recording:
+            assert torch.equal(block(x), expected)
+        assert torch.equal(torch.rand(3, device=device), next_numbers)
+        z = recording["0.1"].z.detach().cpu()
+        attached.detach()
+        return z
+
+    expected = run("cpu")
+    with pretend_device(float64=False):
+        torch.testing.assert_close(run("pretend"), expected, rtol=1e-4, atol=1e-5)
+
+
+SEEDED: dict[str, Any] = {
+    "generate": lambda model: model.generate(IDS[:1].to("pretend"), max_new_tokens=3, temperature=1.0, seed=4),
+    "untrained": lambda model: model.untrained(3),
+    "train": lambda model: PUBLIC_CALLS["train"](model, "decoder"),
+    "learn_gates": lambda model: FUNCTIONS["learn_gates"](model, "decoder"),
+    "prune": lambda model: hw.prune(model, heads="0.1", fold_mean=False),
+}
+
+
+@pytest.mark.parametrize("name", ["decoder", "llama"])
+@pytest.mark.parametrize("call", SEEDED)
+def test_seeded_call_keeps_random_numbers_of_device_and_host(name: str, call: str) -> None:
+    def draw() -> list[float]:
+        return [*torch.rand(2).tolist(), *torch.rand(2, device="pretend").tolist()]
+
+    with pretend_device(float64=False):
+        model = make_model(name, "pretend")
+        torch.manual_seed(2)
+        expected = draw()
+        torch.manual_seed(2)
+        result = SEEDED[call](model)
+        assert draw() == expected
+        del result
+        gc.collect()

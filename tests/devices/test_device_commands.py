@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "train": ("{texts}", "--out", "{out}", "--preset", "nano", "--layers", 1, "--steps", 2, "--batch-size", 2),
     "distill": ("{model}", "{texts}", "--out", "{out}", "--layers", 1, "--steps", 2, "--batch-size", 2),
     "find": ("{model}", "{examples}"),
+    "circuit": ("{model}", "{prompts}", "--size", 2, "--random-sets", 3, "--min-accuracy", 0, "--no-alternative"),
     "steer": (
         "{model}", "--positive", "{positive}", "--negative", "{negative}", "--num-heads", 2, "--strengths", "1,4",
         "--num-random", 3, "--max-kl", 9, "--corpus", "{few}",
@@ -81,6 +82,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = [f"the {adjective} {noun} saw the {adjective} door" for noun in NOUNS]
         (folder / f"{name}.txt").write_text("\n".join(lines))
     examples = [{"text": f"the {noun} saw the big door", "pairs": [[2, 1], [5, 3]]} for noun in NOUNS]
+    prompts = [
+        {
+            "clean": f"the {a} saw the",
+            "corrupted": f"the {b} saw the",
+            "right": f" {a}",
+            "wrong": f" {b}",
+            "template": str(i % 4),
+        }
+        for i, (a, b) in enumerate(zip(NOUNS[:8], NOUNS[8:16], strict=True))
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     (folder / "examples.jsonl").write_text("\n".join(map(json.dumps, examples)))
     return folder
 
@@ -104,7 +116,7 @@ def run(files: Path, command: str, device: str) -> Any:
     places = {
         "model": files / "model", "llama": files / "llama", "texts": files / "texts.txt", "text": TEXT,
         "few": files / "few.txt", "positive": files / "positive.txt", "negative": files / "negative.txt",
-        "examples": files / "examples.jsonl",
+        "examples": files / "examples.jsonl", "prompts": files / "prompts.jsonl",
         "out": files / f"{device} {command}".replace(", ", " ").replace(" ", "-"),
     }  # fmt: skip
     arguments = [item.format(**places) if isinstance(item, str) else item for item in COMMANDS[command]]

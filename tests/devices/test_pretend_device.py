@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import headwise as hw
 from headwise.errors import HeadwiseError
@@ -52,12 +53,43 @@ def make_model(name: str, device: str) -> Any:
     return inner
 
 
+def assert_same(result: list[float] | str, expected: list[float] | str) -> None:
+    """Compare the numbers of a call, or its errors."""
+    if isinstance(expected, str) or isinstance(result, str):
+        assert result == expected
+        return
+    np.testing.assert_allclose(result, expected, rtol=2e-3, atol=2e-4)
+
+
 @pytest.mark.parametrize(("name", "function", "float64"), cases())
 def test_function_on_device_equals_cpu(name: str, function: str, float64: bool) -> None:
     expected = run(CALLS[function], make_model(name, "cpu"), name)
     with pretend_device(float64=float64):
         result = run(CALLS[function], make_model(name, "pretend"), name)
-    if isinstance(expected, str) or isinstance(result, str):
-        assert result == expected
-        return
-    np.testing.assert_allclose(result, expected, rtol=2e-3, atol=2e-4)
+    assert_same(result, expected)
+
+
+# Calls with tensors on the host: indices, random probes, masks that are sent to the device later.
+DEFAULT_DEVICE_SAMPLE = {
+    ("decoder", "explain"), ("decoder", "find_heads"), ("decoder", "HeadHistory"), ("llama", "scan"), ("llama", "to_native"),
+    ("llama", "quantized"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        pytest.param(name, function, marks=() if (name, function) in DEFAULT_DEVICE_SAMPLE else pytest.mark.slow)
+        for name in PAIR
+        for function in CALLS
+        if function not in EXPENSIVE
+    ],
+)
+def test_function_with_default_device_equals_cpu(name: str, function: str) -> None:
+    """After `torch.set_default_device`, tensors that are created without a device lie on the accelerator."""
+    expected = run(CALLS[function], make_model(name, "cpu"), name)
+    with pretend_device():
+        model = make_model(name, "pretend")
+        with torch.device("pretend"):
+            result = run(CALLS[function], model, name)
+    assert_same(result, expected)

@@ -116,7 +116,9 @@ def ablation_gradients(
         total = summed_cross_entropy(model, hidden, targets.flatten())
         gradients = torch.autograd.grad(total, [leaves[head] for head in heads]) if heads else ()
     return (
-        torch.stack([to_float64(gradient) for gradient in gradients]) if gradients else torch.zeros(0, len(batch.ids))
+        torch.stack([to_float64(gradient) for gradient in gradients])
+        if gradients
+        else torch.zeros(0, len(batch.ids), device="cpu")
     )
 
 

@@ -106,7 +106,7 @@ class TargetBatch:
     def targets_per_text(self) -> Tensor:
         """Number of targets of each text, (B,)."""
         if self.targets is None:
-            return torch.ones(len(self.ids), dtype=torch.float64)
+            return torch.ones(len(self.ids), dtype=torch.float64, device="cpu")
         return to_float64(self.targets != IGNORE_INDEX).sum(1).cpu()
 
     @cached_property

@@ -60,8 +60,12 @@ def importance_on_model_kwargs(
                 lost, clean = _ablation_losses(model, call, loss_fn, hook_points, means)
             else:
                 lost, clean = _gate_gradients(model, call, loss_fn, hook_points)
-            values = torch.stack((torch.tensor(lost), torch.full((len(lost),), clean)), -1)[None]  # (1, heads, 2)
-            accumulator.add(("importance", "clean"), slice(0, len(selected)), [index], values, torch.ones(1, 1, 1))
+            values = torch.stack((torch.tensor(lost, device="cpu"), torch.full((len(lost),), clean, device="cpu")), -1)[
+                None
+            ]  # (1, heads, 2)
+            accumulator.add(
+                ("importance", "clean"), slice(0, len(selected)), [index], values, torch.ones(1, 1, 1, device="cpu")
+            )
             if progress is not None:
                 progress("head importance", index + 1, len(calls))
     return selected, accumulator, len(calls)

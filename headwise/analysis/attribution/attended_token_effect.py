@@ -184,7 +184,7 @@ class _Samples:
     def add(self, batch: TokenBatch, effects: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """Add one batch: (B, T) each."""
         effects, tokens, counts = effects.cpu(), tokens.cpu(), counts.cpu()
-        numbers = torch.tensor([sample.index for sample in batch.samples])[:, None].expand_as(tokens)
+        numbers = torch.tensor([sample.index for sample in batch.samples], device="cpu")[:, None].expand_as(tokens)
         self.query_count += sum(len(sample.ids) for sample in batch.samples)
         columns = (self.effects, effects), (self.texts, numbers), (self.types, tokens % TYPES)
         for column, values in columns:

@@ -310,7 +310,10 @@ def _bare_inputs(
 def _typical_inputs(model: ModelProtocol, head_view: Head, ids: list[int], corpus: Any) -> Tensor:
     """Return the mean input of the layer at the occurrences of each token in a corpus: (n, D)."""
     token_ids = torch.tensor(ids, device=model.device)
-    sums, counts = torch.zeros(len(ids), model.spec.width, dtype=torch.double), torch.zeros(len(ids))
+    sums, counts = (
+        torch.zeros(len(ids), model.spec.width, dtype=torch.double, device="cpu"),
+        torch.zeros(len(ids), device="cpu"),
+    )
     layer = next(
         layer for layer in model.attention_layers() if layer.hook_point.address == head_view.address.layer_address
     )

@@ -177,10 +177,13 @@ def _collect_features(
     use: Callable[[ProbeKey, str, np.ndarray, np.ndarray], None],
 ) -> None:
     """Run a batch and pass the features of each head and random projection to `use`."""
-    rows = torch.tensor([row for row, sample in enumerate(batch.samples) for _ in labels[sample.index].positions])
+    rows = torch.tensor(
+        [row for row, sample in enumerate(batch.samples) for _ in labels[sample.index].positions], device="cpu"
+    )
     sample_starts = zip(batch.samples, batch.first_token_positions.tolist(), strict=True)
     positions = torch.tensor(
-        [first + position for sample, first in sample_starts for position in labels[sample.index].positions]
+        [first + position for sample, first in sample_starts for position in labels[sample.index].positions],
+        device="cpu",
     )
     names = next(iter(labels.values())).targets
     labels_by_target = {

@@ -187,7 +187,7 @@ class CapturedComponents:
         # attention output before its post-norm, if the layer has one: (D,)
         self.attention_outputs: dict[int, Tensor] = {}
         # (D,): first and last state of the residual stream, before the final norm
-        self.embedding = self.final_state = torch.empty(0)
+        self.embedding = self.final_state = torch.empty(0, device="cpu")
 
 
 @contextmanager

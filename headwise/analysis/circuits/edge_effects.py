@@ -160,7 +160,10 @@ def circuit_edges(
         for batch in make_prompt_batches(prompts, PROMPT_TOKENS, model.device, metric):
             runner = EdgeRunner(parts, batch.ids, batch.corrupted_ids, senders, partial(batch.scores, model))
             table.append((batch.indices, runner.clean, runner.clean - runner.metrics(edges)))
-    clean, effects = torch.zeros(len(prompts)).double(), torch.zeros(len(edges), len(prompts)).double()
+    clean, effects = (
+        torch.zeros(len(prompts), device="cpu").double(),
+        torch.zeros(len(edges), len(prompts), device="cpu").double(),
+    )
     for indices, batch_clean, batch_effects in table:
         clean[list(indices)], effects[:, list(indices)] = batch_clean.cpu(), batch_effects.cpu()
     return EdgeTable(tuple((str(sender), str(receiver)) for sender, receiver in edges), clean, effects)

@@ -151,7 +151,7 @@ def _edit_projection(attention: Any, projection: str, edit: NodeEdit) -> Iterato
     module: nn.Module = attention.qkv.projection_module(projection)
     weight = attention.qkv.weight_by_head(projection)  # (K, d, D)
     size = weight_matrix(module).shape[0]  # the module may compute q, k and v together
-    rows = attention.qkv.split_heads(projection, torch.arange(size)[:, None])[..., 0]  # (K, d)
+    rows = attention.qkv.split_heads(projection, torch.arange(size, device="cpu")[:, None])[..., 0]  # (K, d)
     columns, heads = rows.flatten().to(weight.device), weight.shape[0]
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:

@@ -98,7 +98,7 @@ class NodeEvaluator:
                 outputs = self._block_outputs(batch, base_mask, values)
                 for layer, rows in _rows_by_layer(self.nodes, candidates):
                     masks = base_mask.repeat(len(rows), 1)
-                    masks[torch.arange(len(rows)), [candidates[row] for row in rows]] = False
+                    masks[torch.arange(len(rows), device="cpu"), [candidates[row] for row in rows]] = False
                     for start in range(0, len(rows), self._copies(batch)):
                         chunk = slice(start, start + self._copies(batch))
                         with _skipped_blocks(self.nodes.blocks, outputs, layer, len(batch.ids), len(masks[chunk])):

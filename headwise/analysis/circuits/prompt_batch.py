@@ -114,8 +114,8 @@ def _make_batch(
             reads += [(row, prompt.num_tokens - 1 + offset) for offset in range(len(answer))]
             row += 1
     width = max(map(len, clean))
-    lengths = torch.tensor([len(ids) for ids in clean])
-    real_tokens = torch.arange(width) < lengths[:, None]
+    lengths = torch.tensor([len(ids) for ids in clean], device="cpu")
+    real_tokens = torch.arange(width, device="cpu") < lengths[:, None]
     return PromptBatch(
         tuple(indices), members, _padded(clean, width).to(device), _padded(corrupted, width).to(device),
         real_tokens.to(device), tuple(reads), metric,
@@ -123,4 +123,4 @@ def _make_batch(
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int) -> Tensor:
-    return torch.tensor([[*row, *[PADDING_ID] * (width - len(row))] for row in rows])
+    return torch.tensor([[*row, *[PADDING_ID] * (width - len(row))] for row in rows], device="cpu")

@@ -170,10 +170,10 @@ class HarnessModel(TemplateLM):
     def _hidden_states(self, batch: list[tuple[int, ...]]) -> Tensor:
         """Run the model on rows padded on the right: (B, T, D)."""
         width = len(batch[0])
-        ids = torch.zeros(len(batch), width, dtype=torch.long)
-        mask = torch.zeros(len(batch), width, dtype=torch.bool)
+        ids = torch.zeros(len(batch), width, dtype=torch.long, device="cpu")
+        mask = torch.zeros(len(batch), width, dtype=torch.bool, device="cpu")
         for i, row in enumerate(batch):
-            ids[i, : len(row)] = torch.tensor(row)
+            ids[i, : len(row)] = torch.tensor(row, device="cpu")
             mask[i, : len(row)] = True
         padding = {} if bool(mask.all()) else {"attention_mask": mask.to(self.device)}
         return self.model(ids.to(self.device), hidden=True, **padding)

@@ -162,18 +162,18 @@ def candidate_gold_masks(
         gold.append([index in gold_indices & allowed for index in range(len(key_tokens))])
         query_units.append(unit)
     needed = sorted({token for tokens in rows for token in tokens})
-    row_means = torch.zeros(len(rows), len(needed), dtype=torch.float64)
+    row_means = torch.zeros(len(rows), len(needed), dtype=torch.float64, device="cpu")
     for index, tokens in enumerate(rows):
         row_means[index, [needed.index(token) for token in tokens]] = 1 / len(tokens)
     key_sums = None
     if not is_raw:
-        key_sums = torch.zeros(num_keys, len(key_tokens), dtype=torch.float64)
+        key_sums = torch.zeros(num_keys, len(key_tokens), dtype=torch.float64, device="cpu")
         for index, columns in enumerate(key_tokens):
             key_sums[list(columns), index] = 1.0
     shape = (len(rows), len(key_tokens))
     return CandidateGoldMask(
-        needed, row_means, key_sums, torch.tensor(candidates, dtype=torch.bool).reshape(shape),
-        torch.tensor(gold, dtype=torch.bool).reshape(shape), query_units, skipped,
+        needed, row_means, key_sums, torch.tensor(candidates, dtype=torch.bool, device="cpu").reshape(shape),
+        torch.tensor(gold, dtype=torch.bool, device="cpu").reshape(shape), query_units, skipped,
     )  # fmt: skip
 
 
@@ -258,7 +258,9 @@ def position_rule_hits(masks: CandidateGoldMask) -> dict[str, float]:
     The rank of a query is its place among the queries of the example, that of a key its place among the candidates.
     """
     num_units = masks.candidates.shape[1]
-    sizes = torch.ones(num_units, dtype=torch.float64) if masks.key_sums is None else masks.key_sums.sum(0)
+    sizes = (
+        torch.ones(num_units, dtype=torch.float64, device="cpu") if masks.key_sums is None else masks.key_sums.sum(0)
+    )
     most_tokens = _tied_fractions(sizes.expand(masks.candidates.shape)[None], masks.candidates)[0]
     rules = {UNIFORM: float(_uniform_hits(masks).sum()), LONGEST: float((most_tokens * masks.gold).sum())}
     order = sorted(range(len(masks.query_units)), key=lambda index: masks.query_units[index])

@@ -86,7 +86,7 @@ class PreparedExample:
 
 def prepare_example(model: ModelProtocol, example: JobExample, where: str) -> PreparedExample:
     """Tokenize one example and find the tokens of its units."""
-    empty = torch.zeros(1, 0, dtype=torch.long)
+    empty = torch.zeros(1, 0, dtype=torch.long, device="cpu")
     if example.inputs is not None:
         return _prepare_inputs(example, empty, where)
     if example.image is not None:

@@ -211,7 +211,11 @@ class BatchContext:
     def key_targets_on_host(self) -> Tensor:
         """Target column of each row on the host, (key targets, B, S)."""
         targets = [*self.key_targets.values()]
-        return torch.stack(targets).cpu() if targets else torch.zeros(0, *self.batch.ids.shape, dtype=torch.long)
+        return (
+            torch.stack(targets).cpu()
+            if targets
+            else torch.zeros(0, *self.batch.ids.shape, dtype=torch.long, device="cpu")
+        )
 
     def offset_targets(
         self, positions: Tensor, counted: Tensor, offsets: Sequence[int], key: OffsetKey

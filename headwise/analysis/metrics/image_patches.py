@@ -32,7 +32,7 @@ TINY = 1e-30
 @cache
 def patch_offsets(grid: PatchGrid) -> tuple[Tensor, Tensor]:
     """Return the row and column offsets from each query to each key, (T, T) each. NaN if one of them is not a patch."""
-    cells = torch.tensor(grid.patch_of_token)
+    cells = torch.tensor(grid.patch_of_token, device="cpu")
     nan_mask = torch.where(cells < 0, torch.nan, 0.0)
     down, across = cells // grid.columns + nan_mask, cells % grid.columns + nan_mask
     return down - down[:, None], across - across[:, None]
@@ -72,8 +72,8 @@ def make_token_kind_mask(kind: str) -> PairWeights:
     """Return a function that marks all tokens of a kind (`class` or `register`) for every patch."""
 
     def cells(grid: PatchGrid) -> Tensor:
-        columns = torch.tensor([token_kind == kind for token_kind in grid.kinds], dtype=torch.float32)
-        rows = torch.tensor([token_kind == "patch" for token_kind in grid.kinds], dtype=torch.float32)
+        columns = torch.tensor([token_kind == kind for token_kind in grid.kinds], dtype=torch.float32, device="cpu")
+        rows = torch.tensor([token_kind == "patch" for token_kind in grid.kinds], dtype=torch.float32, device="cpu")
         return rows[:, None] * columns
 
     return cells
@@ -189,7 +189,7 @@ class SharedPatchMetric(Metric):
 class _SinglePatchAccumulator(BlockAccumulator):
     def __init__(self, call: AttentionCallContext) -> None:
         self.call, grid = call, patch_grid_of(call)
-        cells, device = torch.tensor(grid.patch_of_token), call.value_output_norms.device
+        cells, device = torch.tensor(grid.patch_of_token, device="cpu"), call.value_output_norms.device
         color = (cells // grid.columns + cells % grid.columns) % 2
         self.rows = torch.stack([(cells >= 0) & (color == parity) for parity in (0, 1)]).float().to(device)  # (2, T)
         self.is_patch = _is_patch(grid).to(device)
@@ -286,7 +286,7 @@ def patch_grid_of(call: AttentionCallContext) -> PatchGrid:
 
 
 def _is_patch(grid: PatchGrid) -> Tensor:
-    return torch.tensor(grid.patch_of_token) >= 0
+    return torch.tensor(grid.patch_of_token, device="cpu") >= 0
 
 
 LOCAL_PATCHES = AttentionToPatches(

@@ -72,7 +72,7 @@ def make_repeated_sequences(
     rng = np.random.default_rng(seed)
     tokens = np.stack([rng.permutation(ordinary_ids)[: 2 * length] for _ in range(sequences)])
     tokens = torch.from_numpy(tokens)  # (N, 2 m)
-    template = [torch.tensor(ids, dtype=torch.long).expand(sequences, -1) for ids in (prefix, suffix)]
+    template = [torch.tensor(ids, dtype=torch.long, device="cpu").expand(sequences, -1) for ids in (prefix, suffix)]
     copied = torch.cat((tokens[:, :length], tokens[:, :length]), 1)
     repeated, control = (torch.cat((template[0], half, template[1]), 1).to(model.device) for half in (copied, tokens))
     return RepeatedSequences(repeated, control, len(prefix), length)

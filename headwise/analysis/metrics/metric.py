@@ -157,7 +157,7 @@ class KeyTarget:
     def batch_positions(self, batch: TokenBatch) -> Tensor:
         """Return the target column of each row of a batch, (B, T). -1 means that the row has no target."""
         filled = _fill_per_token(self.name, self.positions, batch, -1.0)  # on the host
-        positions, lengths = filled.long(), torch.tensor([len(sample.ids) for sample in batch.samples])
+        positions, lengths = filled.long(), torch.tensor([len(sample.ids) for sample in batch.samples], device="cpu")
         if bool((positions >= lengths[:, None]).any()):
             raise ArgumentError(
                 f"metric {self.name!r}: `positions` returned a position after the end of the text. Return positions from 0 "
@@ -363,9 +363,9 @@ def _fill_per_token(
     name: str, per_token: Callable[[TextSample], Sequence[float]], batch: TokenBatch, empty: float
 ) -> Tensor:
     """Evaluate a function of a text for each sample, (B, S), on the host. Padding is filled with `empty`."""
-    filled = torch.full(batch.ids.shape, empty)
+    filled = torch.full(batch.ids.shape, empty, device="cpu")
     for row, (sample, first) in enumerate(zip(batch.samples, batch.first_columns, strict=True)):
-        values = torch.as_tensor(per_token(sample), dtype=torch.float32)
+        values = torch.as_tensor(per_token(sample), dtype=torch.float32, device="cpu")
         if values.shape != (len(sample.ids),):
             raise ArgumentError(
                 f"metric {name!r}: its function returned values of shape {tuple(values.shape)} for a text of "

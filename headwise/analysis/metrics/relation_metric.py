@@ -130,9 +130,12 @@ class RelationMetric(Metric):
         W, T = len(document.words), len(sample.ids)
         token_sets = [frozenset(tokens) for tokens in aligned.tokens_of_word]
         shared = sorted({pair for words in aligned.words_of_token for pair in combinations(words, 2)})
-        to_word, rivals = torch.zeros(T, W + len(shared)), torch.ones(W, W, dtype=torch.bool).fill_diagonal_(False)
+        to_word, rivals = (
+            torch.zeros(T, W + len(shared), device="cpu"),
+            torch.ones(W, W, dtype=torch.bool, device="cpu").fill_diagonal_(False),
+        )
         ones = [(token, word) for word, tokens in enumerate(token_sets) for token in tokens]
-        to_word[tuple(torch.tensor(ones, dtype=torch.long).reshape(-1, 2).T)] = 1
+        to_word[tuple(torch.tensor(ones, dtype=torch.long, device="cpu").reshape(-1, 2).T)] = 1
         for index, (item, other) in enumerate(shared):
             to_word[list(token_sets[item] & token_sets[other]), W + index] = 1
             rivals[[item, other], [other, item]] = False

@@ -181,7 +181,10 @@ def visible_blocks(
 def _visible_block(params: ScoreParams, rows: range, T: int, S: int, device: torch.device) -> VisibleBlock:
     cols = params.key_range(rows, T, S) or range(1)
     if params.mask is None or params.mask.is_full(T, S):
-        visible, empty = torch.full((1, 1, len(rows)), len(cols), device=device), torch.ones(1, 1, len(rows), 0)
+        visible, empty = (
+            torch.full((1, 1, len(rows)), len(cols), device=device),
+            torch.ones(1, 1, len(rows), 0, device="cpu"),
+        )
         return VisibleBlock(rows, cols, S - T, params.mask, visible, slice(0, 0), empty.bool().to(device))
     mask = params.mask
     visible, hidden_columns = torch.zeros(1, 1, len(rows), dtype=torch.long, device=device), []

@@ -49,4 +49,4 @@ def token_class_flags(tokenizer: Tokenizer, vocab: int) -> Tensor:
         flags["delimiter"][i] = float(bool(_DELIMITER.match(stripped)))
         flags["capitalized"][i] = float(stripped[:1].isupper())
         flags["digit"][i] = float(stripped.isdigit())
-    return torch.tensor([flags[name] for name in CLASSES]).T.contiguous()
+    return torch.tensor([flags[name] for name in CLASSES], device="cpu").T.contiguous()

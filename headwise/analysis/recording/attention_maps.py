@@ -287,8 +287,8 @@ class AttentionView:
     def _idle_mask(self, head: Address, rows: Sequence[int]) -> Tensor:
         """Mask attention to the first word, to special tokens and of a word to itself, (rows, words)."""
         query_groups, key_groups = self.query_key_groups(head)
-        idle = torch.tensor([index == 0 or special for index, special in enumerate(key_groups.special)])
-        self_edges = torch.tensor(rows)[:, None] == torch.arange(len(key_groups.labels))
+        idle = torch.tensor([index == 0 or special for index, special in enumerate(key_groups.special)], device="cpu")
+        self_edges = torch.tensor(rows, device="cpu")[:, None] == torch.arange(len(key_groups.labels), device="cpu")
         device = self._head_call(head).q.device
         return (idle | self_edges if query_groups is key_groups else idle.expand_as(self_edges)).to(device)
 

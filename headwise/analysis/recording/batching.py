@@ -216,9 +216,9 @@ def reachable_hook_points(model: ModelProtocol, heads: HeadPattern = "*") -> lis
 def _pad_ids(rows: Sequence[tuple[int, ...]], side: str = "right") -> tuple[Tensor, Tensor]:
     """Pad token ids to one length. Return the ids and a mask of the real tokens, (B, T) each."""
     max_length = max(map(len, rows))
-    ids = torch.zeros(len(rows), max_length, dtype=torch.long)
-    real_tokens = torch.zeros(len(rows), max_length, dtype=torch.bool)
+    ids = torch.zeros(len(rows), max_length, dtype=torch.long, device="cpu")
+    real_tokens = torch.zeros(len(rows), max_length, dtype=torch.bool, device="cpu")
     for i, row in enumerate(rows):
         columns = slice(0, len(row)) if side == "right" else slice(max_length - len(row), max_length)
-        ids[i, columns], real_tokens[i, columns] = torch.tensor(row), True
+        ids[i, columns], real_tokens[i, columns] = torch.tensor(row, device="cpu"), True
     return ids, real_tokens

@@ -158,7 +158,7 @@ def _with_keys_for_all_rows(call: AttentionCall) -> AttentionCall:
     if S >= T:
         return call
     mask, params = call.params.mask, call.params
-    dense = torch.ones(1, 1, T, S, dtype=torch.bool) if mask is None else mask.dense(T, S, call.k.device)
+    dense = torch.ones(1, 1, T, S, dtype=torch.bool, device="cpu") if mask is None else mask.dense(T, S, call.k.device)
     dense = F.pad(dense.expand(*dense.shape[:2], T, S), (0, T - S)).to(call.k.device)
     bias = params.bias_block(range(T), range(S), T, S)
     bias = None if bias is None else F.pad(bias.expand(*bias.shape[:3], S), (0, T - S))

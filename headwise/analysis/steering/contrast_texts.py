@@ -144,10 +144,10 @@ def text_batches(texts: Sequence[ContrastText], device: torch.device) -> Iterato
     for i in [*order, -1]:
         if i < 0 or (group and (len(group) + 1) * len(texts[i].ids) > BATCH_TOKENS):
             T = max(len(texts[j].ids) for j in group)
-            ids = torch.zeros(len(group), T, dtype=torch.long)
-            scored, real_tokens = torch.zeros(2, len(group), T, dtype=torch.bool)
+            ids = torch.zeros(len(group), T, dtype=torch.long, device="cpu")
+            scored, real_tokens = torch.zeros(2, len(group), T, dtype=torch.bool, device="cpu")
             for row, j in enumerate(group):
-                ids[row, : len(texts[j].ids)] = torch.tensor(texts[j].ids)
+                ids[row, : len(texts[j].ids)] = torch.tensor(texts[j].ids, device="cpu")
                 scored[row, texts[j].start : len(texts[j].ids)] = True
                 real_tokens[row, : len(texts[j].ids)] = True
             yield group, ContrastBatch(ids.to(device), scored.to(device), real_tokens.to(device))

@@ -39,7 +39,7 @@ class EmbeddingAxis:
 @torch.no_grad()
 def text_embeddings(model: ModelProtocol, texts: Sequence[ContrastText]) -> Tensor:
     """Return the mean hidden state over the completion of each text, scaled to length 1, (N, D), in float64."""
-    vectors = torch.zeros(len(texts), model.spec.width, dtype=torch.float64)
+    vectors = torch.zeros(len(texts), model.spec.width, dtype=torch.float64, device="cpu")
     with eval_mode(model):
         for indices, batch in text_batches(texts, model.device):
             hidden = to_float64(model(batch.ids, attention_mask=batch.real_tokens, hidden=True))  # (B, T, D)
@@ -51,7 +51,7 @@ def text_embeddings(model: ModelProtocol, texts: Sequence[ContrastText]) -> Tens
 def embedding_axis(model: ModelProtocol, texts: Sequence[ContrastText]) -> EmbeddingAxis:
     """Return the axis from the negative to the positive texts."""
     embeddings = text_embeddings(model, texts)
-    is_positive = torch.tensor([text.is_positive for text in texts])
+    is_positive = torch.tensor([text.is_positive for text in texts], device="cpu")
     means = (embeddings[is_positive].mean(0), embeddings[~is_positive].mean(0))
     return EmbeddingAxis(*(normalize(mean, dim=0) for mean in means))
 
