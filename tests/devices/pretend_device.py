@@ -329,7 +329,7 @@ LIBRARY = _register()
 
 
 def _address(generator: torch.Generator) -> int:
-    """Return what identifies a generator. torch passes it to operations in another Python object."""
+    """Return the address of a generator. torch passes it to operations in another Python object."""
     return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
 
 

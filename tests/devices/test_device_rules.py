@@ -1,4 +1,4 @@
-"""The pretend device itself: mixed devices, float64, random numbers, threads, shapes, and what counts as a copy."""
+"""The pretend device itself: mixed devices, float64, random numbers, threads, shapes, and counted copies."""
 
 import threading
 from collections.abc import Callable
