@@ -9,6 +9,7 @@ import typer
 
 from headwise.cli.shell import completion
 from headwise.cli.shell.common_options import DeviceOption, DtypeOption, JsonOption, ModelArgument
+from headwise.cli.shell.steering_options import SteeringOption, StrengthOption, load_steerings
 
 if TYPE_CHECKING:
     from headwise.analysis.evaluation.evaluate import EvaluationResult
@@ -27,6 +28,8 @@ def run(
         str | None,
         typer.Option(help="Heads to silence in MODEL: 5.1 or 5.*.", autocompletion=completion.complete_heads),
     ] = None,
+    steering: SteeringOption = None,
+    strength: StrengthOption = None,
     reference: Annotated[str | None, typer.Option(help="Model to compare with on the same items.")] = None,
     max_items: Annotated[
         int | None, typer.Option(help="Maximum number of items per task. Default: all.", min=1)
@@ -57,6 +60,9 @@ def run(
     task_names = tasks or ["minimal_pairs"]
     if silence is not None:
         loaded.heads[silence]  # an unknown address raises before the work starts
+    steerings = load_steerings(steering, strength)
+    for item in steerings:
+        item.check_model(loaded)
     with show_progress(transient=True) as progress, ExitStack() as stack:
 
         def run_tasks(evaluated: ModelProtocol, compared: EvaluationResult | None = None) -> EvaluationResult:
@@ -70,6 +76,8 @@ def run(
             other = run_tasks(loaded if reference == model else load(reference, device=device, dtype=dtype))
         if silence is not None:
             stack.enter_context(loaded.heads[silence].silenced())
+        for item in steerings:
+            stack.enter_context(item.applied(loaded))
         result = run_tasks(loaded, other)
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from headwise.cli.shell.common_options import DeviceOption, JsonOption, ModelArgument
+from headwise.cli.shell.steering_options import SteeringOption, StrengthOption, fold_steerings
 
 
 def run(
@@ -39,6 +40,8 @@ def run(
     int8: Annotated[
         bool, typer.Option("--int8", help="For onnx: quantize the weights to 8 bits with onnxruntime.")
     ] = False,
+    steering: SteeringOption = None,
+    strength: StrengthOption = None,
     check: Annotated[
         bool, typer.Option("--check", help="Run the exported model in its engine and compare the outputs.")
     ] = False,
@@ -56,6 +59,7 @@ def run(
     }
     options: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     loaded = load(model, device=device, dtype="float32" if to == "gguf" else dtype)
+    loaded = fold_steerings(loaded, steering, strength)
     result = export(loaded, path, family, to=to, check=check, **options)
     output_path = Path(path)
     files = sorted(entry.name for entry in output_path.iterdir()) if output_path.is_dir() else [output_path.name]

@@ -9,6 +9,7 @@ import typer
 
 from headwise.cli.shell import completion
 from headwise.cli.shell.common_options import DeviceOption, DtypeOption, JsonOption, ModelArgument
+from headwise.cli.shell.steering_options import SteeringOption, StrengthOption, steered
 
 
 def run(
@@ -28,6 +29,8 @@ def run(
             autocompletion=completion.complete_heads,
         ),
     ] = None,
+    steering: SteeringOption = None,
+    strength: StrengthOption = None,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
@@ -47,22 +50,23 @@ def run(
     has_source = loaded.spec.kind == "encoder-decoder"  # then the prompt is the source text
     ids = [] if has_source else loaded.tokenizer.encode(prompt)
     prompt_input = prompt if has_source else torch.tensor([ids], dtype=torch.long, device=loaded.device)  # (1, T)
-    steps = loaded.stream(
-        prompt_input, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, gates=gates
-    )
     prompt_length, end, start = len(ids), loaded.tokenizer.special.get("eos"), time.perf_counter()
-    text = printed = loaded.tokenizer.decode(ids)
-    if not as_json:
-        print(printed, end="", flush=True)
-    for step in steps:
-        ids.append(int(step[0]))
-        text = loaded.tokenizer.decode(ids)
-        if not as_json and not text.endswith("\ufffd"):  # a character may take several tokens
-            print(text[len(printed) :], end="", flush=True)
-            printed = text
-        if ids[-1] == end and not has_source:
-            steps.close()
-            break
+    with steered(loaded, steering, strength):
+        steps = loaded.stream(
+            prompt_input, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, gates=gates
+        )
+        text = printed = loaded.tokenizer.decode(ids)
+        if not as_json:
+            print(printed, end="", flush=True)
+        for step in steps:
+            ids.append(int(step[0]))
+            text = loaded.tokenizer.decode(ids)
+            if not as_json and not text.endswith("\ufffd"):  # a character may take several tokens
+                print(text[len(printed) :], end="", flush=True)
+                printed = text
+            if ids[-1] == end and not has_source:
+                steps.close()
+                break
     seconds, num_new_tokens = time.perf_counter() - start, len(ids) - prompt_length
     stop_reason = "reached --max-new-tokens" if num_new_tokens >= max_new_tokens else "end-of-text token"
     if as_json:

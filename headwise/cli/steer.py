@@ -105,6 +105,7 @@ def run(
         print(case_result)
     if out is not None:
         print(f"Saved in {out}. Try it: headwise view {model} --steering {out}")
+        print(f"Or write a model with the steering in its weights: headwise export {model} FOLDER --steering {out}")
 
 
 def _read_texts(path: Path) -> list[Any]:

@@ -120,14 +120,13 @@ def _spec_and_config(family: ModelFamilySpec, spec: ModelSpec) -> tuple[ModelSpe
 
 
 def _zero_qkv_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return zero biases for q, k and v of every layer, by name."""
-    weights = {
-        name: tensor
-        for name, tensor in state.items()
-        if name.endswith((".qkv.q.weight", ".qkv.k.weight", ".qkv.v.weight"))
-    }
+    """Return zero biases for q, k and v of every layer, or for their latents, by name."""
+    by_head = tuple(f".qkv.{projection}.weight" for projection in "qkv")  # (heads, channels, width)
+    latent = (".qkv.q_down.weight", ".qkv.kv_down.weight")  # (rank, width)
     return {
-        name.removesuffix("weight") + "bias": tensor.new_zeros(tensor.shape[:2]) for name, tensor in weights.items()
+        name.removesuffix("weight") + "bias": tensor.new_zeros(tensor.shape[: 2 if name.endswith(by_head) else 1])
+        for name, tensor in state.items()
+        if name.endswith((*by_head, *latent))
     }
 
 

@@ -91,16 +91,16 @@ COMMAND_OPTIONS = {
     "find": {"alignment_heads", "compare", "save"},
     "circuit": {"graph", "report", "save"},
     "steer": {"save"},
-    "evaluate": {"silence"},
+    "evaluate": {"silence", "steering", "strength"},
     "maps": {"arcs", "heatmap", "key", "query", "no_words"},
     "prune": {"curve", "save_plan", "test_source"},
     "cache": {"curve", "save_plan"},
     "distill": {"hidden_layers"},
     "train": {"masked", "preset", "resume", "typer_context", "valid_source", "watch_heads"},
-    "export": {"int8", "pooling", "tokenizer"},
+    "export": {"int8", "pooling", "steering", "strength", "tokenizer"},
     "sweep": {"depth"},
     "claims": {"list_only", "quick", "seed_files", "status"},
-    "generate": {"seed", "silence", "temperature", "top_k", "top_p"},
+    "generate": {"seed", "silence", "steering", "strength", "temperature", "top_k", "top_p"},
 }
 COMMANDS = {command.name: command.callback for command in app.registered_commands}
 

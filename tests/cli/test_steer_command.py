@@ -90,3 +90,60 @@ def test_steer_prints_verdict_and_next_command(folder: Path, tmp_path: Path) -> 
 )
 def test_steer_wrong_input_is_one_line(folder: Path, positive: str, options: dict[str, str], message: str) -> None:
     assert message in run_command(*arguments(folder, positive, **options)).error_line
+
+
+@pytest.fixture(scope="module")
+def steering(folder: Path) -> hw.Steering:
+    vectors = {"0.1": torch.full((4,), 0.7), "1.3": torch.linspace(-1, 1, 4)}
+    made_for_model = hw.Steering(vectors, strength=6.0).for_model(hw.load(folder / "model"))
+    made_for_model.save(folder / "steering")
+    return made_for_model
+
+
+def test_generate_with_steering_equals_context(folder: Path, steering: hw.Steering) -> None:
+    command = ("generate", folder / "model", "word1 good", "--max-new-tokens", 6, "--json")
+    model, texts = hw.load(folder / "model"), {}
+    ids = torch.tensor([model.tokenizer.encode("word1 good")])
+    for strength in (None, -9.0):
+        with steering.applied(model, strength):
+            expected = model.generate(ids, 6)[0].tolist()
+        options = [] if strength is None else ["--strength", strength]
+        printed = json.loads(run_command(*command, "--steering", folder / "steering", *options).output)
+        assert printed["ids"] == expected[: len(printed["ids"])]
+        texts[strength] = printed["text"]
+    texts["plain"] = json.loads(run_command(*command).output)["text"]
+    assert len(set(texts.values())) == 3
+
+
+def test_export_with_steering_has_the_steered_logits(folder: Path, steering: hw.Steering, tmp_path: Path) -> None:
+    run_command("export", folder / "model", tmp_path / "exported", "--steering", folder / "steering", "--strength", 2)
+    model, ids = hw.load(folder / "model"), torch.tensor([[3, 4, 5, 6]])
+    with steering.applied(model, 2.0):
+        torch.testing.assert_close(hw.load(tmp_path / "exported")(ids), model(ids))
+
+
+def test_evaluate_with_steering_equals_context(folder: Path, steering: hw.Steering) -> None:
+    text = folder / "other.txt"
+    command = ("evaluate", folder / "model", "--tasks", text, "--json", "--reference", folder / "model")
+    printed = json.loads(run_command(*command, "--steering", folder / "steering").output)
+    model = hw.load(folder / "model")
+    with steering.applied(model):
+        expected = hw.evaluate(model, [str(text)]).to_dict()
+    assert printed["metrics"][0]["value"] == pytest.approx(expected["metrics"][0]["value"])
+    assert abs(printed["differences"][0]["difference"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--strength", "2"], "needs a steering"),
+        (["--steering", "missing"], "missing"),
+        (["--steering", "STEERING", "--strength", "nan"], "strength"),
+    ],
+)
+def test_steering_options_wrong_input_is_one_line(
+    folder: Path, steering: hw.Steering, options: list[str], message: str
+) -> None:
+    options = [str(folder / "steering") if option == "STEERING" else option for option in options]
+    for command in (("generate", folder / "model", "word1"), ("export", folder / "model", folder / "unused")):
+        assert message in run_command(*command, *options).error_line

@@ -121,6 +121,39 @@ def edits() -> dict[str, float]:
     return differences
 
 
+def steering() -> dict[str, Any]:
+    """Compare edits along directions of heads of both processes, and return the error of folding."""
+    model, part = full_and_sharded(GENERATING_SPEC)
+    ids = torch.randint(0, 257, (2, 9), generator=torch.Generator().manual_seed(1))
+    directions = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
+    result: dict[str, Any] = {"plain": relative_difference(model(ids), part(ids))}
+    for edit in ("shift", "project_out"):
+        made = hw.Steering({"0.1": directions[0], "1.8": directions[1]}, edit=edit, strength=1.0)
+        made = made.for_model(model)
+        with made.applied(model), made.applied(part):
+            result[edit] = relative_difference(model(ids), part(ids))
+            result[f"{edit} changes"] = relative_difference(model(ids), make_model(GENERATING_SPEC)(ids))
+            result[f"{edit}, generated"] = float((model.generate(ids, 4) != part.generate(ids, 4)).any())
+    try:
+        hw.fold_steering(part, made)
+    except hw.HeadwiseError as error:
+        result["folded"] = str(error)
+    return result
+
+
+def head_search() -> dict[str, Any]:
+    """Compare a search of heads."""
+    model, part = full_and_sharded(GENERATING_SPEC)
+    words = ["cat", "dog", "pen", "sun", "hat", "box", "car", "cup", "bed", "key"]
+    rows = [{"text": f"a {word} is a {word}", "pairs": [[4, 1]]} for word in words]
+    full, sharded = (hw.find_heads(m, rows) for m in (model, part))
+    return {
+        "addresses": full.metadata["addresses"] == sharded.metadata["addresses"],
+        "scores": float(abs(full.table.scores - sharded.table.scores).max()),
+        "weights": float(abs(full.table.weights - sharded.table.weights).max()),
+    }
+
+
 def recordings() -> dict[str, float]:
     """Compare recordings, attention maps and metrics."""
     spec = GENERATING_SPEC.with_cache({"0.0": hw.CachePolicy(bits=8), "1.0": hw.CachePolicy(sink_tokens=2, window=4)})

@@ -51,6 +51,19 @@ def test_shard_edits_equal_one_process(two: WorkerGroup) -> None:
         assert max(differences.values()) < 1e-5, differences
 
 
+def test_shard_steering_equals_one_process(two: WorkerGroup) -> None:
+    for result in two.run(f"{CHECKS}:steering"):
+        assert "Fold the full model" in result.pop("folded")
+        assert min(result.pop(f"{edit} changes") for edit in ("shift", "project_out")) > 1e-3
+        assert max(result.values()) < 1e-5, result
+
+
+def test_shard_head_search_equals_one_process(two: WorkerGroup) -> None:
+    for result in two.run(f"{CHECKS}:head_search"):
+        assert result.pop("addresses")
+        assert max(result.values()) < 1e-5, result
+
+
 def test_shard_recordings_equal_one_process(two: WorkerGroup) -> None:
     for differences in two.run(f"{CHECKS}:recordings"):
         assert max(differences.values()) < 1e-5, differences
