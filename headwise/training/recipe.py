@@ -45,7 +45,7 @@ class Recipe(JSONSpec):
         precision: "float32", "bfloat16", "float16" or "auto": bfloat16 on a GPU that supports it, otherwise float32.
         compile: Use torch.compile.
         parallel: Distribution over processes: "ddp" (rows), "fsdp" (rows and weights), "heads" (head parallelism) or
-            "fsdp+heads". See docs/team.md.
+            "fsdp+heads". See docs/distributed.md.
         head_processes: Number of processes that share the heads with "fsdp+heads".
         checkpointing: Recompute activations in the backward pass to save memory.
         holdout: Fraction of the corpus that is held out for evaluation if no `valid` is given. 0: no evaluation.

@@ -15,14 +15,14 @@ class GlossaryEntry(NamedTuple):
 
 EVIDENCE_DOCS, OUTPUT_DOCS, COMPARISON_DOCS = (
     "analysis/roles.md#roles-and-their-evidence",
-    "analysis.md#what-it-writes",
-    "analysis.md#between-heads",
+    "analysis.md#head-output",
+    "analysis.md#compare-heads",
 )
-METRIC_DOCS, IMPORTANCE_DOCS = "analysis.md#a-profile-every-head-over-a-corpus", "analysis.md#what-a-head-is-worth"
+METRIC_DOCS, IMPORTANCE_DOCS = "analysis.md#profile-a-corpus", "analysis.md#head-importance"
 PROMPT_ROLE_DOCS = "analysis/prompt-roles.md#roles-on-prompts-of-their-own"
 QUANTIZATION_DOCS, CACHE_DOCS = (
-    "compression/quantization.md#what-few-bits-cost-head-by-head",
-    "compression/caches.md#kv-caches-by-head",
+    "compression/quantization.md#quantization-cost-per-head",
+    "compression/caches.md",
 )
 
 GLOSSARY = {
@@ -202,6 +202,6 @@ def docs_anchor(term: str) -> str:
     """Return the docs section that explains how the number is computed.
 
     >>> docs_anchor("direct effect")
-    'docs/analysis.md#what-it-writes'
+    'docs/analysis.md#head-output'
     """
     return f"docs/{GLOSSARY[term].docs}"

@@ -120,7 +120,7 @@ DECODERS = (
 ENCODERS = ("encoder", "bert", "deberta", "mpnet")
 ENCODER_DECODERS = ("encoder-decoder", "bart")
 GENERATORS = (*DECODERS, *ENCODER_DECODERS)
-# The input norms of these models are known (docs/attach.md); those of other models are not.
+# The input norms of these models are known (docs/attached.md); those of other models are not.
 PRE_NORM = ("decoder", "encoder-decoder", "gpt2", "llama", "mistral", "gpt_neox", "gpt_oss", "gptj")
 POST_NORM = ("encoder", "bert", "bart")  # post-norm models, which have no input norms
 NOT_PRUNABLE = {"bloom": "cannot be pruned"}  # its masks are built for all heads, each with its slope

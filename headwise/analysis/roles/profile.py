@@ -66,7 +66,7 @@ def profile(
         corpus: A text, a list of texts, a path or a `Corpus`. None uses the embedded probe set, or the synthetic language for
             models trained on it. For models with pixel input: a folder, or a list of paths, Pillow images or tensors. For
             torch modules: a list of calls (`hw.attach`).
-        metrics: Additional metrics, measured with the default ones (docs/analysis.md).
+        metrics: Additional metrics, measured with the default ones (docs/analysis/custom.md).
         roles: Additional roles, tested with the default ones.
         relations: Documents with gold arcs, if not those of the corpus. False measures no relations.
         causal: Test roles causally, by ablation.
