@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,7 +103,8 @@ def steering(folder: Path) -> hw.Steering:
 
 def test_generate_with_steering_equals_context(folder: Path, steering: hw.Steering) -> None:
     command = ("generate", folder / "model", "word1 good", "--max-new-tokens", 6, "--json")
-    model, texts = hw.load(folder / "model"), {}
+    model: Any = hw.load(folder / "model")
+    texts = {}
     ids = torch.tensor([model.tokenizer.encode("word1 good")])
     for strength in (None, -9.0):
         with steering.applied(model, strength):

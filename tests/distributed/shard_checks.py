@@ -128,14 +128,14 @@ def steering() -> dict[str, Any]:
     directions = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
     result: dict[str, Any] = {"plain": relative_difference(model(ids), part(ids))}
     for edit in ("shift", "project_out"):
-        made = hw.Steering({"0.1": directions[0], "1.8": directions[1]}, edit=edit, strength=1.0)
-        made = made.for_model(model)
-        with made.applied(model), made.applied(part):
+        steered = hw.Steering({"0.1": directions[0], "1.8": directions[1]}, edit=edit, strength=1.0)
+        steered = steered.for_model(model)
+        with steered.applied(model), steered.applied(part):
             result[edit] = relative_difference(model(ids), part(ids))
             result[f"{edit} changes"] = relative_difference(model(ids), make_model(GENERATING_SPEC)(ids))
             result[f"{edit}, generated"] = float((model.generate(ids, 4) != part.generate(ids, 4)).any())
     try:
-        hw.fold_steering(part, made)
+        hw.fold_steering(part, steered)
     except hw.HeadwiseError as error:
         result["folded"] = str(error)
     return result
