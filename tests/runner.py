@@ -52,6 +52,6 @@ def run_in_subprocess(*arguments: object) -> CommandResult:
     """In a process of its own, with one thread."""
     command = [sys.executable, "-m", "headwise", *map(str, arguments)]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600
     )
     return CommandResult(done.returncode, done.stdout, done.stderr)

@@ -7,10 +7,10 @@ from headwise.lazy_import import make_lazy_getattr
 if TYPE_CHECKING:
     from headwise.analysis.ablation.ablate import ablated, patched
     from headwise.analysis.ablation.eval_targets import TargetBatch
-    from headwise.analysis.ablation.head_outputs import eval_corpus
     from headwise.analysis.ablation.importance import importance
     from headwise.analysis.ablation.joint_quantization_cost import joint_quantization_costs
     from headwise.analysis.ablation.quantization_sensitivity import sensitivity
+    from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
     from headwise.analysis.attribution.score_attribution import explain
     from headwise.analysis.finding.head_search import find_heads
     from headwise.analysis.metrics.metric import AttentionToPosition, AttentionToTokens, Metric, MetricSpec
@@ -76,7 +76,7 @@ __getattr__ = make_lazy_getattr(
     {
         "ablation.ablate": ["ablated", "patched"],
         "ablation.eval_targets": ["TargetBatch"],
-        "ablation.head_outputs": ["eval_corpus"],
+        "ablation.recorded_head_outputs": ["eval_corpus"],
         "ablation.importance": ["importance"],
         "ablation.joint_quantization_cost": ["joint_quantization_costs"],
         "ablation.quantization_sensitivity": ["sensitivity"],

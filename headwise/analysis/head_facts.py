@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.analysis.ablation.head_outputs import eval_corpus
 from headwise.analysis.ablation.importance import Importance, SingleHeadImportance
+from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
 from headwise.analysis.attribution.head_output_analysis import TokenEffects, copying_scores, top_context_token_effects
 from headwise.analysis.recording.batching import reachable_hook_points

@@ -215,7 +215,7 @@ def find_stored_profile(model: ModelProtocol, store: ResultStore | None = None) 
         store: The store. None opens the default one.
     """
     store = ResultStore(read_only=True) if store is None else store
-    if not any(result.kind == PROFILE for result in store.results()):  # saves the digest of the weights
+    if not any(result.kind == PROFILE for result in store.list_entries()):  # saves the digest of the weights
         return None
     try:
         key = ModelKey.of(model)

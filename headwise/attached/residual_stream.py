@@ -32,7 +32,7 @@ def find_residual_stream(model: Any, layers: Sequence[AttachedLayer]) -> Residua
     Raises:
         HeadwiseError: The residual stream is not a plain sum followed by one norm and a linear output.
     """
-    recorded = _RecordedForward(model, layers)
+    recorded = _ModuleInputOutputRecord(model, layers)
     blocks = [block_of(model, layer) for layer in layers]
     residual_layers = {}
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
@@ -55,7 +55,7 @@ def find_residual_stream(model: Any, layers: Sequence[AttachedLayer]) -> Residua
     )
 
 
-class _RecordedForward:
+class _ModuleInputOutputRecord:
     """Inputs and outputs of all modules in one forward pass, (B, T, D). Modules that run more than once are left out."""
 
     def __init__(self, model: Any, layers: Sequence[AttachedLayer]) -> None:
@@ -113,7 +113,7 @@ def block_of(model: nn.Module, layer: AttachedLayer) -> nn.Module:
 
 
 def _residual_layer(
-    model: Any, recorded: _RecordedForward, layer: AttachedLayer, block: nn.Module
+    model: Any, recorded: _ModuleInputOutputRecord, layer: AttachedLayer, block: nn.Module
 ) -> ResidualLayerRecord:
     """Return the norms and the other branch of a layer."""
     info, layer_label = layer.info, f"layer {layer.hook_point.address}"
@@ -151,7 +151,7 @@ def _residual_layer(
     )
 
 
-def _sum_of_heads(recorded: _RecordedForward, layer: AttachedLayer) -> Tensor:
+def _sum_of_heads(recorded: _ModuleInputOutputRecord, layer: AttachedLayer) -> Tensor:
     """Compute Σ z W_O + b_O: (B, T, D)."""
     bias = 0.0 if layer.b_O is None else to_float64(layer.b_O).cpu()
     if not layer.spec.head_ids:
@@ -163,7 +163,7 @@ def _sum_of_heads(recorded: _RecordedForward, layer: AttachedLayer) -> Tensor:
 
 
 def _find_input_norm(
-    recorded: _RecordedForward, layer: AttachedLayer, block: nn.Module
+    recorded: _ModuleInputOutputRecord, layer: AttachedLayer, block: nn.Module
 ) -> tuple[nn.Module | None, str]:
     """Return the norm in front of the heads, and why their values do not follow from the stream (empty if they do)."""
     if not layer.spec.head_ids:
@@ -187,7 +187,7 @@ def _find_input_norm(
     return (input_norms[0] if input_norms else None), ""
 
 
-def _final_norm(model: Any, recorded: _RecordedForward, last_block: nn.Module) -> LinearizedNorm:
+def _final_norm(model: Any, recorded: _ModuleInputOutputRecord, last_block: nn.Module) -> LinearizedNorm:
     """Return the norm between the last layer and the output."""
     block_output, head_input = recorded.outputs[last_block], recorded.inputs.get(model.get_output_embeddings())
     for module in recorded.modules_reading(model, block_output):
@@ -201,7 +201,7 @@ def _final_norm(model: Any, recorded: _RecordedForward, last_block: nn.Module) -
     )
 
 
-def _infer_constant_logit_scale(model: Any, recorded: _RecordedForward, vocabulary: Any) -> float:
+def _infer_constant_logit_scale(model: Any, recorded: _ModuleInputOutputRecord, vocabulary: Any) -> float:
     """Return the factor applied to logits after the output layer. Raise an error if logits are changed in any other way."""
     states, weight = recorded.inputs[vocabulary], vocabulary.weight  # (B, T, D), (V, D)
     bias = 0.0 if getattr(vocabulary, "bias", None) is None else to_float64(vocabulary.bias).cpu()
@@ -220,7 +220,7 @@ def _infer_constant_logit_scale(model: Any, recorded: _RecordedForward, vocabula
     return scale
 
 
-def _token_embedding(model: Any, recorded: _RecordedForward, first_block: nn.Module) -> nn.Module | None:
+def _token_embedding(model: Any, recorded: _ModuleInputOutputRecord, first_block: nn.Module) -> nn.Module | None:
     """Return the token embedding if the residual stream starts with its rows, plus terms that do not depend on the tokens."""
     table, stream_start = model.get_input_embeddings(), to_float64(recorded.inputs[first_block])  # (B, T, D)
     rows = to_float64(table(recorded.ids)).cpu()  # (B, T, D)

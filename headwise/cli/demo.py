@@ -12,7 +12,7 @@ from headwise.cli.shell.common_options import DeviceOption, DtypeOption, JsonOpt
 
 if TYPE_CHECKING:
     from headwise.spec import Plan
-    from headwise.ui.demo_pretrained import Demo
+    from headwise.ui.pretrained_model_demo import PretrainedModelDemo
     from headwise.ui.print_demo import StageTimer
 
 TRAINING_MINUTES = 4  # on two idle cores
@@ -33,13 +33,13 @@ def run(
     """Show generation, attention, roles, pruning, quantization and export on pretrained models, then train a small one."""
     from rich.console import Console
 
-    from headwise.ui.demo_pretrained import Demo
+    from headwise.ui.pretrained_model_demo import PretrainedModelDemo
     from headwise.ui.print_demo import StageTimer, show_next_steps
 
     console, result = Console(quiet=as_json), {}
     timer = StageTimer(console, NUM_TRAINING_STAGES + (0 if train else NUM_PRETRAINED_STAGES))
     if not train:
-        result |= _pretrained_demo(timer, Demo(out, quick, device, dtype))
+        result |= _pretrained_demo(timer, PretrainedModelDemo(out, quick, device, dtype))
     try:
         result |= _training_demo(timer, out, quick, seed, device)
     except KeyboardInterrupt:
@@ -50,11 +50,11 @@ def run(
         print(json.dumps(result, indent=2))
 
 
-def _pretrained_demo(timer: "StageTimer", demo: "Demo") -> dict[str, Any]:
+def _pretrained_demo(timer: "StageTimer", demo: "PretrainedModelDemo") -> dict[str, Any]:
     """Run the stages on SmolLM2 and MiniLM."""
     from headwise.errors import MissingDependencyError
     from headwise.io.resolve_path import install_commands
-    from headwise.ui.demo_pretrained import DECODER, ENCODER
+    from headwise.ui.pretrained_model_demo import DECODER, ENCODER
     from headwise.ui.print_demo import show_demo_pruning
     from headwise.ui.progress import show_progress
 
@@ -82,9 +82,9 @@ def _pretrained_demo(timer: "StageTimer", demo: "Demo") -> dict[str, Any]:
     }
 
 
-def _inspection_demo(timer: "StageTimer", demo: "Demo") -> dict[str, Any]:
+def _inspection_demo(timer: "StageTimer", demo: "PretrainedModelDemo") -> dict[str, Any]:
     """Generate text, show the attention of one word, and profile an encoder."""
-    from headwise.ui.demo_pretrained import DECODER, ENCODER, PROMPT, SENTENCE, WORD
+    from headwise.ui.pretrained_model_demo import DECODER, ENCODER, PROMPT, SENTENCE, WORD
     from headwise.ui.print_demo import show_demo_edges, show_demo_head, show_demo_roles
     from headwise.ui.progress import show_progress
 
@@ -129,7 +129,7 @@ def _inspection_demo(timer: "StageTimer", demo: "Demo") -> dict[str, Any]:
 def _search_demo(timer: "StageTimer") -> list[str] | None:
     """Find the atom-mapping head of RXNMapper. Return the heads, or None if the model is not installed."""
     from headwise.io.resolve_path import install_commands
-    from headwise.ui.demo_pretrained import MAPPER, search_mapper_heads
+    from headwise.ui.pretrained_model_demo import MAPPER, search_mapper_heads
     from headwise.ui.print_demo import show_demo_search
 
     timer.print_stage(
@@ -146,9 +146,9 @@ def _search_demo(timer: "StageTimer") -> list[str] | None:
     return list(search.supported_heads)
 
 
-def _cost_demo(timer: "StageTimer", demo: "Demo", plan: "Plan") -> dict[str, Any]:
+def _cost_demo(timer: "StageTimer", demo: "PretrainedModelDemo", plan: "Plan") -> dict[str, Any]:
     """Measure two heads with quantized parts, and run the pruned model in llama.cpp."""
-    from headwise.ui.demo_pretrained import (
+    from headwise.ui.pretrained_model_demo import (
         BITS,
         DECODER,
         DEMO_HEADS,

@@ -22,7 +22,7 @@ from headwise.cli.shell.common_options import (
 
 if TYPE_CHECKING:
     from headwise.ui.head_summary import HeadDescription
-    from headwise.ui.print_summary import SummaryPrinter
+    from headwise.ui.head_summary_printer import HeadSummaryPrinter
     from headwise.ui.stored_description import DescriptionStore
 
 
@@ -50,11 +50,11 @@ def run(
 
     from headwise.io.result_store import ResultStore
     from headwise.spec import Address
-    from headwise.ui.print_summary import SummaryPrinter
+    from headwise.ui.head_summary_printer import HeadSummaryPrinter
     from headwise.ui.stored_description import DescriptionStore
 
     corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
-    printer, stored = SummaryPrinter(Console(quiet=as_json)), None
+    printer, stored = HeadSummaryPrinter(Console(quiet=as_json)), None
     if Path(model).is_file() and model.endswith(".npz"):
         description = _describe_saved_profile(model, head)
         printer.print_lines(description.lines)
@@ -100,7 +100,7 @@ def _steps(
 
 
 def _measure(
-    steps: "Callable[..., Iterator[HeadDescription]]", stored: "DescriptionStore | None", printer: "SummaryPrinter"
+    steps: "Callable[..., Iterator[HeadDescription]]", stored: "DescriptionStore | None", printer: "HeadSummaryPrinter"
 ) -> "HeadDescription":
     """Measure the head and print each sentence as soon as it is known."""
     from headwise.ui.progress import show_progress

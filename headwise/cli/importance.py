@@ -56,8 +56,8 @@ def run(
 
     from rich.console import Console
 
-    from headwise.analysis.ablation.head_outputs import eval_corpus
     from headwise.analysis.ablation.importance import SingleHeadImportance, importance
+    from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
     from headwise.analysis.stored_results import stored_importance, whole_layers
     from headwise.io.result_store import ResultStore
     from headwise.text.corpus import Corpus

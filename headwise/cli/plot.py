@@ -127,7 +127,7 @@ def _draw_history(run_or_file: str, metrics: list[str] | None) -> "FigureWithDat
 
 
 def _draw_pruning(load_model: "LoadModel", corpus: Any, max_texts: int) -> "FigureWithData":
-    from headwise.analysis.ablation.head_outputs import eval_corpus
+    from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
     from headwise.compression.pruning_curve import pruning_curve
     from headwise.ui.figures.tradeoff_curves import draw_pruning
     from headwise.ui.progress import show_progress

@@ -55,8 +55,8 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Quantize weights, per head and part if wanted, and show the memory saved and the increase of the loss."""
-    from headwise.analysis.ablation.head_outputs import eval_corpus
     from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
+    from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
     from headwise.compression.allocate_bits import allocate_bits, report_allocation
     from headwise.compression.quantize import quantize
     from headwise.compression.quantized_model_comparison import compare_quantized

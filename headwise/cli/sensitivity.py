@@ -55,8 +55,8 @@ def run(
 
     from rich.console import Console
 
-    from headwise.analysis.ablation.head_outputs import eval_corpus
     from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost, sensitivity
+    from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
     from headwise.errors import ArgumentError
     from headwise.text.corpus import Corpus
     from headwise.ui.figures.figure_with_data import check_path

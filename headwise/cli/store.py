@@ -36,7 +36,7 @@ def run(
         print(json.dumps({"path": str(store.folder)}) if as_json else store.folder)
         return
     deleted = None if prune is None else store.prune(prune * 1_000_000, kind=kind)
-    results = [result for result in store.results() if kind in (None, result.kind)]
+    results = [result for result in store.list_entries() if kind in (None, result.kind)]
     total = sum(result.nbytes for result in results)
     if as_json:
         data: dict[str, Any] = {"path": str(store.folder), "max_bytes": store.max_bytes, "nbytes": total}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.analysis.ablation.head_outputs import MeanActivations, eval_corpus, mean_activations
+from headwise.analysis.ablation.recorded_head_outputs import MeanActivations, eval_corpus, mean_activations
 from headwise.analysis.circuits.circuit_result import CircuitEstimate, CircuitResult
 from headwise.analysis.circuits.circuit_statistics import TemplateSampler
 from headwise.analysis.circuits.circuit_task import PromptEncoder, PromptPair

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headwise.analysis.ablation.head_outputs import eval_corpus
 from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost, Sensitivity, sensitivity
+from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.analysis.head_facts import kv_siblings
 from headwise.analysis.metrics.outside_window_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.roles.profile_result import HeadProfile

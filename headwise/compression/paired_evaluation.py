@@ -10,7 +10,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from headwise.analysis.ablation.eval_targets import TargetBatch, check_metric, evaluable_samples, make_target_batch
-from headwise.analysis.ablation.head_outputs import eval_corpus
+from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval, bootstrap_interval
 from headwise.analysis.recording.batching import make_batches
 from headwise.errors import ArgumentError

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from headwise.analysis.ablation.head_outputs import MeanActivations, eval_corpus, mean_activations
+from headwise.analysis.ablation.recorded_head_outputs import MeanActivations, eval_corpus, mean_activations
 from headwise.analysis.recording.model_calls import reads_calls
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.prune_request import PruneRequest

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headwise.analysis.ablation.ablation_sweep import pass_cost
-from headwise.analysis.ablation.head_outputs import MeanActivations
+from headwise.analysis.ablation.recorded_head_outputs import MeanActivations
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
 from headwise.compression.paired_timing import PairedTiming, interleaved_timing
 from headwise.compression.quantize import quantize

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headwise.analysis.ablation.head_outputs import MeanActivations, eval_corpus, mean_activations
+from headwise.analysis.ablation.recorded_head_outputs import MeanActivations, eval_corpus, mean_activations
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.attached import AttachedModel
 from headwise.compression.plan import apply, plan_pruning

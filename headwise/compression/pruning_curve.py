@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.ablation.head_outputs import MeanActivations, eval_corpus, mean_activations
+from headwise.analysis.ablation.recorded_head_outputs import MeanActivations, eval_corpus, mean_activations
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
 from headwise.compression.rankers import RANKERS, Scores, get_ranker
 from headwise.compression.select_heads import compute_folded_biases, kept_head_count, lowest_scoring, rank_heads

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from headwise.errors import ArgumentError, suggest_names
 
 if TYPE_CHECKING:
-    from headwise.analysis.ablation.head_outputs import MeanActivations
+    from headwise.analysis.ablation.recorded_head_outputs import MeanActivations
     from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
     from headwise.model import ModelProtocol
     from headwise.progress import Progress

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from headwise.analysis.ablation.head_outputs import MeanActivations, selected_hook_points
+from headwise.analysis.ablation.recorded_head_outputs import MeanActivations, selected_hook_points
 from headwise.analysis.recording.batching import reachable_hook_points
 from headwise.analysis.recording.model_calls import reads_calls
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus

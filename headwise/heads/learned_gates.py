@@ -38,11 +38,11 @@ class LearnedGates(nn.Module):
         """Sample gates for B texts, (B, H) for each group, differentiable in log α."""
         u = torch.rand(B, len(self.log_alpha), device=self.log_alpha.device)  # (B, N)
         noise = u.logit(eps=torch.finfo(u.dtype).eps)  # log u − log(1 − u)
-        return self._split_by_group(torch.sigmoid((noise + self.log_alpha) / BETA))
+        return self._stretch_clip_and_split(torch.sigmoid((noise + self.log_alpha) / BETA))
 
     def deterministic_gates(self) -> dict[Any, Tensor]:
         """Return gates without noise, (H,) for each group: 0 if log α is below −2.398, 1 if it is above 2.398."""
-        return self._split_by_group(torch.sigmoid(self.log_alpha))
+        return self._stretch_clip_and_split(torch.sigmoid(self.log_alpha))
 
     def open_probability(self) -> Tensor:
         """Return the probability that a sampled gate is not 0, (N,)."""
@@ -62,7 +62,7 @@ class LearnedGates(nn.Module):
             self.log_alpha.copy_(start + shift)
             low, high = (shift, high) if self.open_fraction().item() < fraction else (low, shift)
 
-    def _split_by_group(self, gates: Tensor) -> dict[Any, Tensor]:
+    def _stretch_clip_and_split(self, gates: Tensor) -> dict[Any, Tensor]:
         """Stretch gates to [GAMMA, ZETA], clip them to [0, 1] and split them by group: (…, N) → (…, H) each."""
         clipped = (gates * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
         return dict(zip(self.heads, clipped.split(list(self.heads.values()), -1), strict=True))

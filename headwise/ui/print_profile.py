@@ -15,7 +15,7 @@ from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD,
 from headwise.analysis.roles.roles import RoleEvidence
 from headwise.compression.head_compression_cost import HeadCompressionCosts
 from headwise.ui.head_summary import summary_lines
-from headwise.ui.print_summary import SummaryPrinter
+from headwise.ui.head_summary_printer import HeadSummaryPrinter
 from headwise.ui.role_badges import role_badge
 from headwise.ui.terminal_head_grid import LEGEND, make_head_grid
 from headwise.ui.terminal_table import make_table
@@ -135,7 +135,7 @@ def show_summary(
     console: Console | None = None,
 ) -> None:
     """Print the summary of one head, each part with its documentation page, then the parts that were not measured."""
-    printer = SummaryPrinter(console or Console())
+    printer = HeadSummaryPrinter(console or Console())
     printer.print_lines(summary_lines(profile, head, facts, cost))
     printer.print_errors(error for part in (facts, cost) if part is not None for error in part.errors)
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import headwise as hw
-from headwise.analysis.ablation.head_outputs import as_head_outputs, mean_of_outputs, record_z
+from headwise.analysis.ablation.recorded_head_outputs import as_head_outputs, mean_of_outputs, record_z
 from headwise.analysis.metrics.statistics import holm_correction
 from headwise.analysis.metrics.task_metric import sample_from_ids
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus

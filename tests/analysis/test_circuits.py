@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.analysis.ablation.head_outputs import record_z
+from headwise.analysis.ablation.recorded_head_outputs import record_z
 from headwise.analysis.circuits.circuit_result import CircuitResult, node_kind
 from headwise.analysis.circuits.circuit_statistics import (
     FaithfulnessSums,

@@ -24,7 +24,7 @@ def run_two_processes(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140"}
     return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
+        [*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600
     )
 
 

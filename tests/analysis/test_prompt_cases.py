@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.ablation.head_outputs import as_head_outputs
+from headwise.analysis.ablation.recorded_head_outputs import as_head_outputs
 from headwise.analysis.metrics import name_suppression
 from headwise.analysis.metrics.name_movers import NAMES, NameSentencePair, make_name_prompts, make_name_sentence_pairs
 from headwise.analysis.metrics.prompt_metric import HeadResponses, run_prompts

@@ -26,8 +26,8 @@ from headwise.experiments.engine.peak_memory import STATUS_FILE
 from headwise.model import Transformer
 from headwise.text.annotated_document import Document
 from headwise.text.corpus import Corpus
-from headwise.text.corpus_shards import file_sources, split_shards
 from headwise.text.synthetic import VOCABULARY, SyntheticLanguage
+from headwise.text.text_shard import file_sources, split_shards
 from tests.analysis.stream_script import MEMORY_MARGIN, WORDS, make_model
 from tests.analysis.stream_script import write_words as write_words
 

@@ -86,7 +86,7 @@ def test_silenced_model_neither_reads_nor_writes(store: ResultStore) -> None:
         assert ModelKey.of(model) is None
         silenced = stored_profile(model, TEXTS, store=store, causal=False)
         assert find_stored_profile(model, store) is None
-    assert len(store.results()) == 1
+    assert len(store.list_entries()) == 1
     assert silenced.to_dict()["heads"] != full.to_dict()["heads"]
 
 
@@ -116,7 +116,7 @@ def test_whole_layers_of_patterns() -> None:
 def test_damaged_result_is_measured_again(store: ResultStore) -> None:
     model = decoder()
     first = stored_importance(model, TEXTS, ["0.*"], store=store)
-    (result,) = store.results()
+    (result,) = store.list_entries()
     store.write(result.kind, result.key, b"not a result", result.description)
     np.testing.assert_array_equal(stored_importance(model, TEXTS, ["0.*"], store=store).mean, first.mean)
 
@@ -124,7 +124,7 @@ def test_damaged_result_is_measured_again(store: ResultStore) -> None:
 def test_no_pickle_in_stored_files(store: ResultStore) -> None:
     stored_profile(decoder(), TEXTS, store=store, causal=False)
     stored_importance(decoder(), TEXTS, ["0.*"], store=store)
-    for result in store.results():
+    for result in store.list_entries():
         assert b"cnumpy" not in result.path.read_bytes()
         assert b"\x80\x04\x95" not in result.path.read_bytes()[:4096]
 

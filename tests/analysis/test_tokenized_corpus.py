@@ -11,8 +11,8 @@ import pytest
 
 import headwise as hw
 from headwise import HeadwiseError, TokenizedCorpus
-from headwise.analysis.ablation import head_outputs
-from headwise.analysis.ablation.head_outputs import eval_corpus, mean_activations
+from headwise.analysis.ablation import recorded_head_outputs
+from headwise.analysis.ablation.recorded_head_outputs import eval_corpus, mean_activations
 from headwise.analysis.recording import tokenized_corpus as module
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.roles.profile import profile
@@ -66,8 +66,10 @@ def ids_of(samples: Any) -> list[tuple[int, ...]]:
 def test_prune_report_and_curve_tokenize_and_average_once(ranking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(MODELS["decoder, rotary"])
     encodings, mean_calls = count_encodings(model), []
-    original = head_outputs.mean_of_outputs
-    monkeypatch.setattr(head_outputs, "mean_of_outputs", lambda *args: (mean_calls.append(1), original(*args))[1])
+    original = recorded_head_outputs.mean_of_outputs
+    monkeypatch.setattr(
+        recorded_head_outputs, "mean_of_outputs", lambda *args: (mean_calls.append(1), original(*args))[1]
+    )
     texts = ["the cat sat", "a mat", "it was a cat", "that sat there", "at a mat"]
     choosing, judging = eval_corpus(model, texts).halves()
     means = mean_activations(model, choosing)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.analysis.ablation.head_outputs import mean_activations, record_call
+from headwise.analysis.ablation.recorded_head_outputs import mean_activations, record_call
 from headwise.errors import HeadwiseError
 from tests.attached.torch_modules import (
     Detr,

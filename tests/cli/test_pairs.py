@@ -9,7 +9,7 @@ import torch
 
 import headwise as hw
 from headwise.analysis.ablation.ablate import mean_activations
-from headwise.analysis.ablation.head_outputs import eval_corpus
+from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import character_tokenizer

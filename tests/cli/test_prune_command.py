@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.ablation.head_outputs import eval_corpus
+from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.compression import PruneRequest
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.model import Transformer

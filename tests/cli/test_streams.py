@@ -16,7 +16,7 @@ def run(arguments: list[str], stdout: int | None = None, **environment: str) -> 
         stdout=subprocess.PIPE if stdout is None else stdout,
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        timeout=300,
+        timeout=600,
         check=False,
     )
 

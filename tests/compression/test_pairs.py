@@ -13,7 +13,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 import headwise as hw
-from headwise.analysis.ablation.head_outputs import eval_corpus, mean_activations
+from headwise.analysis.ablation.recorded_head_outputs import eval_corpus, mean_activations
 from headwise.compression import PruneRequest
 from headwise.compression.l0_gates import learn_gates
 from headwise.compression.paired_evaluation import PairedEvaluator

@@ -15,7 +15,7 @@ from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.analysis.ablation.ablation_sweep import pass_cost
-from headwise.analysis.ablation.head_outputs import mean_activations
+from headwise.analysis.ablation.recorded_head_outputs import mean_activations
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.compression.paired_timing import PairedTiming

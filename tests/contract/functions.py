@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 import headwise as hw
-from headwise.analysis.ablation.head_outputs import mean_activations, record_z
+from headwise.analysis.ablation.recorded_head_outputs import mean_activations, record_z
 from headwise.analysis.attribution.head_output_analysis import (
     copying_scores,
     output_shares,

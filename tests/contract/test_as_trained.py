@@ -19,7 +19,7 @@ from tokenizers import processors
 from torch import Tensor
 
 import headwise as hw
-from headwise.analysis.ablation.head_outputs import mean_activations
+from headwise.analysis.ablation.recorded_head_outputs import mean_activations
 from headwise.analysis.attribution.head_output_analysis import output_shares, token_effects, value_weighted_map
 from headwise.analysis.attribution.linear_probes import linear_probe
 from headwise.analysis.attribution.logit_attribution import logit_attribution

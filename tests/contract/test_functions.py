@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.ablation.head_outputs import mean_activations, record_z
+from headwise.analysis.ablation.recorded_head_outputs import mean_activations, record_z
 from headwise.analysis.recording import batching
 from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.training.batch_samplers import make_train_batch, pad_with_minus_one

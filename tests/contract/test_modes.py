@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.analysis.ablation.head_outputs import mean_activations, record_z
+from headwise.analysis.ablation.recorded_head_outputs import mean_activations, record_z
 from headwise.analysis.attribution.head_output_analysis import output_shares, token_effects, value_weighted_map
 from headwise.analysis.attribution.linear_probes import linear_probe
 from headwise.analysis.attribution.logit_attribution import logit_attribution

@@ -25,7 +25,7 @@ def process(_: int) -> int:
 def process_of_two(folder: str, _: int) -> int:
     """Return the process of the job. It waits until two processes have started a job."""
     (Path(folder) / str(os.getpid())).touch()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     return os.getpid()

@@ -93,7 +93,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(size), timeout=timedelta(seconds=120)
+        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(size), timeout=timedelta(seconds=600)
     )
     for line in sys.stdin:
         request = json.loads(line)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.experiments.lookup_task import (
+from headwise.experiments.offset_lookup_task import (
     LookupModel,
     OffsetLookupTask,
     lookup_accuracies,

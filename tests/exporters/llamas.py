@@ -9,7 +9,7 @@ import torch
 from tokenizers import AddedToken, models, normalizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from headwise.analysis.ablation.head_outputs import mean_activations
+from headwise.analysis.ablation.recorded_head_outputs import mean_activations
 from headwise.compression.select_heads import compute_folded_biases
 from headwise.model import Transformer
 from headwise.model.prune import heads_to_prune

@@ -36,7 +36,7 @@ def test_content_returns_as_written(tmp_path: Path) -> None:
     store.write("profile", KEY, content, {"model": "m"})
     assert store.read("profile", KEY) == content
     assert store.read("importance", KEY) is None
-    (result,) = store.results()
+    (result,) = store.list_entries()
     assert (result.kind, result.key, result.description) == ("profile", KEY, {"model": "m"})
     assert result.nbytes == result.path.stat().st_size
 
@@ -66,7 +66,7 @@ def test_stray_files_are_ignored_and_kept(tmp_path: Path) -> None:
     for name in ("notes.txt", "profile-12.result", f"x-{KEY}.result", f"profile-{KEY}.result.bak"):
         (tmp_path / name).write_text("mine")
     store.write("profile", OTHER, b"content", {})
-    assert len(store.results()) == 1
+    assert len(store.list_entries()) == 1
     store.prune()
     assert {path.name for path in tmp_path.iterdir() if path.name[0] != "."} >= {"notes.txt", "profile-12.result"}
 
@@ -79,13 +79,13 @@ def test_oldest_results_are_deleted_beyond_the_limit(tmp_path: Path) -> None:
         os.utime(store.path("profile", key), (1000 + age, 1000 + age))
     store.read("profile", keys[0])  # used last
     ResultStore(tmp_path, max_bytes=2500).write("profile", OTHER, bytes(1000), {})  # a file has a header, too
-    assert {result.key for result in store.results()} == {keys[0], OTHER}
+    assert {result.key for result in store.list_entries()} == {keys[0], OTHER}
 
 
 def test_result_larger_than_the_limit_is_not_stored(tmp_path: Path) -> None:
     store = ResultStore(tmp_path, max_bytes=100)
     store.write("profile", KEY, bytes(101), {})
-    assert store.results() == []
+    assert store.list_entries() == []
 
 
 def test_prune_of_one_kind_keeps_the_others(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_prune_of_one_kind_keeps_the_others(tmp_path: Path) -> None:
     for kind in ("profile", "importance"):
         store.write(kind, KEY, b"content", {})
     assert store.prune(kind="profile") == 1
-    assert [result.kind for result in store.results()] == ["importance"]
+    assert [result.kind for result in store.list_entries()] == ["importance"]
 
 
 def test_read_only_store_writes_nothing(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_reading_read_only_leaves_the_time_of_use(tmp_path: Path) -> None:
     store.write("profile", KEY, b"content", {})
     os.utime(store.path("profile", KEY), (1000, 1000))
     assert ResultStore(tmp_path, read_only=True).read("profile", KEY) == b"content"
-    assert store.results()[0].used == 1000
+    assert store.list_entries()[0].used == 1000
 
 
 def test_folder_that_is_a_file_warns(tmp_path: Path) -> None:

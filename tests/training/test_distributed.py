@@ -30,7 +30,7 @@ def run_two_processes(
         text=True,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=600,
     )
     assert (done.returncode == 0) == succeeds, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

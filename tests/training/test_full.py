@@ -32,7 +32,7 @@ def environment() -> dict[str, str]:
 
 
 def run_train_process(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(train_command(*arguments), capture_output=True, text=True, env=environment(), timeout=100)
+    return subprocess.run(train_command(*arguments), capture_output=True, text=True, env=environment(), timeout=600)
 
 
 @pytest.fixture
@@ -121,11 +121,11 @@ def test_train_signal_saves_checkpoint_and_reports(number: int, text: Path, tmp_
         text=True,
         env=environment(),
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not checkpoint_steps(out) and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=600)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     report = json.loads(output)
@@ -147,11 +147,11 @@ def test_train_interrupted_three_times_ends_bitwise_equal(text: Path, tmp_path: 
             text=True,
             env=environment(),
         )
-        deadline, before = time.monotonic() + 60, checkpoint_steps(tmp_path / "run")
+        deadline, before = time.monotonic() + 600, checkpoint_steps(tmp_path / "run")
         while checkpoint_steps(tmp_path / "run") == before and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == 130, (n, errors)
     for name in ("run", "whole"):
         done = run_train_process(text, tmp_path / name, *arguments)

@@ -12,9 +12,9 @@ from rich.console import Console
 import headwise as hw
 from headwise.analysis.roles.roles import RoleEvidence
 from headwise.compression import PruneRequest
-from headwise.ui.demo_pretrained import Demo, search_mapper_heads
 from headwise.ui.demo_training import MAX_LOSS_INCREASE, DemoTrainResult, run_train_prune_demo
 from headwise.ui.head_summary import summary_lines
+from headwise.ui.pretrained_model_demo import PretrainedModelDemo, search_mapper_heads
 from headwise.ui.print_demo import MAX_STAGE_LINES, StageTimer, show_demo_head, show_demo_roles, show_demo_search
 from tests.runner import run_command
 
@@ -92,7 +92,7 @@ def test_demo_training_emergence_starts_below_threshold(result: DemoTrainResult)
 
 
 def test_demo_stages_run_on_real_models(tmp_path: Path) -> None:
-    demo, pieces = Demo(tmp_path / "demo", quick=True), []
+    demo, pieces = PretrainedModelDemo(tmp_path / "demo", quick=True), []
     text = demo.generate(pieces.append)
     assert "".join(pieces) == text
     assert len(text.split()) > 8
@@ -133,7 +133,7 @@ def test_demo_stages_print_at_most_25_lines(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_demo_prune_recovers_real_model(tmp_path: Path) -> None:
-    pruned = Demo(tmp_path / "demo", quick=True).prune()
+    pruned = PretrainedModelDemo(tmp_path / "demo", quick=True).prune()
     assert len(pruned.plan.pruned_heads) == 27, "10% of 270"
     assert pruned.report.recovered is not None
     assert hw.Plan.load(pruned.plan_path).pruned_heads == pruned.plan.pruned_heads
@@ -141,7 +141,7 @@ def test_demo_prune_recovers_real_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_demo_costs_and_pruned_model_runs_in_llama_cpp(tmp_path: Path) -> None:
-    from headwise.ui.demo_pretrained import (
+    from headwise.ui.pretrained_model_demo import (
         DEMO_HEADS,
         compare_with_llama_cpp,
         demo_head_cache_rows,

@@ -90,7 +90,7 @@ def test_notebook_executes_and_shows_widgets() -> None:
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     root = str(Path(hw.__file__).parents[1])
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": root}}).execute()
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": root}}).execute()
     mime_types = [{kind for out in cell.outputs for kind in out.get("data", {})} for cell in notebook.cells]
     widget = "application/vnd.jupyter.widget-view+json"
     assert {widget, "text/html"} <= mime_types[1]

@@ -89,7 +89,8 @@ def test_live_page_slider_changes_continuation(tmp_path: Path) -> None:
     hw.Steering(vectors, strength=20.0, name="test").for_model(model).save(tmp_path / "steering")
     session = LiveSession(model, steerings={"test": hw.Steering.load(tmp_path / "steering")})
     expected = {
-        strength: session.continue_text(TEXT, strengths={"test": strength})["text"] for strength in (0, 30, -40)
+        strength: session.continue_text(TEXT, steering_strengths={"test": strength})["text"]
+        for strength in (0, 30, -40)
     }
     assert len(set(expected.values())) == 3
     with running_view(folder, "--steering", str(tmp_path / "steering")) as view, open_live_page(view.url) as page:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.ablation.decoder_parts import Part
-from headwise.analysis.ablation.head_outputs import (
+from headwise.analysis.ablation.path_patching import path_patched
+from headwise.analysis.ablation.recorded_head_outputs import (
     HeadOutputs,
     MeanActivations,
     as_head_outputs,
@@ -29,7 +30,6 @@ from headwise.analysis.ablation.head_outputs import (
     selected_hook_points,
     token_positions,
 )
-from headwise.analysis.ablation.path_patching import path_patched
 from headwise.analysis.recording.model_calls import reads_calls
 from headwise.analysis.recording.recording import HasHookPoints
 from headwise.errors import ArgumentError, suggest_names
@@ -197,7 +197,7 @@ def _corpus_means(model: object, corpus: Any, heads: HeadPattern) -> MeanActivat
         raise ArgumentError(
             "ablation='mean': the model has no tokenizer, so the means over texts cannot be computed. Set model.tokenizer, "
             "or pass means=mean_of_outputs(record_z(model, ids) for ids in batches). "
-            "Both functions are in headwise.analysis.ablation.head_outputs."
+            "Both functions are in headwise.analysis.ablation.recorded_head_outputs."
         )
     return mean_activations(model, corpus, heads=heads)
 

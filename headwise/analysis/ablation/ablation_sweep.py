@@ -16,7 +16,7 @@ from torch import Tensor
 from headwise.analysis.ablation.ablate import ReplacementFunction
 from headwise.analysis.ablation.eval_targets import TargetBatch
 from headwise.analysis.ablation.gradient_memory import GradientMemoryPlan, frozen_weights, summed_cross_entropy
-from headwise.analysis.ablation.head_outputs import selected_hook_points
+from headwise.analysis.ablation.recorded_head_outputs import selected_hook_points
 from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import Edit, HookPoint
 from headwise.kernels.enable_grad import gradients_enabled

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.analysis.ablation.head_outputs import HeadOutputs, record_z
+from headwise.analysis.ablation.recorded_head_outputs import HeadOutputs, record_z
 from headwise.analysis.recording.batching import TextSample, TokenBatch, make_batch, tokenizer_of
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import ArgumentError, UnsupportedModelError

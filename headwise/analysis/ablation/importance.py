@@ -31,14 +31,14 @@ from headwise.analysis.ablation.eval_targets import (
     make_target_batch,
 )
 from headwise.analysis.ablation.gradient_memory import GradientMemoryPlan, frozen_weights
-from headwise.analysis.ablation.head_outputs import (
+from headwise.analysis.ablation.importance_on_model_kwargs import LossFunction, importance_on_model_kwargs
+from headwise.analysis.ablation.recorded_head_outputs import (
     HeadOutputs,
     MeanActivations,
     eval_corpus,
     mean_of_outputs,
     selected_hook_points,
 )
-from headwise.analysis.ablation.importance_on_model_kwargs import LossFunction, importance_on_model_kwargs
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval, bootstrap_interval
 from headwise.analysis.recording.batching import TextSample, make_batch, make_batches, reachable_hook_points

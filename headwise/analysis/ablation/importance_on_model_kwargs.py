@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.analysis.ablation.ablate import make_replacement_edit, make_replacement_fn
 from headwise.analysis.ablation.gradient_memory import frozen_weights
-from headwise.analysis.ablation.head_outputs import MeanActivations, selected_hook_points
+from headwise.analysis.ablation.recorded_head_outputs import MeanActivations, selected_hook_points
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.recording.model_calls import run_call
 from headwise.errors import ArgumentError

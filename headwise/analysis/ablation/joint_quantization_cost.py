@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from headwise.analysis.ablation.eval_targets import check_metric, evaluable_samples, make_target_batch
-from headwise.analysis.ablation.head_outputs import eval_corpus
 from headwise.analysis.ablation.quantization_sensitivity import BATCH_TOKENS, default_weight_basis, make_rerunner
+from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.analysis.ablation.temporary_quantization import (
     WEIGHT_PARTS,
     QuantizationTarget,

@@ -24,7 +24,7 @@ import torch
 
 from headwise.analysis.ablation.ablated_rerun import FullRerun, PartialRerun
 from headwise.analysis.ablation.eval_targets import TargetBatch, check_metric, evaluable_samples, make_target_batch
-from headwise.analysis.ablation.head_outputs import eval_corpus
+from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.analysis.ablation.temporary_quantization import (
     WEIGHT_PARTS,
     QuantizationTarget,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.ablation.ablate import AblationMethod, ablated
-from headwise.analysis.ablation.head_outputs import HeadOutputs, MeanActivations, mean_of_outputs
+from headwise.analysis.ablation.recorded_head_outputs import HeadOutputs, MeanActivations, mean_of_outputs
 from headwise.analysis.finding.job_examples import JobExample
 from headwise.analysis.finding.prepared_example import PreparedExample
 from headwise.analysis.recording.batching import tokenizer_of

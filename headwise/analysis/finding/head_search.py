@@ -10,7 +10,6 @@ import torch
 
 from headwise.analysis.ablation.ablate import AblationMethod
 from headwise.analysis.finding.ablation_costs import HeadAblator, Metric, other_head_costs
-from headwise.analysis.finding.alignment_scores import score_monotonic_path
 from headwise.analysis.finding.bundled_examples import bundled_examples
 from headwise.analysis.finding.class_scores import class_features, fit_class_probes
 from headwise.analysis.finding.head_search_result import HeadSearchResult
@@ -20,6 +19,7 @@ from headwise.analysis.finding.job_examples import (
     read_examples,
     split_examples,
 )
+from headwise.analysis.finding.monotonic_path_scores import score_monotonic_path
 from headwise.analysis.finding.pair_scores import ExampleScores, score_pairs
 from headwise.analysis.finding.per_input_scores import (
     ALPHA,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.metrics.attention_call import AttentionCallContext
-from headwise.analysis.metrics.metric import BlockAccumulator, Metric, MetricSpec
+from headwise.analysis.metrics.metric import Metric, MetricSpec, RowBlockAccumulator
 from headwise.analysis.metrics.row_blocks import RowBlock
 from headwise.analysis.metrics.row_shape import (
     DISTANCE,
@@ -79,7 +79,7 @@ def make_token_kind_mask(kind: str) -> PairWeights:
     return cells
 
 
-def make_isotropic_baseline(cells: PairWeights) -> PairWeights:
+def make_same_distance_baseline(cells: PairWeights) -> PairWeights:
     """Return the baseline of a head with the same attention distances but no preferred direction.
 
     The value for a query and a key is the fraction of patches at the same distance that are in the set.
@@ -133,12 +133,12 @@ class AttentionToPatches(Metric):
         )
         self.metric_specs = metric_spec.with_variants()
 
-    def make_accumulator(self, call: AttentionCallContext) -> BlockAccumulator:
+    def make_accumulator(self, call: AttentionCallContext) -> RowBlockAccumulator:
         """Return an accumulator for the blocks of one attention call."""
         return _PatchSetAccumulator(self, call)
 
 
-class _PatchSetAccumulator(BlockAccumulator):
+class _PatchSetAccumulator(RowBlockAccumulator):
     def __init__(self, metric: AttentionToPatches, call: AttentionCallContext) -> None:
         grid, device = patch_grid_of(call), call.value_output_norms.device
         self.call, self.cells = call, metric.cells(grid).to(device)
@@ -181,12 +181,12 @@ class SharedPatchMetric(Metric):
         positional=True, in_table=True,
     ).with_variants()  # fmt: skip
 
-    def make_accumulator(self, call: AttentionCallContext) -> BlockAccumulator:
+    def make_accumulator(self, call: AttentionCallContext) -> RowBlockAccumulator:
         """Return an accumulator for the blocks of one attention call."""
         return _SinglePatchAccumulator(call)
 
 
-class _SinglePatchAccumulator(BlockAccumulator):
+class _SinglePatchAccumulator(RowBlockAccumulator):
     def __init__(self, call: AttentionCallContext) -> None:
         self.call, grid = call, patch_grid_of(call)
         cells, device = torch.tensor(grid.patch_of_token, device="cpu"), call.value_output_norms.device
@@ -243,12 +243,12 @@ class MeanPatchDistanceMetric(Metric):
         MetricSpec("uniform distance", "mean distance of uniform attention", "patches", positional=True),
     )  # fmt: skip
 
-    def make_accumulator(self, call: AttentionCallContext) -> BlockAccumulator:
+    def make_accumulator(self, call: AttentionCallContext) -> RowBlockAccumulator:
         """Return an accumulator for the blocks of one attention call."""
         return _PatchDistanceAccumulator(call)
 
 
-class _PatchDistanceAccumulator(BlockAccumulator):
+class _PatchDistanceAccumulator(RowBlockAccumulator):
     def __init__(self, call: AttentionCallContext) -> None:
         grid = patch_grid_of(call)
         device = call.value_output_norms.device
@@ -299,13 +299,13 @@ LOCAL_PATCHES = AttentionToPatches(
 SAME_ROW = AttentionToPatches(
     "same row",
     same_row_patches,
-    baseline_cells=make_isotropic_baseline(same_row_patches),
+    baseline_cells=make_same_distance_baseline(same_row_patches),
     label="weight on patches of the same row",
     high_means="attends along the row",
     hue=205,
 )
 SAME_COLUMN = AttentionToPatches(
-    "same column", same_column_patches, baseline_cells=make_isotropic_baseline(same_column_patches),
+    "same column", same_column_patches, baseline_cells=make_same_distance_baseline(same_column_patches),
     label="weight on patches of the same column", high_means="attends along the column", hue=260,
 )  # fmt: skip
 FAR_PATCHES = AttentionToPatches(

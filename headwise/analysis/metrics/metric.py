@@ -167,7 +167,7 @@ class KeyTarget:
         return torch.where((positions > 0) & batch.real_tokens, positions + batch.first_token_positions[:, None], -1)
 
 
-class BlockAccumulator(ABC):
+class RowBlockAccumulator(ABC):
     """Sums of a block metric over the blocks of one attention call."""
 
     @abstractmethod
@@ -225,7 +225,7 @@ class Metric(MetricSpecMixin):
     def begin_batch(self, batch: TokenBatch) -> None:
         """Prepare a batch before the forward pass. Override it for work that does not depend on heads."""
 
-    def make_accumulator(self, call: "AttentionCallContext") -> BlockAccumulator | None:
+    def make_accumulator(self, call: "AttentionCallContext") -> RowBlockAccumulator | None:
         """Return an accumulator for the blocks of one attention call, or None if `compute` is used."""
 
     def compute(self, rows: "RowStats") -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.attention_call import AttentionCallContext
-from headwise.analysis.metrics.metric import LARGER, BlockAccumulator, Metric, MetricSpec
+from headwise.analysis.metrics.metric import LARGER, Metric, MetricSpec, RowBlockAccumulator
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.row_blocks import RowBlock
 from headwise.analysis.recording.batching import TextSample, make_batch, reachable_hook_points
@@ -110,7 +110,7 @@ class VariabilityMetric(Metric):
         return VariabilityAccumulator(call)
 
 
-class VariabilityAccumulator(BlockAccumulator):
+class VariabilityAccumulator(RowBlockAccumulator):
     """Σ|p − p̄| and 2Σp of each text and head, over the blocks of a call."""
 
     def __init__(self, call: AttentionCallContext) -> None:

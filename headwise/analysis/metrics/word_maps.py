@@ -10,11 +10,11 @@ from headwise.analysis.metrics.batch_context import NORM
 from headwise.analysis.metrics.directed_relations import HITS, MASS, DirectedRelation
 from headwise.analysis.metrics.example_sampler import ExampleSampler
 from headwise.analysis.metrics.gold_word_arcs import BatchWordArcs
-from headwise.analysis.metrics.metric import BlockAccumulator
+from headwise.analysis.metrics.metric import RowBlockAccumulator
 from headwise.analysis.metrics.row_blocks import RowBlock
 
 
-class WordMapAccumulator(BlockAccumulator):
+class WordMapAccumulator(RowBlockAccumulator):
     """Attention between the words of each text of a call, plain and value-weighted.
 
     Args:

@@ -71,7 +71,7 @@ def collect_calls(
     examples = tokens = 0
     for index, call in enumerate(calls):
         options.progress("calls", index, len(calls))
-        batches = CallBatches(index)
+        batches = StandInTokenBatches(index)
         with listen_at_hook_points(hook_points, partial(_on_call, runner, batches)):
             run_call(model, call)
         runner.reset_batch()
@@ -90,7 +90,7 @@ def collect_calls(
     )  # fmt: skip
 
 
-class CallBatches:
+class StandInTokenBatches:
     """Batches that stand for the inputs of the attention calls in one call of the model.
 
     Attributes:
@@ -125,7 +125,7 @@ class CallBatches:
         return self._batches[key]
 
 
-def _on_call(runner: MetricRunner, batches: CallBatches, call: AttentionCall, first_head: int) -> None:
+def _on_call(runner: MetricRunner, batches: StandInTokenBatches, call: AttentionCall, first_head: int) -> None:
     call = _with_keys_for_all_rows(call) if call.hook_point.is_cross_attention else _with_extra_keys_first(call)
     runner.on_call(call, batches.batch_of(call), first_head)
 

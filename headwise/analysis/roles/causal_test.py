@@ -33,7 +33,7 @@ from torch import Tensor
 
 from headwise.analysis.ablation.ablate import AblationMethod, make_replacement_fn
 from headwise.analysis.ablation.ablation_sweep import ablation_sweep
-from headwise.analysis.ablation.head_outputs import HeadOutputs, mean_of_outputs, record_z
+from headwise.analysis.ablation.recorded_head_outputs import HeadOutputs, mean_of_outputs, record_z
 from headwise.analysis.metrics.statistics import bootstrap_interval, holm_correction, sign_flip_test
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.roles.causal_test_results import RANDOM_TOKENS, RUNNING_TEXT, CausalEffect

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.analysis.ablation.head_outputs import eval_corpus
+from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval
 from headwise.analysis.recording.batching import make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus

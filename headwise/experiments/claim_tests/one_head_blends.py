@@ -6,7 +6,7 @@ from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
 from headwise.experiments.experiment_context import ExperimentContext
-from headwise.experiments.lookup_task import STEPS, OffsetLookupTask, train_and_evaluate_lookups
+from headwise.experiments.offset_lookup_task import STEPS, OffsetLookupTask, train_and_evaluate_lookups
 
 TASK = OffsetLookupTask(offsets=(1, 2, 3, 4))
 HEADS = (1, 2, 4, 8)

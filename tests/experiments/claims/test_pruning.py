@@ -5,8 +5,8 @@ from typing import cast
 import pytest
 import torch
 
-from headwise.analysis.ablation.head_outputs import mean_activations
 from headwise.analysis.ablation.importance import importance
+from headwise.analysis.ablation.recorded_head_outputs import mean_activations
 from headwise.compression.pruning_curve import PruningCurves
 from headwise.compression.select_heads import kept_head_count
 from headwise.errors import HeadwiseError

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from headwise.analysis.ablation.head_outputs import eval_corpus, mean_activations
 from headwise.analysis.ablation.quantization_sensitivity import Sensitivity, sensitivity
+from headwise.analysis.ablation.recorded_head_outputs import eval_corpus, mean_activations
 from headwise.analysis.finding.head_search import find_heads
 from headwise.analysis.finding.head_search_result import HeadSearchResult
 from headwise.analysis.head_facts import kv_siblings
@@ -84,7 +84,7 @@ class DemoPruneResult(NamedTuple):
     plan_path: Path
 
 
-class Demo:
+class PretrainedModelDemo:
     """Stages of the demo on pretrained models, loaded with a device and a dtype. Files are written to `folder`."""
 
     def __init__(

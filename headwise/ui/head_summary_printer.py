@@ -8,7 +8,7 @@ from rich.text import Text
 from headwise.ui.glossary import docs_anchor
 
 
-class SummaryPrinter:
+class HeadSummaryPrinter:
     """Prints sentences one after the other. A sentence that was already printed is left out.
 
     Args:
