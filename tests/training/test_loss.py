@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from headwise.errors import HeadwiseError
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.model import Transformer
-from headwise.model import loss as model_loss
+from headwise.model import chunked_cross_entropy as model_loss
 from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.spec import ModelSpec
 from headwise.training.training_losses import LanguageLoss

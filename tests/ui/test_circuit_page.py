@@ -11,8 +11,8 @@ import pytest
 
 from headwise.analysis.circuits.circuit_result import (
     CircuitEstimate,
+    CircuitEvaluation,
     CircuitExample,
-    CircuitFaithfulness,
     CircuitResult,
     CircuitSettings,
     EdgeEffect,
@@ -52,7 +52,7 @@ def result() -> CircuitResult:
     )
     circuit = JudgedCircuit(
         tuple(name for name, *_ in NODES),
-        tuple(CircuitFaithfulness(name, ONE, CircuitEstimate(0.1)) for name in ("resample", "mean", "zero")),
+        tuple(CircuitEvaluation(name, ONE, CircuitEstimate(0.1)) for name in ("resample", "mean", "zero")),
         RandomSetTest((0.1, 0.3), 1 / 3, 1 / 3, ONE, 0.5),
         (NodeDrop("2.7", CircuitEstimate(0.5, 0.4, 0.6)),),
     )

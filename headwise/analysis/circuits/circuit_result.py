@@ -136,7 +136,7 @@ class NodeDrop:
 
 
 @dataclass(frozen=True)
-class CircuitFaithfulness:
+class CircuitEvaluation:
     """Evaluation of one circuit under one ablation, on the judged prompts.
 
     Attributes:
@@ -162,7 +162,7 @@ class JudgedCircuit:
     """
 
     nodes: tuple[str, ...]
-    effects: tuple[CircuitFaithfulness, ...]
+    effects: tuple[CircuitEvaluation, ...]
     random_sets: RandomSetTest | None = None
     drops: tuple[NodeDrop, ...] = ()
 
@@ -176,7 +176,7 @@ class JudgedCircuit:
         """Addresses of the query heads of the circuit, best first."""
         return tuple(node for node in self.nodes if node_kind(node) == "head")
 
-    def effect(self, ablation: str = "resample") -> CircuitFaithfulness:
+    def effect(self, ablation: str = "resample") -> CircuitEvaluation:
         """Return the evaluation under one ablation.
 
         Args:
@@ -432,7 +432,7 @@ _RECORDS: dict[str, type] = {
     "check": RankingCheck,
     "examples": CircuitExample,
     "edges": EdgeEffect,
-    "effects": CircuitFaithfulness,
+    "effects": CircuitEvaluation,
     "random_sets": RandomSetTest,
     "drops": NodeDrop,
 }

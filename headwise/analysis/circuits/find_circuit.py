@@ -13,8 +13,8 @@ import numpy as np
 
 from headwise.analysis.circuits.circuit_result import (
     CircuitEstimate,
+    CircuitEvaluation,
     CircuitExample,
-    CircuitFaithfulness,
     CircuitResult,
     CircuitSettings,
     EdgeEffect,
@@ -406,7 +406,7 @@ def _judge(search: CircuitSearch, members: list[int], tag: str, excluded: Sequen
         sums = FaithfulnessSums(split.clean, empty, split.sampler)
         inside = search.evaluate(2, f"{tag} set", alone[None], ablation)[0]
         outside = search.evaluate(2, f"{tag} complement", without[None], ablation)[0]
-        effects.append(CircuitFaithfulness(ablation, sums.estimate(inside), sums.estimate(outside)))
+        effects.append(CircuitEvaluation(ablation, sums.estimate(inside), sums.estimate(outside)))
     empty = search.evaluate(2, "empty", search.live(())[None])[0]
     metrics = search.evaluate(2, f"{tag} set", alone[None])[0]
     sums = FaithfulnessSums(split.clean, empty, split.sampler)
