@@ -39,7 +39,7 @@ def run(
     console, result = Console(quiet=as_json), {}
     timer = StageTimer(console, NUM_TRAINING_STAGES + (0 if train else NUM_PRETRAINED_STAGES))
     if not train:
-        result |= _pretrained_demo(timer, PretrainedModelDemo(out, quick, device, dtype))
+        result |= _pretrained_demo(timer, PretrainedModelDemo(out, quick=quick, device=device, dtype=dtype))
     try:
         result |= _training_demo(timer, out, quick, seed, device)
     except KeyboardInterrupt:

@@ -88,7 +88,7 @@ class PretrainedModelDemo:
     """Stages of the demo on pretrained models, loaded with a device and a dtype. Files are written to `folder`."""
 
     def __init__(
-        self, folder: str | Path = DEFAULT_FOLDER, quick: bool = False, device: str = "cpu", dtype: str | None = None
+        self, folder: str | Path = DEFAULT_FOLDER, *, quick: bool = False, device: str = "cpu", dtype: str | None = None
     ) -> None:
         self.folder, self.options = Path(folder), QUICK if quick else FULL
         self._load = partial(load, device=device, dtype=dtype)
