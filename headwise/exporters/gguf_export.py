@@ -1,4 +1,4 @@
-"""Export to GGUF for stock llama.cpp: full and pruned Llama models, GPT-2 and BERT.
+"""Export to GGUF for stock llama.cpp: full and pruned Llama models, Qwen3, Gemma, OLMo, Phi-3, SmolLM3, GPT-2, BERT.
 
 Each architecture lists, for every field of our specs, the value it requires or `ANY_VALUE`. A field that is not listed must
 be None, so a new field is never ignored by mistake.
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
+from headwise.exporters.gguf_decoders import decoder_problems, nearest_decoder, write_decoder
 from headwise.exporters.gguf_tensors import (
     GGUF_TYPES,
     QUANT_BLOCK,
@@ -23,6 +24,7 @@ from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.spec.attention import POSITION_BIASES
 from headwise.text import Tokenizer
+from headwise.weights.families.gguf_decoders import DECODER_FORMATS
 
 ANY_VALUE = object()
 
@@ -94,6 +96,31 @@ BERT = GgufArchitecture(
 )  # fmt: skip
 
 
+RMS_DECODER = LLAMA.model_fields | {"mlp_bias": False, "rotaries": ANY_VALUE}
+HEAD_NORM = LLAMA.attention_fields | {"qk_norm": ANY_VALUE, "bias": False, "out_bias": False}
+PLAIN = LLAMA.attention_fields | {"bias": False, "out_bias": False}
+GEMMA = {
+    "norm": "rms_plus_one",
+    "norm_placement": "sandwich",
+    "activation": "geglu_tanh",
+    "embed_scale": ANY_VALUE,
+    "tied": True,
+}
+DECODERS = {
+    decoder.name: decoder
+    for decoder in (
+        LLAMA,
+        GgufArchitecture("qwen3", RMS_DECODER, HEAD_NORM),
+        GgufArchitecture("gemma2", RMS_DECODER | GEMMA | {"logit_softcap": ANY_VALUE}, PLAIN | {"softcap": ANY_VALUE}),
+        GgufArchitecture("gemma3", RMS_DECODER | GEMMA, HEAD_NORM),
+        GgufArchitecture("olmo2", RMS_DECODER | {"norm_placement": "output"}, HEAD_NORM),
+        GgufArchitecture("phi3", RMS_DECODER, PLAIN),
+        GgufArchitecture("smollm3", RMS_DECODER, PLAIN),
+        GgufArchitecture("mistral3", RMS_DECODER, PLAIN | {"query_scaling": ANY_VALUE}),
+    )
+}
+
+
 def choose_gguf_architecture(spec: ModelSpec) -> GgufArchitecture:
     """Return the llama.cpp architecture that computes this model. Raise an error that lists the reasons if there is none."""
     if spec.weight_rules:
@@ -101,7 +128,8 @@ def choose_gguf_architecture(spec: ModelSpec) -> GgufArchitecture:
             "to='gguf': weights quantized per head cannot be stored in GGUF. Dequantize the model first: "
             "hw.dequantize(model)."
         )
-    nearest = BERT if spec.kind == "encoder" else LLAMA if spec.norm == "rms" else GPT2
+    is_rms_decoder = spec.kind == "decoder" and spec.norm != "layer"
+    nearest = DECODERS[nearest_decoder(spec)] if is_rms_decoder else BERT if spec.kind == "encoder" else GPT2
     if problems := [*_field_differences(spec, nearest), *_size_problems(spec, nearest)]:
         suffix = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         others = "" if spec.kind == "encoder-decoder" else "to='onnx', or "
@@ -122,11 +150,21 @@ def _field_differences(spec: ModelSpec, architecture: GgufArchitecture) -> list[
             value, required_value = getattr(part_spec, field.name), required.get(field.name, None)
             if required_value is not ANY_VALUE and value != required_value:
                 problems.append(f"{prefix}{field.name} is {value!r}, but must be {required_value!r}")
+    if spec.attention.out_bias and architecture.attention_fields["out_bias"] is False and not spec.attention.bias:
+        problems.append("the output bias comes from folded means; prune with fold_mean=False")
     return problems
 
 
 def _size_problems(spec: ModelSpec, architecture: GgufArchitecture) -> list[str]:
     attention, rotary = spec.attention, spec.attention.rotary
+    if architecture.name in DECODER_FORMATS:
+        reasons = decoder_problems(spec, architecture.name)
+        reasons["value_dim differs from head_dim"] = attention.value_dim != attention.head_dim
+        caps = (
+            {"softcap": attention.softcap, "logit_softcap": spec.logit_softcap} if architecture.name == "gemma2" else {}
+        )
+        reasons |= {f"{name} is None, but must be a number": value is None for name, value in caps.items()}
+        return [reason for reason, applies in reasons.items() if applies]
     problems = {
         "its attention window is shorter than its context": any(
             window is not None and window < spec.context for window in (attention.window, *spec.windows)
@@ -135,6 +173,8 @@ def _size_problems(spec: ModelSpec, architecture: GgufArchitecture) -> list[str]
     }
     if architecture is LLAMA:
         problems["it has no rotary positions"] = rotary is None
+        kind = "none" if rotary is None or rotary.scaling is None else rotary.scaling.kind
+        problems[f"its rotary scaling is {kind}"] = kind not in ("none", "linear", "llama3", "yarn")
         problems["rotary positions apply to only part of a head's channels"] = (
             rotary is not None
             and rotary.dims
@@ -196,7 +236,9 @@ def write_gguf(
     name = llama_architecture_name(model) if architecture == "llama" else architecture
     store = GgufFile(path, name, dtype)
     store.writer.add_name(WRITER_TAG)
-    if architecture == "llama":
+    if architecture in DECODER_FORMATS:
+        notes = write_decoder(model, store, name)
+    elif architecture == "llama":
         notes = write_llama(model, store, name)
     elif architecture == "gpt2":
         notes = write_gpt2(model, store)

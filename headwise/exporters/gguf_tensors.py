@@ -22,7 +22,7 @@ from headwise.errors import ArgumentError, MissingDependencyError, suggest_names
 from headwise.heads import MultiHeadAttention
 from headwise.kernels import sinusoidal
 from headwise.model import Transformer
-from headwise.spec import ModelSpec
+from headwise.spec import ModelSpec, Rotary, RotaryScaling
 from headwise.weights.export import full_shape_state
 
 GGUF_TYPES = ("f32", "f16", "q8_0", "q4_0")
@@ -253,18 +253,44 @@ def _write_llama_sizes(store: GgufFile, spec: ModelSpec, name: str, layers: list
     writer.add_rope_dimension_count(attention.head_dim)
     writer.add_rope_freq_base(rotary.theta)
     writer.add_vocab_size(spec.vocab)
-    if rotary.scaling is not None and rotary.scaling.kind == "linear":
+    write_rotary_scaling(store, rotary)
+
+
+def write_rotary_scaling(store: GgufFile, rotary: Rotary) -> None:
+    """Write a rotary scaling that llama.cpp computes from metadata: linear, YaRN, and LongRoPE's factor of cosines."""
+    scaling, writer = rotary.scaling, store.writer
+    if scaling is None or scaling.kind == "llama3":  # llama3 is stored as a tensor
+        return
+    if scaling.kind == "linear":
         writer.add_rope_scaling_type(store.package.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rotary.scaling.factor)
+        writer.add_rope_scaling_factor(scaling.factor)
+        return
+    writer.add_rope_scaling_orig_ctx_len(scaling.original_context)
+    if scaling.kind == "longrope":
+        writer.add_rope_scaling_type(store.package.RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_attn_factors(scaling.cos_sin_factor)
+        return
+    writer.add_rope_scaling_type(store.package.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(scaling.factor)
+    writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+    writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
+    default = RotaryScaling("yarn", scaling.factor).cos_sin_factor
+    if scaling.cos_sin_factor == 1.0:
+        writer.add_rope_scaling_yarn_log_mul(1.0)  # llama.cpp then divides its own factor out
+    elif scaling.cos_sin_factor != default:
+        writer.add_rope_scaling_attn_factors(scaling.cos_sin_factor / default)
 
 
 def _permute_rotary(rows: Tensor, spec: ModelSpec) -> Tensor:
     """Reorder rows of q or k for llama.cpp: channels that rotate together become adjacent."""
     rotary = spec.attention.rotary
     assert rotary is not None
-    if rotary.layout == "interleaved":
-        return rows
-    return rows.unflatten(0, (-1, 2, spec.attention.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    return rows if rotary.layout == "interleaved" else rotary_rows_for_engine(rows, spec.attention.head_dim)
+
+
+def rotary_rows_for_engine(rows: Tensor, head_dim: int) -> Tensor:
+    """Reorder rows of q or k from the half-split to the interleaved rotary layout: channels 0, d/2, 1, d/2 + 1 …"""
+    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _rope_factors(spec: ModelSpec) -> Tensor | None:
@@ -297,7 +323,7 @@ def write_gpt2(model: Transformer, store: GgufFile) -> list[str]:
     _write_norm(store, "output_norm", state, "norm")
     if not spec.tied:
         store.add_tensor("output.weight", state["output.vocabulary.weight"], is_vocab_table=True)
-    return _prune_notes(spec)
+    return prune_notes(spec)
 
 
 def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
@@ -329,7 +355,7 @@ def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
     notes += ["the pooler is omitted: llama.cpp does not support it"] if spec.pooler else []
     notes += ["llama.cpp uses the first token type for all tokens"] if spec.token_types > 1 else []
     return [
-        *_prune_notes(spec),
+        *prune_notes(spec),
         *notes,
         "llama.cpp computes GELU with tanh instead of erf, in 16 bits: hidden states differ in the third digit",
     ]
@@ -389,7 +415,8 @@ def _write_norm(store: GgufFile, gguf_name: str, state: State, name: str) -> Non
     store.add_tensor(f"{gguf_name}.bias", state[f"{name}.bias"], keep_float32=True)
 
 
-def _prune_notes(spec: ModelSpec) -> list[str]:
+def prune_notes(spec: ModelSpec) -> list[str]:
+    """Return a note on pruned heads that are stored as zeros."""
     pruned_count = spec.attention.heads * spec.layers - len(spec.head_addresses)
     return (
         [

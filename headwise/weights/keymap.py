@@ -27,6 +27,7 @@ class TensorMapping:
         when: Whether a model with this spec has the tensor.
         is_rotary: Whether the rows are those of q or k, whose order depends on the rotary layout.
         part: Index and number of equal parts of the external tensor along its first axis, one of which is this tensor.
+        stored_offset: Constant that the file adds to our values.
     """
 
     external_name: str
@@ -35,15 +36,17 @@ class TensorMapping:
     when: SpecCondition = lambda spec: True
     is_rotary: bool = False
     part: tuple[int, int] = (0, 1)
+    stored_offset: float = 0.0
 
     def convert(self, tensor: Tensor) -> Tensor:
         """Convert the part of an external tensor to a native one, or the reverse. Returns a view."""
         return tensor.mT if self.transposed else tensor
 
     def select_part(self, tensor: Tensor) -> Tensor:
-        """Return the part of an external tensor that this row maps. Returns a view."""
+        """Return the part of an external tensor that this row maps, without the offset. Returns a view if there is none."""
         index, count = self.part
-        return tensor if count == 1 else tensor.chunk(count)[index]
+        tensor = tensor if count == 1 else tensor.chunk(count)[index]
+        return tensor - self.stored_offset if self.stored_offset else tensor
 
 
 @dataclass(frozen=True)

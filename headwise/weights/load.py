@@ -1,11 +1,11 @@
 """`load`: read pretrained weights from a bundle, a folder, a file or the hub. Weights are never initialized randomly."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,12 @@ from headwise.text import Tokenizer
 from headwise.text.gguf_tokenizer import tokenizer_from_gguf
 from headwise.weights.families import FAMILIES, ModelFamilySpec, family_of, missing_part
 from headwise.weights.families.family import Config
+from headwise.weights.families.gguf_decoders import (
+    DECODER_FORMATS,
+    ROTARY_FACTOR_TENSORS,
+    decoder_spec_from_gguf,
+    gguf_mappings,
+)
 from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import MappedTensor, TensorMapping, check_names_and_shapes, expand_mappings, find_prefix
 from headwise.weights.save import PLANS_FILE, shared_tensor_name, write_metadata
@@ -379,17 +385,24 @@ def _open_meta(folder: Path) -> PretrainedCheckpoint:
 def _open_gguf(file: Path) -> PretrainedCheckpoint:
     reader = GGUFReader(file)
     fields = reader.fields()
-    family = family_of(fields.get("general.architecture"))
-    if "gguf" not in family.other_mappings:
+    name = fields.get("general.architecture")
+    is_decoder = name in DECODER_FORMATS
+    family = family_of(DECODER_FORMATS[name].model_type if is_decoder else name, _experts_in_gguf(fields))
+    if not is_decoder and "gguf" not in family.other_mappings:
         raise UnsupportedModelError(
-            f"{file}: contains a {family.name} model, but GGUF files are supported only for the Llama family. Use the "
-            f"model in Hugging Face's format."
+            f"{file}: contains a {family.name} model, but GGUF files are read only for llama, qwen2, "
+            f"{', '.join(DECODER_FORMATS)}. Use the model in Hugging Face's format."
         )
-    spec = _parse_spec(partial(spec_from_gguf, reader=reader), fields, file)
+    to_spec = decoder_spec_from_gguf if is_decoder else spec_from_gguf
+    mappings = gguf_mappings(name) if is_decoder else family.other_mappings["gguf"]
+    spec = _parse_spec(partial(to_spec, reader=reader), fields, file)
     tokenizer = partial(tokenizer_from_gguf, fields) if "tokenizer.ggml.model" in fields else None
-    return PretrainedCheckpoint(
-        file, spec, reader, tokenizer, family, family.other_mappings["gguf"], family.storage, fuse_qkv=True
-    )
+    return PretrainedCheckpoint(file, spec, reader, tokenizer, family, mappings, family.storage, fuse_qkv=True)
+
+
+def _experts_in_gguf(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of experts of a GGUF file as config.json names it, for the message of an unsupported architecture."""
+    return {"num_experts": fields.get(f"{fields.get('general.architecture')}.expert_count")}
 
 
 def _tokenizer(folder: Path) -> Callable[[], Tokenizer] | None:
@@ -412,7 +425,10 @@ def _mapped_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Itera
     parameters = dict(model.named_parameters(remove_duplicate=False))
     expected_shapes = {name: _external_shape(entry, parameters[entry.native_name]) for entry, name in names.items()}
     check_names_and_shapes(
-        reader, expected_shapes, checkpoint.source, lambda name: name.endswith(family.ignored_suffixes)
+        reader,
+        expected_shapes,
+        checkpoint.source,
+        lambda name: name.endswith((*family.ignored_suffixes, *ROTARY_FACTOR_TENSORS)),
     )
     used = set()
     for entry, name in names.items():

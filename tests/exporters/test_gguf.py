@@ -203,7 +203,7 @@ def test_pad_head_groups_uneven_groups_get_zero_heads() -> None:
         (lambda: make_llama(attention=replace(SPEC.attention, alibi=True)), "alibi is True"),
         (
             lambda: make_llama(attention=replace(SPEC.attention, rotary=Rotary(dims=4))),
-            "only part of a head's channels",
+            "heads × head_dim is 48, but must equal the width 32",
         ),
         (lambda: make_llama(attention=replace(SPEC.attention, value_dim=4)), "value_dim differs from head_dim"),
         (lambda: make_llama(token_types=2), "token_types is 2"),

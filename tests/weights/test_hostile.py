@@ -296,7 +296,9 @@ def test_load_gguf_invalid_header_raises(tmp_path: Path) -> None:
     assert_load_raises(file, "m.gguf: not a GGUF file")
 
 
-@pytest.mark.parametrize(("arch", "message"), [("mamba", "Supported: gpt2"), ("gpt2", "only for the Llama family")])
+@pytest.mark.parametrize(
+    ("arch", "message"), [("mamba", "Supported: gpt2"), ("gpt2", "read only for llama, qwen2, qwen3")]
+)
 def test_load_gguf_unsupported_architecture_raises(arch: str, message: str, tmp_path: Path) -> None:
     write_gguf(make_llama(), tmp_path / "m.gguf", arch=arch)
     assert_load_raises(tmp_path / "m.gguf", message)

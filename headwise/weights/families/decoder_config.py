@@ -314,7 +314,7 @@ def require_same_spec(
         *([value.attention_at(a) for a in value.layer_addresses] for value in (expected, actual)), strict=False
     )
     pairs = [("", replace_layer_fields(expected), replace_layer_fields(actual))]
-    pairs += [("attention.", written, read) for written, read in layers]
+    pairs += [("attention.", _with_half_layout(written), read) for written, read in layers]
     for prefix, written, read in pairs:
         for name in written.__dataclass_fields__:
             if getattr(written, name) != getattr(read, name):
@@ -323,6 +323,14 @@ def require_same_spec(
                     f"model.save(folder), which supports every model."
                 )
     return config
+
+
+def _with_half_layout(attention: AttentionSpec) -> AttentionSpec:
+    """Return a layer with the rotary layout of transformers: export reorders the rows of q and k, and their norms."""
+    rotary = attention.rotary
+    if rotary is None or rotary.dims not in (None, attention.head_dim):
+        return attention
+    return replace(attention, rotary=replace(rotary, layout="half"))
 
 
 def replace_layer_fields(spec: ModelSpec) -> ModelSpec:
@@ -365,7 +373,7 @@ def decoder_mappings(*changes: Mapping[str, str]) -> tuple[TensorMapping, ...]:
         names |= change
     mappings = []
     for native, external in names.items():
-        is_rotary = ".qkv.q_" in native or ".qkv.k_" in native
+        is_rotary = any(part in native for part in (".qkv.q_", ".qkv.k_", ".q_norm.", ".k_norm."))
         when = _has_own_output if native.startswith("output.") else _always
         mappings.append(TensorMapping(external, native, is_rotary=is_rotary, when=when))
         condition = _bias_condition(native)

@@ -15,6 +15,7 @@ from headwise.weights.families.family import (
     required_setting,
     setting_or_default,
 )
+from headwise.weights.families.gguf_decoders import read_gguf_scaling
 
 META_NAMES = {
     "tokens": "tok_embeddings.weight",
@@ -55,16 +56,13 @@ def spec_from_gguf(fields: Config, reader: WeightReader) -> ModelSpec:
         required_setting(arch_fields, "embedding_length"),
     )
     head_dim = arch_fields.get("attention.key_length") or width // heads
-    scaling = arch_fields.get("rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        raise UnsupportedModelError(f"rotary scaling {scaling!r} is not supported in GGUF. Supported: none, linear.")
+    scaling = read_gguf_scaling(name, arch_fields, reader)
     for key, neutral in _neutral_values(head_dim).items():
         if arch_fields.get(key) not in (None, *neutral):
             raise UnsupportedModelError(
                 f"{name}.{key} is {arch_fields[key]!r}, which Headwise does not support. It must be {neutral[0]!r} or "
                 f"absent."
             )
-    factor = arch_fields.get("rope.scaling.factor", 1.0)
     spec = ModelSpec(
         vocab=arch_fields.get("vocab_size") or len(required_setting(fields, "tokenizer.ggml.tokens")),
         context=required_setting(arch_fields, "context_length"),
@@ -78,7 +76,7 @@ def spec_from_gguf(fields: Config, reader: WeightReader) -> ModelSpec:
             rotary=Rotary(
                 theta=arch_fields.get("rope.freq_base", 10000.0),
                 layout="half" if name == "qwen2" else "interleaved",
-                scaling=RotaryScaling("linear", factor) if scaling == "linear" else None,
+                scaling=scaling,
             ),
             window=arch_fields.get("attention.sliding_window"),
         ),
@@ -102,7 +100,6 @@ def _neutral_values(head_dim: int) -> dict[str, tuple[float, ...]]:
         "attention.value_length": (head_dim,),
         "attention.scale": (0.0, head_dim**-0.5),
         "attention.causal": (True,),
-        "rope.scaling.attn_factor": (1.0,),
         "expert_count": (0,),
         "logit_scale": (1.0, 0.0),
         "residual_scale": (1.0, 0.0),
