@@ -14,7 +14,10 @@ def run(
     model: ModelArgument,
     positive: Annotated[
         Path | None,
-        typer.Option(help="File with the texts to steer to: one per line, or JSON Lines with [prompt, completion]."),
+        typer.Option(
+            help="File with the texts to steer to: one per line, or JSON Lines with [prompt, completion]; for an "
+            "encoder-decoder [source, text]."
+        ),
     ] = None,
     negative: Annotated[Path | None, typer.Option(help="File with the texts of the opposite set.")] = None,
     case: Annotated[
@@ -30,7 +33,9 @@ def run(
     strengths: Annotated[str, typer.Option(help="Strengths to try, comma-separated.")] = "1,2,4,8",
     max_kl: Annotated[
         float,
-        typer.Option(help="Maximum KL divergence on other text of the chosen strength, nats per token. For decoders."),
+        typer.Option(
+            help="Maximum KL divergence on other text of the chosen strength, nats per token. Not for encoders."
+        ),
     ] = 0.2,
     max_distance: Annotated[
         float, typer.Option(help="Maximum distance between plain and steered embeddings of other text. For encoders.")

@@ -341,3 +341,112 @@ def test_judges_score_texts() -> None:
     assert [sentiment_score(text) for text in ("A wonderful day.", "A bad, sad day", "A day")] == [1.0, -1.0, 0.0]
     assert [tense_score(text) for text in ("walked and sang", "walks and sings", "the")] == [1.0, -1.0, 0.0]
     assert [list_score(text) for text in ("Sure:\n1. Eat", "- Eat", "Eat well.")] == [1.0, 1.0, -1.0]
+
+
+# Encoder-decoders: pairs (source, text), judged by the log-probability of the text.
+
+
+PAIRS_POSITIVE = [(text, GOOD[i % 4]) for i, text in enumerate(POSITIVE)]
+PAIRS_NEGATIVE = [(text, BAD[i % 4]) for i, text in enumerate(NEGATIVE)]
+PAIR_OPTIONS: dict[str, Any] = OPTIONS | {"corpus": [(text, text) for text in OTHER]}
+
+
+def built_encoder_decoder() -> hw.Transformer:
+    """Build a model in which only head cross.1.2 has outputs: the mean sign of the words of the source."""
+    torch.manual_seed(0)
+    tokenizer = word_tokenizer([*GOOD, *BAD, *FILLERS])
+    spec = hw.ModelSpec(
+        vocab=len(tokenizer), context=16, layers=2, mlp_width=4, positions="none", norm="rms", kind="encoder-decoder",
+        attention=hw.AttentionSpec(width=16, heads=4),
+    )  # fmt: skip
+    model = hw.Transformer(spec).eval().double()
+    model.tokenizer = tokenizer
+    signs = torch.zeros(len(tokenizer), dtype=torch.double)
+    for words, sign in ((GOOD, 1.0), (BAD, -1.0)):
+        signs[[tokenizer.encode(word)[0] for word in words]] = sign
+    with torch.no_grad():
+        for layer in model.attention_layers():
+            for projection in "qv":
+                layer.qkv.weight_by_head(projection).zero_()  # q = 0: uniform attention
+            layer.output_projection.weight.zero_()
+        for name, parameter in model.named_parameters():
+            if "mlp.down" in name:
+                parameter.zero_()
+        model.embed.tokens.weight.normal_(std=0.5)
+        model.embed.tokens.weight[:, SIGN_CHANNEL] = signs
+        head: Any = model.heads["cross.1.2"]
+        head.W_V[SIGN_CHANNEL, READ_CHANNEL] = 1.0
+        head.W_O[READ_CHANNEL, SIGN_CHANNEL] = 1.0
+    return model
+
+
+@pytest.mark.parametrize("method", ["mean_difference", "ridge_probe"])
+def test_find_steering_built_encoder_decoder_finds_head_and_effect_as_computed_directly(method: Any) -> None:
+    model = built_encoder_decoder()
+    result = hw.find_steering(model, PAIRS_POSITIVE, PAIRS_NEGATIVE, method=method, **PAIR_OPTIONS)
+    assert list(result.steering.vectors) == ["cross.1.2"]
+    vector = result.steering.vectors["cross.1.2"].double()
+    assert vector[READ_CHANNEL] / vector.norm() > 1 - 1e-6
+    assert result.is_effective
+    assert result.unit == "nats per token"
+    _, held_out = split_halves(tokenize_sets(model, PAIRS_POSITIVE, PAIRS_NEGATIVE), 0)
+
+    def log_probs(ids: tuple[int, ...], source: tuple[int, ...]) -> torch.Tensor:
+        logits = model(torch.tensor([ids]), source=torch.tensor([source]))[0]
+        return logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(ids)[1:, None])
+
+    def margin() -> float:
+        by_set = ([log_probs(t.ids, t.source) for t in held_out if t.is_positive == sign] for sign in (True, False))
+        good, bad = (float(torch.cat(values).mean()) for values in by_set)
+        return good - bad
+
+    with torch.no_grad():
+        plain = margin()
+        with result.steering.applied(model):
+            steered = margin()
+    assert result.effect.mean == pytest.approx(steered - plain, abs=1e-9)
+    tokenizer, loss, count = tokenizer_of(model), 0.0, 0
+    for text in OTHER[1::2]:
+        words = tokenizer.encode(text, add_special_tokens=False)
+        source, ids = tokenizer.wrap_pair(words, words, model.decoder_start_token)
+        with torch.no_grad():
+            plain_loss = log_probs(tuple(ids), tuple(source))
+            with result.steering.applied(model):
+                loss += float((plain_loss - log_probs(tuple(ids), tuple(source))).sum())
+        count += len(ids) - 1
+    assert result.side_effect.loss is not None
+    assert result.side_effect.loss.mean == pytest.approx(loss / count, abs=1e-9)
+
+
+def test_find_steering_encoder_decoder_wrong_input_raises() -> None:
+    model = built_encoder_decoder()
+    wrong: tuple[tuple[Any, dict[str, Any], str], ...] = (
+        (POSITIVE, {}, "pairs .source, text."),
+        (PAIRS_POSITIVE, {"method": "function_vector"}, "only a decoder reads"),
+        (PAIRS_POSITIVE, {"corpus": OTHER}, "needs pairs"),
+        ([(" ".join(FILLERS * 2), f"word{i}") for i in range(12)], {}, "more than the context"),
+    )
+    for positive, options, message in wrong:
+        with pytest.raises(HeadwiseError, match=message):
+            hw.find_steering(model, positive, PAIRS_NEGATIVE, **(PAIR_OPTIONS | options))
+
+
+def test_find_steering_attached_t5_equals_native_copy(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer([*GOOD, *BAD, *FILLERS])
+    config = transformers.T5Config(
+        vocab_size=len(tokenizer), d_model=12, d_kv=4, d_ff=16, num_layers=2, num_heads=3, decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    t5 = transformers.T5ForConditionalGeneration(config).double().eval()
+    t5.save_pretrained(tmp_path / "t5")
+    native: Any = hw.load(tmp_path / "t5", dtype=torch.float64)
+    native.tokenizer = tokenizer
+    small: dict[str, Any] = PAIR_OPTIONS | {"num_random": 2, "num_heads": 4, "strengths": (2.0,)}
+    results = [
+        hw.find_steering(model, PAIRS_POSITIVE, PAIRS_NEGATIVE, **small) for model in (native, hw.attach(t5, tokenizer))
+    ]
+    assert results[0].steering.vectors.keys() == results[1].steering.vectors.keys()
+    assert results[0].effect.mean == pytest.approx(results[1].effect.mean, abs=1e-6)
+    assert results[0].random_effects == pytest.approx(results[1].random_effects, abs=1e-6)
+    assert results[0].residual_effect is not None

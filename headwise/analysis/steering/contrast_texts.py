@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,12 +30,14 @@ class ContrastText:
             decoder it is at least 1, because the first token is not predicted.
         is_positive: Whether the text is from the positive set.
         group: Key that copies of a text share, and the two texts of a pair. A group is never split between halves.
+        source: Token ids that the encoder of an encoder-decoder reads. Empty for other models.
     """
 
     ids: tuple[int, ...]
     start: int
     is_positive: bool
     group: str
+    source: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,15 +48,19 @@ class ContrastBatch:
         ids: Token ids, (B, T).
         scored: True at completion tokens, (B, T).
         real_tokens: True at real tokens, (B, T).
+        source: Source ids of an encoder-decoder, (B, S), or None.
+        source_real_tokens: True at real source tokens, (B, S), or None.
     """
 
     ids: Tensor
     scored: Tensor
     real_tokens: Tensor
+    source: Tensor | None = None
+    source_real_tokens: Tensor | None = None
 
 
 def tokenize_sets(model: ModelProtocol, positive: Sequence[Any], negative: Sequence[Any]) -> list[ContrastText]:
-    """Tokenize both sets. Sets of equal length are pairs by position."""
+    """Tokenize both sets. Sets of equal length are pairs by position. The prompt of an encoder-decoder is its source."""
     items = {"positive": _as_pairs("positive", positive), "negative": _as_pairs("negative", negative)}
     overlap = set(items["positive"]) & set(items["negative"])
     if overlap:
@@ -65,22 +71,39 @@ def tokenize_sets(model: ModelProtocol, positive: Sequence[Any], negative: Seque
     groups = {name: [prompt or completion for prompt, completion in pairs] for name, pairs in items.items()}
     if is_paired:
         groups = dict.fromkeys(groups, _joined_groups(groups["positive"], groups["negative"]))
-    tokenizer, texts = tokenizer_of(model), []
-    first = 1 if model.spec.kind == "decoder" else 0
+    texts = []
     for name, pairs in items.items():
         for (prompt, completion), group in zip(pairs, groups[name], strict=True):
-            ids = tokenizer.encode(prompt + completion)
-            start = max(first, _common_prefix(tokenizer.encode(prompt), ids) if prompt else first)
-            if len(ids) <= start:
+            text = _tokenize(model, name, prompt, completion, group)
+            length, limit = max(len(text.ids), len(text.source)), model.spec.context
+            if len(text.ids) <= text.start:
                 raise ArgumentError(
                     f"{name}: a text has no token to predict. Got {prompt + completion!r:.60}. Use longer texts."
                 )
-            if len(ids) > model.spec.context:
+            if length > limit:
                 raise ArgumentError(
-                    f"{name}: a text has {len(ids)} tokens, more than the context of {model.spec.context}. Shorten it."
+                    f"{name}: a text has {length} tokens, more than the context of {limit}. Shorten it."
                 )
-            texts.append(ContrastText(tuple(ids), start, name == "positive", group))
+            texts.append(text)
     return texts
+
+
+def _tokenize(model: ModelProtocol, name: str, prompt: str, completion: str, group: str) -> ContrastText:
+    tokenizer, is_positive = tokenizer_of(model), name == "positive"
+    if model.spec.kind != "encoder-decoder":
+        first = 1 if model.spec.kind == "decoder" else 0
+        ids = tokenizer.encode(prompt + completion)
+        start = max(first, _common_prefix(tokenizer.encode(prompt), ids) if prompt else first)
+        return ContrastText(tuple(ids), start, is_positive, group)
+    if not prompt.strip():
+        raise ArgumentError(
+            f"{name}: an encoder-decoder needs pairs (source, text). Got {completion!r:.60}. Pass pairs; on the command "
+            "line, lines with [source, text]."
+        )
+    source, text = (tokenizer.encode(part, add_special_tokens=False) for part in (prompt, completion))
+    source_ids, ids = tokenizer.wrap_pair(source, text, model.decoder_start_token)
+    start = 1 + len(tokenizer.template_ids[0])
+    return ContrastText(tuple(ids), start, is_positive, group, tuple(source_ids))
 
 
 def _as_pairs(name: str, items: Sequence[Any]) -> list[tuple[str, str]]:
@@ -139,20 +162,38 @@ def split_halves(texts: Sequence[ContrastText], seed: int) -> tuple[list[Contras
 
 def text_batches(texts: Sequence[ContrastText], device: torch.device) -> Iterator[tuple[list[int], ContrastBatch]]:
     """Yield indices of texts and their batch. Texts of similar lengths share a batch."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
+
+    def length(i: int) -> int:
+        return max(len(texts[i].ids), len(texts[i].source))
+
+    order = sorted(range(len(texts)), key=length)
     group: list[int] = []
     for i in [*order, -1]:
-        if i < 0 or (group and (len(group) + 1) * len(texts[i].ids) > BATCH_TOKENS):
-            T = max(len(texts[j].ids) for j in group)
-            ids = torch.zeros(len(group), T, dtype=torch.long, device="cpu")
-            scored, real_tokens = torch.zeros(2, len(group), T, dtype=torch.bool, device="cpu")
-            for row, j in enumerate(group):
-                ids[row, : len(texts[j].ids)] = torch.tensor(texts[j].ids, device="cpu")
-                scored[row, texts[j].start : len(texts[j].ids)] = True
-                real_tokens[row, : len(texts[j].ids)] = True
-            yield group, ContrastBatch(ids.to(device), scored.to(device), real_tokens.to(device))
+        if i < 0 or (group and (len(group) + 1) * length(i) > BATCH_TOKENS):
+            yield group, _make_batch([texts[j] for j in group], device)
             group = []
         group.append(i)
+
+
+def _make_batch(texts: Sequence[ContrastText], device: torch.device) -> ContrastBatch:
+    ids, real_tokens = _pad([text.ids for text in texts])
+    scored = real_tokens.clone()
+    for row, text in enumerate(texts):
+        scored[row, : text.start] = False
+    batch = ContrastBatch(ids.to(device), scored.to(device), real_tokens.to(device))
+    if not texts[0].source:
+        return batch
+    sources, real_sources = _pad([text.source for text in texts])
+    return replace(batch, source=sources.to(device), source_real_tokens=real_sources.to(device))
+
+
+def _pad(rows: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+    """Pad token ids on the right. Return the ids and a mask of the real tokens, (B, T) each."""
+    T = max(map(len, rows))
+    ids, real_tokens = torch.zeros(len(rows), T, dtype=torch.long), torch.zeros(len(rows), T, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)], real_tokens[i, : len(row)] = torch.tensor(row), True
+    return ids, real_tokens
 
 
 @torch.no_grad()
@@ -162,12 +203,14 @@ def mean_outputs(
     """Return the mean z of each head over each completion, (texts, e), and the mean residual stream of each layer.
 
     With `last_prompt_token`, z is taken at the token before the completion. The residual stream of a layer is the input of
-    its norm, (texts, D), or the input of its attention if the norm comes after the residual sum.
+    its norm, (texts, D), or the input of its attention if the norm comes after the residual sum. In the encoder of an
+    encoder-decoder, both are means over the source.
     """
     z: dict[Address, np.ndarray] = {}
     streams: dict[str, np.ndarray] = {}
-    weights: list[Tensor] = []
+    weights: dict[bool, Tensor] = {}  # weight of each token: of the source (True), of the text (False)
     rows: list[int] = []
+    has_source = model.spec.kind == "encoder-decoder"
 
     def store(table: dict[Any, np.ndarray], key: Any, values: Tensor) -> None:
         if key not in table:
@@ -176,13 +219,15 @@ def mean_outputs(
 
     def listen(call: AttentionCall) -> None:
         z_wide = at_least_float32(call.z)
-        means = torch.einsum("bt,bhte->bhe", weights[0].to(z_wide), z_wide)  # (B, H, e)
+        reads_source = has_source and call.hook_point.address.stack == "enc"
+        means = torch.einsum("bt,bhte->bhe", weights[reads_source].to(z_wide), z_wide)  # (B, H, e)
         for i, address in enumerate(call.hook_point.head_addresses):
             store(z, address, means[:, i])
 
     def listen_stream(layer: str, x: Tensor) -> None:
         wide = at_least_float32(x)
-        store(streams, layer, torch.einsum("bt,btd->bd", weights[0].to(wide), wide))
+        reads_source = has_source and layer.startswith("enc.")
+        store(streams, layer, torch.einsum("bt,btd->bd", weights[reads_source].to(wide), wide))
 
     norms = model.input_norms() or {}
     layers = {str(layer.hook_point.address): layer for layer in model.attention_layers()}
@@ -200,14 +245,23 @@ def mean_outputs(
             if last_prompt_token:
                 starts = scored.long().argmax(1)
                 scored = torch.zeros_like(scored).scatter(1, starts[:, None] - 1, True)
-            weights[:] = [(scored / scored.sum(1, keepdim=True)).to(torch.float32)]
+            weights[False] = _as_weights(scored)
+            if batch.source_real_tokens is not None:
+                weights[True] = _as_weights(batch.source_real_tokens)
             rows[:] = indices
             _run(model, batch)
     return z, streams
 
 
+def _as_weights(mask: Tensor) -> Tensor:
+    """Return weights that average over the tokens of a mask, (B, T)."""
+    return (mask / mask.sum(1, keepdim=True)).to(torch.float32)
+
+
 def _run(model: ModelProtocol, batch: ContrastBatch) -> Tensor:
     """Return the hidden states of a batch, (B, T, D). In a causal model no real token sees the padding after it."""
+    if batch.source is not None:
+        return model(batch.ids, source=batch.source, source_attention_mask=batch.source_real_tokens, hidden=True)
     if model.spec.kind == "decoder":
         return model(batch.ids, hidden=True)
     return model(batch.ids, attention_mask=batch.real_tokens, hidden=True)

@@ -23,7 +23,8 @@ from torch import Tensor
 from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval
 from headwise.analysis.recording.batching import make_batch
-from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis.recording.recording import select_heads
+from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus, default_corpus
 from headwise.analysis.steering.contrast_texts import (
     ContrastText,
     change_sums_by_group,
@@ -49,6 +50,7 @@ from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import ModelProtocol, check_model, eval_mode
 from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.spec import Address
+from headwise.text.corpus import TextPair
 
 Method = Literal["mean_difference", "ridge_probe", "function_vector"]
 MAX_RESIDUAL_LAYERS = 6  # layers tried for the residual-stream direction, those that separate the sets best
@@ -137,16 +139,18 @@ def find_steering(
     """Find heads and directions that make a model prefer the positive texts, and judge them on held-out texts.
 
     The effect on a decoder is the change of the log-probability of positive texts minus that of negative texts, in nats per
-    token. The effect on an encoder is the change of the embedding margin of all texts: the cosine with the mean positive
-    text minus that with the mean negative text. Heads, directions and strength are chosen on one half of the texts. The other
-    half gives the effect with its interval, the effects of random heads with random directions of the same norms, and the
-    effect of a residual-stream direction whose norm is that of the sum of all steered heads' contributions. Side effects
-    on other text are the loss and the KL divergence, or the distance between plain and steered embeddings of an encoder.
+    token; an encoder-decoder is judged by its texts given their sources. The effect on an encoder is the change of the
+    embedding margin of all texts: the cosine with the mean positive text minus that with the mean negative text. Heads,
+    directions and strength are chosen on one half of the texts. The other half gives the effect with its interval, the
+    effects of random heads with random directions of the same norms, and the effect of a residual-stream direction whose
+    norm is that of the sum of all steered heads' contributions. Side effects on other text are the loss and the KL
+    divergence, or the distance between plain and steered embeddings of an encoder.
 
     Args:
-        model: A decoder with an output layer, or an encoder, with a tokenizer, native or attached.
-        positive: Texts, or pairs (prompt, completion) of which only the completion counts. With as many negative as positive
-            texts, they are pairs by position. For function vectors: prompts with in-context examples, and answers.
+        model: A decoder or encoder-decoder with an output layer, or an encoder, with a tokenizer, native or attached.
+        positive: Texts, or pairs (prompt, completion) of which only the completion counts. For an encoder-decoder pairs
+            (source, text), whose text counts. With as many negative as positive texts, they are pairs by position. For
+            function vectors: prompts with in-context examples, and answers.
         negative: Texts of the opposite set. For function vectors: the prompts without correct examples, and the same answers.
         method: "mean_difference" (of head outputs), "ridge_probe" (normal of a linear probe of each head), or
             "function_vector"
@@ -156,7 +160,7 @@ def find_steering(
         strengths: Strengths to try.
         max_kl: Maximum KL divergence on other text of the chosen strength, in nats per token. For decoders.
         max_distance: Maximum cosine distance between plain and steered embeddings of other text. For encoders.
-        corpus: Other text for side effects. None uses the embedded texts.
+        corpus: Other text for side effects; for an encoder-decoder pairs (source, text). None uses the embedded texts.
         max_texts: Maximum number of other texts.
         max_length: Maximum number of tokens per other text.
         num_random: Number of random baselines. The smallest possible p-value is 1 / (num_random + 1).
@@ -171,7 +175,7 @@ def find_steering(
 
     Raises:
         ArgumentError: An argument is out of range, or a set has fewer than 8 different texts.
-        UnsupportedModelError: The model is an encoder-decoder, a decoder without an output layer, or has no tokenizer.
+        UnsupportedModelError: The model is a decoder or encoder-decoder without an output layer, or has no tokenizer.
 
     >>> from dataclasses import replace
     >>> from headwise.model import Transformer
@@ -221,26 +225,26 @@ def _prepare_search(
     """Check the arguments before long work, tokenize and split the texts."""
     check_model(model)
     is_encoder = model.spec.kind == "encoder"
-    if model.is_sharded or not (is_encoder or (model.spec.kind == "decoder" and model.output is not None)):
+    if model.is_sharded or not (is_encoder or model.output is not None):
         raise UnsupportedModelError(
-            f"model: steering is judged by the log-probability of texts, which needs an unsharded decoder with an output "
-            f"layer, or by the embeddings of an encoder. Got kind {model.spec.kind!r}, output {model.spec.output!r}. "
-            f"heads[…].shifted works on every model."
+            f"model: steering is judged by the log-probability of texts, which needs an unsharded decoder or encoder-decoder "
+            f"with an output layer, or by the embeddings of an encoder. Got kind {model.spec.kind!r}, output "
+            f"{model.spec.output!r}. heads[…].shifted works on every model."
         )
     settings.check()
-    if is_encoder and settings.method == "function_vector":
+    if model.spec.kind != "decoder" and settings.method == "function_vector":
         raise ArgumentError(
-            "method: a function vector is taken at the token before an answer, which an encoder does not have. Got an "
-            "encoder. Use mean_difference or ridge_probe."
+            f"method: a function vector is taken at the prompt token before an answer, which only a decoder reads. Got an "
+            f"{model.spec.kind}. Use mean_difference or ridge_probe."
         )
-    addresses = model.heads.select(settings.heads).addresses
+    addresses = tuple(select_heads(settings.heads, list(model.heads.addresses)))
     for hook_point in model.gathered_hook_points():
         if set(hook_point.head_addresses) & set(addresses):
             hook_point.check_editable()
     texts = tokenize_sets(model, positive, negative)
     halves = split_halves(texts, settings.seed)
     length = min(settings.max_length, model.spec.context)
-    tokenized = eval_corpus(model, settings.corpus, length).first(settings.max_texts)
+    tokenized = eval_corpus(model, _other_texts(model, settings.corpus), length).first(settings.max_texts)
     samples = list(tokenized)
     others = tokenized.subset(samples[::2]), tokenized.subset(samples[1::2])
     stored_settings = {
@@ -257,6 +261,13 @@ def _prepare_search(
         model, settings.method, halves, others, strengths, addresses, settings.seed, runner, axis,
         settings.max_distance if is_encoder else settings.max_kl,
     )  # fmt: skip
+
+
+def _other_texts(model: ModelProtocol, corpus: Any) -> Any:
+    """Return the corpus for side effects. An encoder-decoder reads each embedded text as source and as target."""
+    if corpus is not None or model.spec.kind != "encoder-decoder":
+        return corpus
+    return [TextPair(item.text, item.text) for item in default_corpus(model).items()]
 
 
 @torch.no_grad()
@@ -373,13 +384,14 @@ def _side_effect(search: SteeringSearch, half: int, change: Any) -> list[list[fl
     assert model.output is not None
     with eval_mode(model):
         for sample in search.others[half]:
-            ids = make_batch([sample], device=model.device).ids
+            batch = make_batch([sample], device=model.device)
+            ids, source = batch.ids, {} if batch.source is None else {"source": batch.source}
             if ids.shape[1] < 2:
                 continue
             targets = ids[0, 1:, None]
-            plain = at_least_float32(model.output(model(ids, hidden=True)[0, :-1])).log_softmax(-1)
+            plain = at_least_float32(model.output(model(ids, hidden=True, **source)[0, :-1])).log_softmax(-1)
             with change():
-                changed = at_least_float32(model.output(model(ids, hidden=True)[0, :-1])).log_softmax(-1)
+                changed = at_least_float32(model.output(model(ids, hidden=True, **source)[0, :-1])).log_softmax(-1)
             loss_change = to_float64((plain - changed).gather(-1, targets)).sum()
             kl = to_float64(plain.exp() * (plain - changed)).sum()
             rows.append([float(loss_change), float(kl), float(len(targets))])
