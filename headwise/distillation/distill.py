@@ -32,7 +32,7 @@ DEFAULT_TOP_K = 64  # teacher logits stored per token in logits_folder
 
 
 def distill(
-    student: ModelSpec | Transformer,
+    student: ModelSpec | ModelProtocol,
     teacher: ModelProtocol,
     corpus: Any = None,
     recipe: Recipe | None = None,
@@ -51,7 +51,7 @@ def distill(
     """Train a student on the outputs of a teacher.
 
     Args:
-        student: A spec, or a model to train further.
+        student: A spec, or a native or attached model to train further.
         teacher: Any model with the same tokenizer. It is not changed, and runs in eval mode and its own precision.
         corpus: A text, a list of texts, a path or a Corpus. None: the synthetic language.
         recipe: Numbers of the training run. None: the default recipe.

@@ -17,7 +17,7 @@ from headwise.distributed.process_group import explain_peer_errors, open_process
 from headwise.errors import ArgumentError, FileFormatError, HeadwiseError
 from headwise.heads.head_dropout import set_training_progress
 from headwise.kernels.enable_grad import gradients_enabled
-from headwise.model import Transformer, eval_mode
+from headwise.model import ModelProtocol, Transformer, eval_mode
 from headwise.progress import Progress
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
@@ -49,7 +49,7 @@ class DivergenceError(HeadwiseError):
 
 
 def train(
-    model: ModelSpec | Transformer,
+    model: ModelSpec | ModelProtocol,
     corpus: Any = None,
     recipe: Recipe | None = None,
     *,

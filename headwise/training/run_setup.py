@@ -17,7 +17,7 @@ from headwise.errors import ArgumentError, FileFormatError, UnsupportedModelErro
 from headwise.io.aligned_safetensors import align
 from headwise.kernels.resolve_device import DTYPES
 from headwise.kernels.rounding_tolerance import at_least_float32
-from headwise.model import Transformer
+from headwise.model import ModelProtocol, Transformer
 from headwise.model.weights_digest import weights_digest
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
@@ -219,12 +219,12 @@ def _resolve_objective(spec: ModelSpec, recipe: Recipe) -> str:
     return "masked" if spec.kind == "encoder" else "causal"
 
 
-def _own_tokenizer(model_or_spec: ModelSpec | Transformer) -> Tokenizer | None:
+def _own_tokenizer(model_or_spec: ModelSpec | ModelProtocol) -> Tokenizer | None:
     tokenizer = None if isinstance(model_or_spec, ModelSpec) else model_or_spec.tokenizer
     return tokenizer if isinstance(tokenizer, Tokenizer) else None
 
 
-def _build_model(model_or_spec: ModelSpec | Transformer, tokenizer: Tokenizer, seed: int) -> Transformer:
+def _build_model(model_or_spec: ModelSpec | ModelProtocol, tokenizer: Tokenizer, seed: int) -> Any:
     """Return a new model with the vocabulary of the tokenizer, or the given model if the tokenizer fits."""
     if isinstance(model_or_spec, ModelSpec):
         with torch.random.fork_rng():
@@ -242,7 +242,7 @@ def _build_model(model_or_spec: ModelSpec | Transformer, tokenizer: Tokenizer, s
     return model_or_spec
 
 
-def _half_dtypes(model: Transformer) -> dict[str, torch.dtype]:
+def _half_dtypes(model: Any) -> dict[str, torch.dtype]:
     """Return the dtype of each parameter in half precision, by name."""
     return {name: weight.dtype for name, weight in model.named_parameters() if weight.dtype in HALF_DTYPES}
 

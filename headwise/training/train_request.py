@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headwise.model import Transformer
+from headwise.model import ModelProtocol
 from headwise.spec import ModelSpec, preset
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
@@ -35,7 +35,7 @@ class TrainRequest:
     2000
     """
 
-    model: ModelSpec | Transformer = preset("synthetic")  # noqa: RUF009 (frozen)
+    model: ModelSpec | ModelProtocol = preset("synthetic")  # noqa: RUF009 (frozen)
     corpus: Any = None
     recipe: Recipe | None = None
     out: str | Path | None = None
