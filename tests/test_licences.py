@@ -17,7 +17,7 @@ def test_dependency_table_lists_every_dependency() -> None:
             required.setdefault(match[1], (match[2].strip() or "any", set()))[1].add(extra)
     rows = re.findall(
         r"^\| ([\w.-]+) \| ((?:>=|any)[\d.,<]*) \| ([\w, ]+) \| ([^|]+) \|$",
-        (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8"), re.MULTILINE,
+        (ROOT / "docs" / "research" / "reliability.md").read_text(encoding="utf-8"), re.MULTILINE,
     )  # fmt: skip
     listed = {name: (versions, set(extras.split(", "))) for name, versions, extras, _ in rows}
     assert listed == required

@@ -31,6 +31,8 @@ CODE = re.compile(
     r"```.*?```|``[^`]*``|`[^`\n]*`|^ *(?:>>>|\.\.\.) .*$|https?://\S+|--[a-z-]+", re.MULTILINE | re.DOTALL
 )
 
+GENERATED = re.compile(r"<!-- ([\w ]+?)(?:: begin)? -->.*?<!-- \1(?:: end)? -->", re.DOTALL)  # tables of words, counts
+
 
 @dataclass(frozen=True)
 class Passage:
@@ -127,7 +129,8 @@ def passages() -> Iterator[Passage]:
                 )
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     for path in sorted(page for page in pages if "research" not in page.parts):
-        text = CODE.sub(lambda match: "\n" * match[0].count("\n"), path.read_text())
+        text = GENERATED.sub(lambda match: "\n" * match[0].count("\n"), path.read_text())
+        text = CODE.sub(lambda match: "\n" * match[0].count("\n"), text)
         for line, content in enumerate(text.splitlines(), 1):
             yield Passage(path.relative_to(ROOT).as_posix(), line, "docs", content)
 

@@ -1,6 +1,6 @@
 """Glossary of the words shown about heads: meaning, and the docs section that explains how the number is computed.
 
-One table serves the page, the terminal and notebooks. docs/glossary.md has a copy, kept equal by a test.
+One table serves the page, the terminal and notebooks. docs/page-words.md has a copy, kept equal by a test.
 """
 
 from typing import NamedTuple
