@@ -2,6 +2,7 @@
 
 python -m bench.attached_cache plan --folder F --out P.json            rank KV heads on the WikiText-2 validation text
 python -m bench.attached_cache memory --folder F --plan P.json --length 4096
+python -m bench.attached_cache bytes --folder F --plan P.json --length 8192   bytes of the caches, on small weights
 python -m bench.attached_cache loss --folder F --plan P.json --length 4096 --texts 8
 python -m bench.attached_cache passkeys --folder F --plan P.json --length 4096 --count 5
 python -m bench.attached_cache speed --folder F --plan P.json --length 4096
@@ -137,6 +138,29 @@ def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+@torch.no_grad()
+def measure_bytes(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the bytes of both caches after a prompt and 16 tokens, on a model with these KV heads and small weights.
+
+    Bytes depend neither on weights nor on tokens. One query head per KV head makes long prompts fast.
+    """
+    config = transformers.AutoConfig.from_pretrained(args.folder)
+    kv_heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    small = transformers.LlamaConfig(
+        hidden_size=48, intermediate_size=16, num_hidden_layers=config.num_hidden_layers, num_attention_heads=kv_heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim, vocab_size=97, max_position_embeddings=args.length + 16,
+    )  # fmt: skip
+    attached = hw.attach(transformers.LlamaForCausalLM(small).eval())
+    result: dict[str, Any] = {"part": "bytes", "length": args.length}
+    for name, make in make_caches(attached, args.plan).items():
+        cache, ids = make(), torch.arange(args.length)[None] % 90 + 3
+        prefill(attached.model, ids, cache)
+        for _ in range(16):
+            attached.model(ids[:, :1], past_key_values=cache)
+        result[name] = cache_nbytes(cache)
+    return result | {"ratio": result["dynamic"] / list(result.values())[-1]}
+
+
 def measure_memory_of(args: argparse.Namespace) -> dict[str, Any]:
     """Measure one cache, in this process: a prompt and 16 tokens."""
     attached = load(args.folder)
@@ -257,8 +281,8 @@ def summarize_continuations(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-PARTS = {"plan": make_plan, "memory": measure_memory, "memory-of": measure_memory_of, "loss": measure_loss,
-         "passkeys": measure_passkeys, "speed": measure_speed, "continuation": measure_continuation,
+PARTS = {"plan": make_plan, "memory": measure_memory, "memory-of": measure_memory_of, "bytes": measure_bytes,
+         "loss": measure_loss, "passkeys": measure_passkeys, "speed": measure_speed, "continuation": measure_continuation,
          "summary": summarize_continuations}  # fmt: skip
 
 
