@@ -14,8 +14,8 @@ from pathlib import Path
 
 from headwise.analysis.metrics import (
     copy_suppression,
+    far_attention,
     name_movers,
-    outside_window_attention,
     query_focused_retrieval,
     retrieval,
     successor,
@@ -143,7 +143,7 @@ def arc_table(documents: Iterable[Document]) -> list[str]:
 
 def case_table() -> list[str]:
     """The table of the roles that are measured without gold arcs, in Markdown."""
-    window = outside_window_attention.WINDOW
+    window = far_attention.WINDOW
     rows = (
         ("previous token, next token, self, fixed offset", "every token of the corpus whose target is not the first token",
          f"the token 1 back, 1 ahead, itself, or up to {window - 1} back or ahead"),
@@ -172,7 +172,7 @@ def case_table() -> list[str]:
         f"documents and a question, from "
          f"{len(query_focused_retrieval.FACTS)} documents; every token of the question",
          "the tokens of the document the question is about"),
-        ("far offset", f"{outside_window_attention.TEXTS} texts of {outside_window_attention.LENGTH} tokens",
+        ("far offset", f"{far_attention.TEXTS} texts of {far_attention.LENGTH} tokens",
          f"the token at the head's best offset of {window} or more"),
         ("fixed place", f"the same; tokens {window} or more away", "the head's best position"),
         ("retrieval", f"{retrieval.TEXTS} texts with a needle of {retrieval.NEEDLE} tokens; the tokens of the needle that "

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from headwise.analysis.roles.best_relation_heads import best_relation_heads
     from headwise.analysis.roles.head_history import HeadHistory
     from headwise.analysis.roles.profile import profile
+    from headwise.analysis.roles.profile_corpus_shards import profile_shards
     from headwise.analysis.roles.profile_estimate import estimate_profile
     from headwise.analysis.roles.profile_result import Profile
     from headwise.analysis.roles.roles import RELATION_THRESHOLD, Role, score
-    from headwise.analysis.roles.sharded_profile import profile_shards
     from headwise.analysis.similarity.compare_heads import compare_heads
     from headwise.analysis.similarity.match_heads import match_heads
     from headwise.analysis.similarity.weight_similarity import compare_weights, effective_rank, fold_norms_into_heads
@@ -95,7 +95,7 @@ __getattr__ = make_lazy_getattr(
         "roles.profile_result": ["Profile"],
         "roles.roles": ["RELATION_THRESHOLD", "Role", "score"],
         "roles.profile_estimate": ["estimate_profile"],
-        "roles.sharded_profile": ["profile_shards"],
+        "roles.profile_corpus_shards": ["profile_shards"],
         "similarity.compare_heads": ["compare_heads"],
         "similarity.match_heads": ["match_heads"],
         "similarity.weight_similarity": ["compare_weights", "effective_rank", "fold_norms_into_heads"],

@@ -11,6 +11,7 @@ from headwise.analysis.ablation.importance import Importance, SingleHeadImportan
 from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
 from headwise.analysis.attribution.head_output_analysis import TokenEffects, copying_scores, top_context_token_effects
+from headwise.analysis.load_or_measure import load_or_measure_importance
 from headwise.analysis.recording.batching import reachable_hook_points
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
@@ -26,7 +27,6 @@ from headwise.analysis.similarity.weight_similarity import (
     fold_norms_into_heads,
     pairwise_product_squared_norms,
 )
-from headwise.analysis.stored_results import stored_importance
 from headwise.errors import HeadwiseError
 from headwise.io.result_store import ResultStore
 from headwise.kernels.rounding_tolerance import to_float64
@@ -150,7 +150,7 @@ def measure_head_facts(
         # raises an error for an encoder-decoder, which needs text pairs
         tokenized = eval_corpus(model, corpus, None).first(ABLATION_TEXTS)
         layer_heads = f"{head_profile.address.layer_address}.*"
-        measured = stored_importance(model, tokenized, [layer_heads], store=store, progress=progress)
+        measured = load_or_measure_importance(model, tokenized, [layer_heads], store=store, progress=progress)
         ablation = ablation_summary(model, measured, address)
     except HeadwiseError as error:
         errors.append(str(error))

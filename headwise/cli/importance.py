@@ -58,7 +58,7 @@ def run(
 
     from headwise.analysis.ablation.importance import SingleHeadImportance, importance
     from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
-    from headwise.analysis.stored_results import stored_importance, whole_layers
+    from headwise.analysis.load_or_measure import load_or_measure_importance, whole_layers
     from headwise.io.result_store import ResultStore
     from headwise.text.corpus import Corpus
     from headwise.ui.progress import show_progress
@@ -72,7 +72,7 @@ def run(
     )
     with show_progress() as progress:
         if layers:
-            result = stored_importance(loaded, tokenized, layers, store=ResultStore(), progress=progress)
+            result = load_or_measure_importance(loaded, tokenized, layers, store=ResultStore(), progress=progress)
         else:
             result = importance(
                 loaded, tokenized, ranking=ranking, ablation=ablation, heads=heads, metric=metric,  # pyright: ignore[reportArgumentType]

@@ -107,8 +107,8 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, one record per head.")] = False,
 ) -> None:
     """Assign roles to all heads of a model, with evidence and examples. MODEL may be a saved profile (.npz)."""
+    from headwise.analysis.roles.profile_corpus_shards import profile_shards
     from headwise.analysis.roles.profile_result import Profile
-    from headwise.analysis.roles.sharded_profile import profile_shards
     from headwise.errors import ArgumentError
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
     from headwise.weights import load
@@ -198,15 +198,15 @@ def _print_estimate(
 
 def _profile(model: Any, corpus: Any, control: str | None, options: dict[str, Any], *, use_store: bool) -> "Profile":
     """Profile a model, with the store if all settings but prompts and causal tests are the default ones."""
+    from headwise.analysis.load_or_measure import load_or_measure_profile
     from headwise.analysis.roles.profile import profile
-    from headwise.analysis.stored_results import stored_profile
     from headwise.io.result_store import ResultStore
 
     settings = {name: options[name] for name in ("prompts", "causal", "progress")}
     defaults = {"relations": None, "max_length": None, "row_stride": 1, "memory_limit": None, "layers": None}
     is_default = control is None and all(options[name] == default for name, default in defaults.items())
     if use_store and is_default and model.image_input is None:
-        return stored_profile(model, corpus, store=ResultStore(), **settings)
+        return load_or_measure_profile(model, corpus, store=ResultStore(), **settings)
     return profile(model, corpus, control=control, **options)
 
 

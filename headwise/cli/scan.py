@@ -46,8 +46,8 @@ def run(
     from rich.console import Console
 
     from headwise.analysis.attribution.scan import scan_steps
+    from headwise.analysis.load_or_measure import find_stored_profile
     from headwise.analysis.roles.profile_result import Profile
-    from headwise.analysis.stored_results import find_stored_profile
     from headwise.ui.scan_text import sections
     from headwise.weights import load
 

@@ -102,9 +102,9 @@ def _load_steerings(folders: list[Path] | None) -> "dict[str, Steering]":
 
 def _load_profile(model: "ModelProtocol", corpus: Any, profile_path: Path | None) -> "Profile":
     """Load the profile, read it from the store, or compute one without causal tests."""
+    from headwise.analysis.load_or_measure import find_stored_profile, load_or_measure_profile
     from headwise.analysis.recording.batching import reachable_hook_points
     from headwise.analysis.roles.profile_result import Profile
-    from headwise.analysis.stored_results import find_stored_profile, stored_profile
     from headwise.errors import ArgumentError
     from headwise.io.result_store import ResultStore
     from headwise.ui.progress import show_progress
@@ -115,7 +115,7 @@ def _load_profile(model: "ModelProtocol", corpus: Any, profile_path: Path | None
         if stored is not None:
             return stored
         with show_progress() as progress:
-            return stored_profile(model, corpus, store=store, causal=False, progress=progress)
+            return load_or_measure_profile(model, corpus, store=store, causal=False, progress=progress)
     loaded_profile = Profile.load(profile_path)
     if list(loaded_profile.addresses) != [
         address for hook_point in reachable_hook_points(model) for address in hook_point.head_addresses

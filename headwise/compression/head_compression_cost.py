@@ -8,7 +8,7 @@ from typing import Any
 from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost, Sensitivity, sensitivity
 from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.analysis.head_facts import kv_siblings
-from headwise.analysis.metrics.outside_window_attention import OUTSIDE_WINDOW, STREAMING_POLICY
+from headwise.analysis.metrics.far_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.roles.profile_result import HeadProfile
 from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD
 from headwise.compression.streaming_loss_evaluator import StreamingLossEvaluator, StreamingTestResult

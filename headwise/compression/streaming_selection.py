@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwise.analysis.metrics.far_attention import attention_outside_window
 from headwise.analysis.metrics.induction import make_repeated_sequences
 from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
-from headwise.analysis.metrics.outside_window_attention import attention_outside_window
 from headwise.analysis.metrics.retrieval import make_needle_texts
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.attention_pattern import read_attention_pattern

@@ -8,7 +8,7 @@ from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
 
 if TYPE_CHECKING:
-    from headwise.experiments.experiment_context import ExperimentContext
+    from headwise.experiments.trained_model_provider import TrainedModelProvider
     from headwise.model import ModelProtocol
 
 VerdictWord = Literal["holds", "does not hold", "depends", "true by construction", "undecided"]
@@ -153,13 +153,13 @@ class Claim:
     counterevidence: str
     setup: str
     rule: str
-    measure: Callable[["ExperimentContext"], StatisticTable]
+    measure: Callable[["TrainedModelProvider"], StatisticTable]
     judge: Callable[[StatisticTable], Verdict]
     plot: PlotSpec
     judged: JudgedStatistics = _empty
     possible_verdicts: tuple[VerdictWord, ...] = EMPIRICAL_VERDICTS
     identity: str = ""
-    training_configs: Callable[["ExperimentContext"], Iterable[ExperimentConfig]] = _empty
+    training_configs: Callable[["TrainedModelProvider"], Iterable[ExperimentConfig]] = _empty
     timed: bool = False
     measure_model: Callable[["ModelProtocol", Any], StatisticTable] | None = None
     primary: PrimaryQuantity | None = None

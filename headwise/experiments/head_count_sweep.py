@@ -16,9 +16,9 @@ from headwise.experiments.engine.experiment_config import ExperimentConfig, Trai
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import Statistic
 from headwise.experiments.engine.training_pool import train_all
-from headwise.experiments.experiment_context import SYNTHETIC_VOCAB_SIZE, default_config, default_recipe
 from headwise.experiments.head_diversity import head_diversity
 from headwise.experiments.layers_or_heads_specs import reduce_layers_or_heads
+from headwise.experiments.trained_model_provider import SYNTHETIC_VOCAB_SIZE, default_config, default_recipe
 from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Corpus

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from headwise.errors import ArgumentError, UnsupportedModelError
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.spec import ModelSpec
 
 MAX_MISMATCH = 0.2  # largest difference between the two parameter counts, as a fraction of one block
@@ -40,7 +40,7 @@ def reduce_layers_or_heads(spec: ModelSpec) -> tuple[ModelSpec, ModelSpec]:
     return shallow, narrow
 
 
-def make_deep_experiment(experiment: ExperimentContext) -> ExperimentContext:
+def make_deep_experiment(experiment: TrainedModelProvider) -> TrainedModelProvider:
     """Return the context with a six-layer default model and fewer steps, for experiments on early and late layers."""
     return replace(
         experiment,

@@ -15,14 +15,14 @@ from headwise.experiments.engine.declared_code_versions import version_string
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import LEVEL, StatisticTable
 from headwise.experiments.engine.training_pool import check_unchanged, train_all
-from headwise.experiments.experiment_context import (
+from headwise.experiments.registry import find_claims
+from headwise.experiments.trained_model_provider import (
     EXPLORED_SEEDS,
     FULL_SEEDS,
     QUICK_SEEDS,
-    ExperimentContext,
     ExperimentSize,
+    TrainedModelProvider,
 )
-from headwise.experiments.registry import find_claims
 from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.weights import load
 
@@ -197,7 +197,7 @@ def claims(
     if first_seed < 0:
         raise ArgumentError(f"first_seed must be at least 0. Got {first_seed}.")
     num_seeds = seeds if seeds is not None else FULL_SEEDS if full else QUICK_SEEDS
-    experiment = ExperimentContext(
+    experiment = TrainedModelProvider(
         ExperimentStore(cache), tuple(range(first_seed, first_seed + num_seeds)), size or ExperimentSize()
     )
     results = {claim.name: _load_statistics(claim, experiment) for claim in selected}
@@ -222,7 +222,7 @@ def claims(
 
 def _measure_all(
     claims_to_measure: Sequence[Claim],
-    experiment: ExperimentContext,
+    experiment: TrainedModelProvider,
     processes: int | None,
     executor: Executor | str | None,
     progress: Progress | None,
@@ -267,7 +267,7 @@ def _measure_all(
 def _measure(name: str, folder: str, seeds: tuple[int, ...], size: str, key: str) -> list[dict[str, Any]]:
     """Measure one claim in a worker process."""
     (claim,) = find_claims([name])
-    experiment = ExperimentContext(ExperimentStore(folder), seeds, ExperimentSize.from_json(size))
+    experiment = TrainedModelProvider(ExperimentStore(folder), seeds, ExperimentSize.from_json(size))
     check_unchanged(_result_key(claim, experiment), key)
     return claim.measure(experiment).to_rows()
 
@@ -279,18 +279,18 @@ def _apply_rule(
     return ClaimResult(claim, *claim.correct_and_judge(statistics), seeds, model_name, rerun_command)
 
 
-def _result_key(claim: Claim, experiment: ExperimentContext) -> str:
+def _result_key(claim: Claim, experiment: TrainedModelProvider) -> str:
     code = f"{version_string('texts', 'training', 'metrics')}, {claim.name} {claim.version}"
     key_text = f"{code} {experiment.seeds} {experiment.size.to_json()} {claim.extra_key()}"
     return hashlib.sha256(key_text.encode()).hexdigest()[:20]
 
 
-def _load_statistics(claim: Claim, experiment: ExperimentContext) -> StatisticTable | None:
+def _load_statistics(claim: Claim, experiment: TrainedModelProvider) -> StatisticTable | None:
     rows = experiment.store.load_result(claim.name, _result_key(claim, experiment))
     return None if rows is None else StatisticTable.from_rows(rows)
 
 
-def _save_statistics(claim: Claim, experiment: ExperimentContext, rows: list[dict[str, Any]]) -> None:
+def _save_statistics(claim: Claim, experiment: TrainedModelProvider, rows: list[dict[str, Any]]) -> None:
     experiment.store.save_result(claim.name, _result_key(claim, experiment), rows)
 
 

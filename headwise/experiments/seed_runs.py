@@ -15,9 +15,9 @@ from typing import Any
 from headwise.errors import ArgumentError, FileFormatError
 from headwise.experiments.claim import Claim
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.experiment_context import ExperimentSize
 from headwise.experiments.registry import find_claims
 from headwise.experiments.run_claims import ClaimResult, claims
+from headwise.experiments.trained_model_provider import ExperimentSize
 from headwise.io import write_atomic
 from headwise.progress import ProgressOption, callback_of, shows_progress
 

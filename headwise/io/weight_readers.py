@@ -44,10 +44,10 @@ class SafetensorsReader(WeightReader):
         self.metadata: dict[str, str] = {}
         self._tensors: dict[str, Tensor] = {}
         for file in files:
-            self._open(file)
+            self._map_tensors(file)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
-    def _open(self, file: Path) -> None:
+    def _map_tensors(self, file: Path) -> None:
         try:
             with safe_open(file, "pt") as opened:
                 self.metadata |= opened.metadata() or {}

@@ -18,15 +18,15 @@ from headwise.analysis.head_facts import (
     measure_head_facts,
     measure_related_heads,
 )
+from headwise.analysis.load_or_measure import load_or_measure_head_profile
 from headwise.analysis.metrics.batch_context import SPECIAL
-from headwise.analysis.metrics.outside_window_attention import OUTSIDE_WINDOW, STREAMING_POLICY
+from headwise.analysis.metrics.far_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.row_shape import FIRST_TOKEN, OUTPUT_SHARE, RELATIVE_ENTROPY
 from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD, streaming_candidate_mask
 from headwise.analysis.roles.roles import LEAD, SUPPRESSION_PROBE, RoleEvidence
-from headwise.analysis.stored_results import stored_head_profile
 from headwise.compression.head_compression_cost import CACHE_TOKENS, HeadCompressionCosts, measure_head_compression_cost
 from headwise.compression.streaming_loss_evaluator import BOUND
 from headwise.io.result_store import ResultStore
@@ -168,7 +168,7 @@ def describe_steps(
     model.heads[head]  # an unknown address raises before the work begins
     facts, cost = measure_related_heads(model, address), HeadCompressionCosts()
     yield HeadDescription(None, None, facts, cost)
-    full_profile = stored_head_profile(model, address, corpus, store=store, prompts=prompts, progress=progress)
+    full_profile = load_or_measure_head_profile(model, address, corpus, store=store, prompts=prompts, progress=progress)
     head_profile = full_profile[head]
     yield HeadDescription(full_profile, head_profile, facts, cost)
     facts = measure_head_facts(model, head_profile, corpus, progress, related=facts, store=store)

@@ -15,11 +15,11 @@ from headwise.analysis.ablation.recorded_head_outputs import eval_corpus, mean_a
 from headwise.analysis.finding.head_search import find_heads
 from headwise.analysis.finding.head_search_result import HeadSearchResult
 from headwise.analysis.head_facts import kv_siblings
+from headwise.analysis.load_or_measure import load_or_measure_profile
 from headwise.analysis.recording.attention_maps import AttentionView, attention_maps
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.stored_results import stored_profile
 from headwise.compression import PruneRequest
 from headwise.compression.head_compression_cost import cache_bytes_and_kv_head
 from headwise.compression.plan import apply, plan_pruning
@@ -127,7 +127,7 @@ class PretrainedModelDemo:
         corpus = (
             Corpus.probe_set() if self.options.documents is None else Corpus.of(documents[: self.options.documents])
         )
-        encoder_profile = stored_profile(model, corpus, store=ResultStore(), progress=progress)
+        encoder_profile = load_or_measure_profile(model, corpus, store=ResultStore(), progress=progress)
         best_head = max(encoder_profile, key=lambda head: (len(head.roles), head.score or 0.0))
         with atomic_folder(self.folder / ENCODER, ("report.html",)) as new_folder:
             encoder_profile.save(new_folder / "profile.npz")

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from headwise.experiments.claim import VERDICTS, Claim
 from headwise.experiments.engine.statistic import Condition, Statistic
-from headwise.experiments.experiment_context import EXPLORED_SEEDS
 from headwise.experiments.head_count_sweep import HeadSweep
 from headwise.experiments.run_claims import ClaimResult
 from headwise.experiments.seed_runs import ClaimProgress
+from headwise.experiments.trained_model_provider import EXPLORED_SEEDS
 from headwise.io.atomic_write import atomic_folder, write_atomic
 from headwise.ui.claims_page_data import claims_report_data
 from headwise.ui.figures.claim_charts import draw_claim, has_plottable_statistics

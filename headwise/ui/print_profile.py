@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.text import Text
 
 from headwise.analysis.head_facts import HeadFacts
+from headwise.analysis.metrics.far_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.offsets import OFFSET_SPECS
-from headwise.analysis.metrics.outside_window_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.role_examples import RoleExample
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile

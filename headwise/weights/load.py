@@ -46,7 +46,7 @@ from headwise.weights.families.gguf_decoders import (
     decoder_spec_from_gguf,
     gguf_mappings,
 )
-from headwise.weights.families.llama_files import spec_from_gguf, spec_from_meta
+from headwise.weights.families.llama_meta_and_gguf import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import MappedTensor, TensorMapping, check_names_and_shapes, expand_mappings, find_prefix
 from headwise.weights.save import PLANS_FILE, shared_tensor_name, write_metadata
 

@@ -16,10 +16,10 @@ from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.causal_test import causal_test, loss_increase_by_head
 from headwise.analysis.roles.causal_trials import LIST_LENGTH, TrialPrompt
 from headwise.analysis.roles.profile import profile
+from headwise.analysis.roles.profile_corpus_shards import profile_shards
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.prompt_trials import _comma_tokens, _repeated_list, name_lead_trial, prompt_trial
 from headwise.analysis.roles.roles import LEAD, SUPPRESSION_PROBE, RoleEvidence
-from headwise.analysis.roles.sharded_profile import profile_shards
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.spec import Address

@@ -20,7 +20,7 @@ import pytest
 import headwise as hw
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.head_profile import HeadProfile
-from headwise.analysis.roles.sharded_profile import profile_shards
+from headwise.analysis.roles.profile_corpus_shards import profile_shards
 from headwise.errors import HeadwiseError
 from headwise.experiments.engine.peak_memory import STATUS_FILE
 from headwise.model import Transformer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import headwise as hw
-from headwise.analysis.roles.sharded_profile import profile_shards
+from headwise.analysis.roles.profile_corpus_shards import profile_shards
 from headwise.analysis.steering.steering_cases import run_steering_case
 from headwise.cli import app
 from headwise.compression.cache_study import CacheStudyConfig

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.outside_window_attention import LENGTH, STREAMING_POLICY, OutsideWindowAttentionMetric
+from headwise.analysis.metrics.far_attention import LENGTH, STREAMING_POLICY, FarAttentionMetric
 from headwise.analysis.roles.prompt_role_definitions import streaming_candidate_mask
 from headwise.compression.cache_study import CacheStudyConfig, cache_study
 from headwise.compression.streaming_loss_evaluator import (
@@ -78,7 +78,7 @@ def streamed(model: Transformer, evaluation: StreamingLossEvaluator, key: str) -
 def test_streaming_cost_built_heads_both_meet_the_attention_condition(induction: WordModel) -> None:
     accumulator = Accumulator(4)
     with torch.no_grad():
-        assert OutsideWindowAttentionMetric(texts(1)).run(induction.model, accumulator).skip_reason == ""
+        assert FarAttentionMetric(texts(1)).run(induction.model, accumulator).skip_reason == ""
     local = streaming_candidate_mask(accumulator)
     assert local is not None
     assert local[0]

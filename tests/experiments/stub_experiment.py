@@ -7,14 +7,14 @@ from typing import Any
 
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.experiment_store import ExperimentStore
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from tests.experiments.tiny import DEFAULT_RESULTS, SIZE, tiny_experiment
 
 ResultsFunction = Callable[[ExperimentConfig], dict[str, Any]]  # overrides of the default results: {"loss": 2.5}
 
 
 @dataclass(frozen=True)
-class StubExperiment(ExperimentContext):
+class StubExperiment(TrainedModelProvider):
     """Take the results of each run from `results_for`. With `models`, also create untrained models."""
 
     results_for: ResultsFunction = lambda config: {}

@@ -3,9 +3,9 @@
 import pytest
 
 from headwise.experiments.claim import VERDICTS
-from headwise.experiments.experiment_context import ExperimentSize
 from headwise.experiments.registry import all_claims
 from headwise.experiments.run_claims import claims
+from headwise.experiments.trained_model_provider import ExperimentSize
 
 TINY = ExperimentSize(width=16, heads=4, steps=16, batch_size=4, documents=30)
 

@@ -4,8 +4,8 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.experiments.engine.experiment_store import ExperimentStore
-from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
 from headwise.experiments.layers_or_heads_specs import LAYERS, make_deep_experiment, reduce_layers_or_heads
+from headwise.experiments.trained_model_provider import ExperimentSize, TrainedModelProvider
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -58,6 +58,8 @@ def test_equal_parameter_specs_unsupported_raises(spec, message):
 
 
 def test_deep_experiment_has_more_layers(tmp_path):
-    experiment = make_deep_experiment(ExperimentContext(ExperimentStore(tmp_path), (0, 1), ExperimentSize(steps=100)))
+    experiment = make_deep_experiment(
+        TrainedModelProvider(ExperimentStore(tmp_path), (0, 1), ExperimentSize(steps=100))
+    )
     assert (experiment.size.layers, experiment.size.steps, experiment.seeds) == (LAYERS, 60, (0, 1))
     assert experiment.make_config(0).spec.layers == LAYERS

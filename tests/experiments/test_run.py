@@ -12,9 +12,9 @@ from headwise.experiments import run_claims
 from headwise.experiments.claim import Verdict
 from headwise.experiments.engine import train_model
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentSize
 from headwise.experiments.registry import all_claims, find_claims
 from headwise.experiments.run_claims import claims
+from headwise.experiments.trained_model_provider import ExperimentSize
 from headwise.spec import AttentionSpec, ModelSpec
 
 TINY = ExperimentSize(width=16, heads=4, steps=8, batch_size=4, documents=20)
@@ -55,7 +55,7 @@ def test_claims_cached_results_are_reused(tmp_path, monkeypatch):
 
 def test_claim_key_depends_on_size_and_seeds(tmp_path):
     (claim,) = find_claims(["parameters"])
-    experiment = run_claims.ExperimentContext(run_claims.ExperimentStore(tmp_path), (0,), TINY)
+    experiment = run_claims.TrainedModelProvider(run_claims.ExperimentStore(tmp_path), (0,), TINY)
     keys = {
         run_claims._result_key(claim, variant)
         for variant in (experiment, replace(experiment, seeds=(0, 1, 2)), replace(experiment, size=ExperimentSize()))
@@ -103,7 +103,7 @@ def test_claims_timed_run_in_process_and_are_cached(tmp_path, monkeypatch):
 
 
 def test_claims_train_on_requested_seeds(tmp_path):
-    experiment = run_claims.ExperimentContext(run_claims.ExperimentStore(tmp_path), (100, 101, 102, 103), TINY)
+    experiment = run_claims.TrainedModelProvider(run_claims.ExperimentStore(tmp_path), (100, 101, 102, 103), TINY)
     for claim in all_claims():
         assert {config.recipe.seed for config in claim.training_configs(experiment)} <= set(experiment.seeds), (
             claim.name
@@ -112,7 +112,7 @@ def test_claims_train_on_requested_seeds(tmp_path):
 
 def test_experiment_texts_and_evaluation_follow_seeds(tmp_path, monkeypatch):
     experiment, other = (
-        run_claims.ExperimentContext(run_claims.ExperimentStore(tmp_path), seeds, TINY) for seeds in ((0,), (100,))
+        run_claims.TrainedModelProvider(run_claims.ExperimentStore(tmp_path), seeds, TINY) for seeds in ((0,), (100,))
     )
     shared = [[item.text for item in current.held_out_corpus().items()] for current in (experiment, other)]
     assert not set(shared[0]) & set(shared[1])
@@ -148,7 +148,7 @@ def test_claims_unsupported_claim_is_skipped_with_message(model, monkeypatch):
 
 def test_claim_key_depends_on_installed_packages(tmp_path):
     (claim,) = find_claims(["parameters"])
-    experiment = run_claims.ExperimentContext(run_claims.ExperimentStore(tmp_path), (0,), TINY)
+    experiment = run_claims.TrainedModelProvider(run_claims.ExperimentStore(tmp_path), (0,), TINY)
     assert run_claims._result_key(claim, experiment) != run_claims._result_key(
         replace(claim, extra_key=lambda: "smollm2"), experiment
     )

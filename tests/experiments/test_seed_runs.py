@@ -9,10 +9,10 @@ import pytest
 from headwise.errors import HeadwiseError
 from headwise.experiments import seed_runs
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentSize
 from headwise.experiments.registry import find_claims
 from headwise.experiments.run_claims import ClaimResult, claims
 from headwise.experiments.seed_runs import judge_seeds, load_seed_files, run_seeds, seed_status
+from headwise.experiments.trained_model_provider import ExperimentSize
 from tests.runner import run_command
 
 LOSSES = {500: 0.03, 501: 0.031, 502: 0.029}

@@ -15,8 +15,8 @@ from headwise.errors import HeadwiseError
 from headwise.experiments.engine.experiment_store import RESULTS_FILE, ExperimentStore
 from headwise.experiments.engine.train_model import train_or_load
 from headwise.experiments.engine.training_pool import train_all
-from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
 from headwise.experiments.head_count_sweep import check_heads, depth_vs_heads_sweep, head_sweep
+from headwise.experiments.trained_model_provider import ExperimentSize, TrainedModelProvider
 
 TINY: dict[str, Any] = {"width": 16, "steps": 8, "batch_size": 4, "processes": 1}
 
@@ -116,8 +116,8 @@ def test_head_sweep_changed_text_is_retrained(cache, tmp_path, in_process):
 def test_train_all_same_weights_in_any_process(tmp_path):
     size = ExperimentSize(width=16, heads=4, steps=8, batch_size=4)
     local, parallel = (
-        ExperimentContext(ExperimentStore(tmp_path / "a"), size=size),
-        ExperimentContext(ExperimentStore(tmp_path / "b"), size=size),
+        TrainedModelProvider(ExperimentStore(tmp_path / "a"), size=size),
+        TrainedModelProvider(ExperimentStore(tmp_path / "b"), size=size),
     )
     configs = [local.make_config(seed) for seed in (0, 1)]
     train_all(configs, parallel.store, 2)
@@ -134,7 +134,7 @@ def test_train_all_same_weights_in_any_process(tmp_path):
 
 
 def test_trained_start_options_set_output_projection(tmp_path):
-    experiment = ExperimentContext(
+    experiment = TrainedModelProvider(
         ExperimentStore(tmp_path), size=ExperimentSize(width=16, heads=4, steps=8, batch_size=4)
     )
     for layer in (
@@ -165,7 +165,7 @@ def test_store_unwritable_folder_raises(tmp_path):
 
 
 def test_trained_damaged_metadata_raises(tmp_path):
-    experiment = ExperimentContext(
+    experiment = TrainedModelProvider(
         ExperimentStore(tmp_path), size=ExperimentSize(width=16, heads=4, steps=8, batch_size=4)
     )
     trained = experiment.train_or_load(experiment.make_config(0))

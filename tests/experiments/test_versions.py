@@ -15,17 +15,17 @@ from headwise.experiments import run_claims
 from headwise.experiments.engine.declared_code_versions import VERSIONS
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.experiment_store import ExperimentStore
-from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
 from headwise.experiments.registry import find_claims
+from headwise.experiments.trained_model_provider import ExperimentSize, TrainedModelProvider
 from headwise.training.recipe import Recipe
 
 KEYS_SCRIPT = """
 import json, sys
-from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
+from headwise.experiments.trained_model_provider import TrainedModelProvider, ExperimentSize
 from headwise.experiments.registry import all_claims
 from headwise.experiments.run_claims import _result_key
 from headwise.experiments.engine.experiment_store import ExperimentStore
-experiment = ExperimentContext(ExperimentStore(sys.argv[1]), size=ExperimentSize(width=16, heads=4, steps=8, batch_size=4))
+experiment = TrainedModelProvider(ExperimentStore(sys.argv[1]), size=ExperimentSize(width=16, heads=4, steps=8, batch_size=4))
 folder = experiment.store.folder_of(experiment.make_config(0))
 print(json.dumps([folder.name, *(_result_key(claim, experiment) for claim in all_claims())]))
 """
@@ -56,13 +56,15 @@ def test_store_keys_unchanged_by_moved_code(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def experiment(tmp_path: Path) -> ExperimentContext:
-    return ExperimentContext(ExperimentStore(tmp_path), size=ExperimentSize(width=16, heads=4, steps=8, batch_size=4))
+def experiment(tmp_path: Path) -> TrainedModelProvider:
+    return TrainedModelProvider(
+        ExperimentStore(tmp_path), size=ExperimentSize(width=16, heads=4, steps=8, batch_size=4)
+    )
 
 
 @pytest.mark.parametrize(("kind", "trained"), [("texts", True), ("training", True), ("metrics", False)])
 def test_store_keys_change_with_declared_version(
-    kind: str, trained: bool, experiment: ExperimentContext, monkeypatch: pytest.MonkeyPatch
+    kind: str, trained: bool, experiment: TrainedModelProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (claim,), config = find_claims(["loss-vs-head-count"]), experiment.make_config(0)
     before = run_claims._result_key(claim, experiment), experiment.store.folder_of(config)
@@ -72,7 +74,7 @@ def test_store_keys_change_with_declared_version(
     assert (fresh.store.folder_of(config) != before[1]) == trained
 
 
-def test_claim_key_changes_with_claim_version(experiment: ExperimentContext) -> None:
+def test_claim_key_changes_with_claim_version(experiment: TrainedModelProvider) -> None:
     (hill,) = find_claims(["loss-vs-head-count"])
     assert run_claims._result_key(replace(hill, version=99), experiment) != run_claims._result_key(hill, experiment)
 
@@ -84,7 +86,7 @@ OTHER_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Recipe)])
-def test_store_key_changes_with_every_recipe_field(name: str, experiment: ExperimentContext) -> None:
+def test_store_key_changes_with_every_recipe_field(name: str, experiment: TrainedModelProvider) -> None:
     config = experiment.make_config(0)
     current = getattr(config.recipe, name)
     other = (
@@ -109,7 +111,7 @@ def test_store_key_changes_with_every_recipe_field(name: str, experiment: Experi
     ) != experiment.store.folder_of(config)
 
 
-def test_store_key_changes_with_every_config_field(experiment: ExperimentContext, tmp_path: Path) -> None:
+def test_store_key_changes_with_every_config_field(experiment: TrainedModelProvider, tmp_path: Path) -> None:
     config, text = experiment.make_config(0), tmp_path / "text.txt"
     text.write_text("the dog saw the cat")
     others: dict[str, Any] = {

@@ -9,7 +9,7 @@ import torch
 
 from headwise.experiments.engine.experiment_config import INITIALIZERS, ExperimentConfig, TrainedModel
 from headwise.experiments.engine.experiment_store import ExperimentStore
-from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
+from headwise.experiments.trained_model_provider import ExperimentSize, TrainedModelProvider
 from headwise.model import Transformer
 from headwise.text.build_tokenizers import add_bos_eos, make_tokenizer
 from headwise.text.corpus import Corpus
@@ -19,7 +19,7 @@ SIZE = ExperimentSize(width=16, heads=4, layers=2, steps=8, batch_size=4, docume
 DEFAULT_RESULTS = {"loss": 3.0, "curve": [], "probe_accuracy": {}, "tokens": 0, "speed": None, "memory": None}
 
 
-class UntrainedExperiment(ExperimentContext):
+class UntrainedExperiment(TrainedModelProvider):
     """Return random models without training them."""
 
     def train_or_load(self, config: ExperimentConfig) -> TrainedModel:
@@ -32,7 +32,7 @@ class UntrainedExperiment(ExperimentContext):
         return TrainedModel(config, root, json.loads(json.dumps(DEFAULT_RESULTS)))
 
 
-def tiny_experiment(folder: Path, seeds: tuple[int, ...] = (0,)) -> ExperimentContext:
+def tiny_experiment(folder: Path, seeds: tuple[int, ...] = (0,)) -> TrainedModelProvider:
     """One for a test's own folder."""
     return UntrainedExperiment(ExperimentStore(folder), seeds, SIZE)
 

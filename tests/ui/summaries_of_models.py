@@ -10,9 +10,9 @@ import headwise as hw
 from headwise.analysis.head_facts import HeadFacts, measure_head_facts
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.copy_suppression import CopySuppressionMetric
+from headwise.analysis.metrics.far_attention import LENGTH, OUTSIDE_WINDOW
 from headwise.analysis.metrics.image_patches import image_metrics, patch_offsets
 from headwise.analysis.metrics.metric_runner import MetricRunner
-from headwise.analysis.metrics.outside_window_attention import LENGTH, OUTSIDE_WINDOW
 from headwise.analysis.metrics.query_focused_retrieval import FACTS
 from headwise.analysis.metrics.retrieval import RetrievalMetric
 from headwise.analysis.metrics.role_examples import ExampleStore, RoleExample
@@ -44,7 +44,7 @@ from tests.analysis.constructed_heads import (
 from tests.analysis.constructed_word_models import BETA, WordModel, scores_to_offset, scores_to_position
 from tests.analysis.dense_reference import call_from_scores
 from tests.analysis.test_custom_metrics import DISJOINT_DOCUMENTS
-from tests.analysis.test_outside_window_attention import texts
+from tests.analysis.test_far_attention import texts
 from tests.analysis.test_prompt_cases import people_with_a_suppressor
 from tests.analysis.test_prompts import FACT_WORDS, name_mover_model, successor_model
 from tests.analysis.test_prompts import successor_map as next_words

@@ -14,7 +14,7 @@ from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost
 from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
 from headwise.analysis.attribution.head_output_analysis import TokenEffects
 from headwise.analysis.head_facts import AblationSummary, ComposedHead, HeadFacts, OVSummary, measure_head_facts
-from headwise.analysis.metrics.outside_window_attention import STREAMING_POLICY
+from headwise.analysis.metrics.far_attention import STREAMING_POLICY
 from headwise.analysis.metrics.role_examples import RoleExample
 from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.roles import RoleEvidence

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import headwise as hw
 from headwise.kernels.resolve_device import resolve_device
 from headwise.weights import open_checkpoint
-from headwise.weights.families.llama_files import spec_from_meta
+from headwise.weights.families.llama_meta_and_gguf import spec_from_meta
 from tests.weights.checkpoints import (
     LAYERS,
     Kind,

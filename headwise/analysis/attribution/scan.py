@@ -25,10 +25,10 @@ from headwise.analysis.attribution.logit_attribution import (
     check_attributable,
     token_id,
 )
+from headwise.analysis.load_or_measure import find_stored_profile
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.recording.recording import ModelRecording, SingleHeadRecording, record
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.stored_results import find_stored_profile
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import ModelProtocol, ResidualStream, eval_mode

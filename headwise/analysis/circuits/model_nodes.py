@@ -26,7 +26,7 @@ EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True, eq=False)
-class NodeHook:
+class NodeTensorHook:
     """A tensor of the forward pass that holds the values of some nodes.
 
     Attributes:
@@ -57,7 +57,7 @@ class ModelNodes:
     names: tuple[str, ...]
     kinds: tuple[str, ...]
     layers: tuple[int, ...]
-    hooks: tuple[NodeHook, ...]
+    hooks: tuple[NodeTensorHook, ...]
     blocks: tuple[nn.Module, ...]
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class ModelNodes:
             )
         residual = model.residual_stream()
         names, kinds, layers = [EMBEDDING], ["embedding"], [-1]
-        hooks = [NodeHook(EMBEDDING, -1, (0,), partial(_edit_input, residual.first_module))]
+        hooks = [NodeTensorHook(EMBEDDING, -1, (0,), partial(_edit_input, residual.first_module))]
 
         def add(kind: str, layer: int, added: Sequence[str]) -> tuple[int, ...]:
             start = len(names)
@@ -104,19 +104,19 @@ class ModelNodes:
             spec = attention.spec
             if hook_point.head_addresses:
                 heads = add("head", layer, [str(head) for head in hook_point.head_addresses])
-                hooks.append(NodeHook(f"{layer}.z", layer, heads, partial(_edit_z, hook_point)))
+                hooks.append(NodeTensorHook(f"{layer}.z", layer, heads, partial(_edit_z, hook_point)))
             if 0 < len(spec.kv_head_ids) < len(spec.head_ids):
                 kv = add("kv", layer, [str(KVAddress(stack, layer, number)) for number in spec.kv_head_ids])
                 opener = _edit_native_kv if model.is_native else _edit_projection
-                hooks += [NodeHook(f"{layer}.{p}", layer, kv, partial(opener, attention, p)) for p in "kv"]
+                hooks += [NodeTensorHook(f"{layer}.{p}", layer, kv, partial(opener, attention, p)) for p in "kv"]
             mlp = add("mlp", layer, [str(MLPAddress(stack, layer))])
-            hooks.append(NodeHook(f"{layer}.mlp", layer, mlp, partial(_edit_output, residual.layers[layer].mlp)))
+            hooks.append(NodeTensorHook(f"{layer}.mlp", layer, mlp, partial(_edit_output, residual.layers[layer].mlp)))
         blocks = tuple(item.block for _, item in sorted(residual.layers.items()))
         return ModelNodes(tuple(names), tuple(kinds), tuple(layers), tuple(hooks), blocks)
 
 
 @contextmanager
-def opened_hooks(hooks: Sequence[NodeHook], edit_of: Callable[[NodeHook], NodeEdit]) -> Iterator[None]:
+def opened_hooks(hooks: Sequence[NodeTensorHook], edit_of: Callable[[NodeTensorHook], NodeEdit]) -> Iterator[None]:
     """Apply an edit at each hook while the context is open."""
     with ExitStack() as stack:
         for hook in hooks:

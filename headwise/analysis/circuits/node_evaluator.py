@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.circuits.circuit_task import EncodedPrompt, MetricFunction
-from headwise.analysis.circuits.model_nodes import ModelNodes, NodeEdit, NodeHook, opened_hooks
+from headwise.analysis.circuits.model_nodes import ModelNodes, NodeEdit, NodeTensorHook, opened_hooks
 from headwise.analysis.circuits.prompt_batch import PromptBatch, make_prompt_batches
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.resumable_forward import forward_copies, repeat_batch
@@ -124,7 +124,7 @@ class NodeEvaluator:
         """Run the clean or the corrupted prompts of a batch and return the values of all nodes."""
         values: NodeValues = {}
 
-        def edit_of(hook: NodeHook) -> NodeEdit:
+        def edit_of(hook: NodeTensorHook) -> NodeEdit:
             return lambda live: values.update({hook.key: live.detach().clone()})
 
         with eval_mode(self.model), opened_hooks(self.nodes.hooks, edit_of):
@@ -139,7 +139,7 @@ class NodeEvaluator:
         """Return the metrics with replaced nodes: masks (S, N) → (S, P)."""
         hooks = [hook for hook in self.nodes.hooks if not bool(masks[:, hook.nodes].all())]
 
-        def edit_of(hook: NodeHook) -> NodeEdit:
+        def edit_of(hook: NodeTensorHook) -> NodeEdit:
             return lambda live: replace_nodes(live, masks[:, hook.nodes], values[hook.key])
 
         with opened_hooks(hooks, edit_of):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.ablation.gradient_memory import frozen_weights
-from headwise.analysis.circuits.model_nodes import EMBEDDING, NodeEdit, NodeHook, opened_hooks
+from headwise.analysis.circuits.model_nodes import EMBEDDING, NodeEdit, NodeTensorHook, opened_hooks
 from headwise.analysis.circuits.node_evaluator import NodeEvaluator, NodeValues, replace_nodes
 from headwise.heads.learned_gates import LearnedGates, add_sparsity_gradient
 from headwise.kernels.enable_grad import gradients_enabled
@@ -79,7 +79,7 @@ def _gradients(
     amounts = torch.zeros(len(batch.ids), N, device=evaluator.model.device, requires_grad=True)
     live_mask = torch.from_numpy(base).to(amounts.device)[None]  # (1, N)
 
-    def edit_of(hook: NodeHook) -> NodeEdit:
+    def edit_of(hook: NodeTensorHook) -> NodeEdit:
         difference = clean[hook.key] - corrupted[hook.key]  # (R, n, T, c)
 
         def edit(live: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _add_gate_gradient(
     (sampled,) = gates.sample(len(batch.ids)).values()
     masks = sampled * allowed  # (R, N)
 
-    def edit_of(hook: NodeHook) -> NodeEdit:
+    def edit_of(hook: NodeTensorHook) -> NodeEdit:
         def edit(live: Tensor) -> Tensor:
             gate = masks[:, hook.nodes, None, None].to(live)
             return values[hook.key] + gate * (live - values[hook.key])

@@ -7,14 +7,14 @@ import numpy as np
 
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.copy_suppression import CopySuppressionMetric
-from headwise.analysis.metrics.name_movers import NameMoverMetric
-from headwise.analysis.metrics.name_suppression import NameSuppressionMetric
-from headwise.analysis.metrics.outside_window_attention import (
+from headwise.analysis.metrics.far_attention import (
     FAR_OFFSET_SPECS,
     FIXED_POSITION_SPECS,
     OUTSIDE_WINDOW,
-    OutsideWindowAttentionMetric,
+    FarAttentionMetric,
 )
+from headwise.analysis.metrics.name_movers import NameMoverMetric
+from headwise.analysis.metrics.name_suppression import NameSuppressionMetric
 from headwise.analysis.metrics.query_focused_retrieval import QueryFocusMetric
 from headwise.analysis.metrics.statistics import bootstrap_interval
 from headwise.analysis.metrics.successor import SuccessorMetric
@@ -32,7 +32,7 @@ def prompt_metrics() -> tuple[TaskMetric, ...]:
         NameSuppressionMetric(),
         CopySuppressionMetric(),
         QueryFocusMetric(),
-        OutsideWindowAttentionMetric(),
+        FarAttentionMetric(),
     )
 
 

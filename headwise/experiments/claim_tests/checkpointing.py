@@ -18,7 +18,7 @@ from headwise.experiments.engine.paired_timing import interleaved_timing
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.experiments.engine.single_thread import one_thread
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol, Transformer, check_model
 from headwise.training import LanguageLoss
 
@@ -96,7 +96,10 @@ def _make_step(model: ModelProtocol, ids: Tensor, checkpointing: bool) -> Callab
 
 
 def measure(
-    experiment: ExperimentContext, depths: Sequence[int] = DEPTHS, rounds: int = ROUNDS, memory_runs: int = MEMORY_RUNS
+    experiment: TrainedModelProvider,
+    depths: Sequence[int] = DEPTHS,
+    rounds: int = ROUNDS,
+    memory_runs: int = MEMORY_RUNS,
 ) -> StatisticTable:
     """Measure untrained models, shallow and deep. Memory and time do not depend on the values of the weights."""
     statistics, size = StatisticTable(), experiment.size

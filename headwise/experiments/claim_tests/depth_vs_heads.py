@@ -9,19 +9,19 @@ import numpy as np
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
 from headwise.experiments.layers_or_heads_specs import (
     LAYERS,
     STEP_FRACTION,
     make_deep_experiment,
     reduce_layers_or_heads,
 )
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 
 MODELS = ("full", "fewer layers", "fewer heads")
 MIN_GAP = 0.01  # nats per token
 
 
-def equal_parameter_configs(experiment: ExperimentContext, seed: int) -> dict[str, ExperimentConfig]:
+def equal_parameter_configs(experiment: TrainedModelProvider, seed: int) -> dict[str, ExperimentConfig]:
     """Return the deeper model, the model with one block less, and the model with fewer heads and as many parameters."""
     full = make_deep_experiment(experiment).make_config(seed)
     specs = (full.spec, *reduce_layers_or_heads(full.spec))
@@ -41,12 +41,12 @@ def final_and_mean_gap(first: Mapping[int, float], second: Mapping[int, float]) 
     return gaps[-1], float(np.trapezoid(gaps, steps) / (steps[-1] - steps[0]))
 
 
-def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterator[ExperimentConfig]:
     """Return three models per seed."""
     return (config for seed in experiment.seeds for config in equal_parameter_configs(experiment, seed).values())
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure the held-out loss of all three models during training, and their paired differences."""
     trained = [
         {name: experiment.train_or_load(config) for name, config in equal_parameter_configs(experiment, seed).items()}

@@ -20,9 +20,9 @@ from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, format_labeled_lists, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
 from headwise.experiments.layers_or_heads_specs import LAYERS, make_deep_experiment
 from headwise.experiments.pretrained_claim_model import PRETRAINED, installed_pretrained_name, load_pretrained
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol
 from headwise.text import Corpus, Document
 
@@ -80,12 +80,12 @@ def trends_by_depth(model: ModelProtocol, text: Any = None) -> dict[str, LayerTh
     return _depth_trends(profile(model, corpus, relations=relations, causal=False))
 
 
-def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterator[ExperimentConfig]:
     """Return the deeper model of every seed."""
     return (make_deep_experiment(experiment).make_config(seed) for seed in experiment.seeds)
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure trained six-layer models, and SmolLM2 (30 layers) if it is installed."""
     statistics = StatisticTable()
     _add_trends(

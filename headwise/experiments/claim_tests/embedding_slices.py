@@ -12,8 +12,8 @@ from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
 from headwise.experiments.head_diversity import head_diversity
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol
 
 MIN_LOSS = 0.02  # nats, about 2% of perplexity
@@ -60,7 +60,7 @@ def own_slice_weight_ratio(model: ModelProtocol) -> float:
     return float(np.mean(ratios))
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Compare the default model with a model whose heads read one slice each, with and without wider MLPs."""
     statistics, texts = StatisticTable(), experiment.held_out_corpus()
     trained = {
@@ -118,12 +118,12 @@ def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condit
     yield from (("lost by slices", name) for name in statistics.by_condition("lost by slices"))
 
 
-def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterable[ExperimentConfig]:
     """Return all three kinds of models."""
     return [config for group in _configs_by_kind(experiment).values() for config in group]
 
 
-def _configs_by_kind(experiment: ExperimentContext) -> dict[str, list[ExperimentConfig]]:
+def _configs_by_kind(experiment: TrainedModelProvider) -> dict[str, list[ExperimentConfig]]:
     full, sliced = (
         [experiment.make_config(seed) for seed in experiment.seeds],
         [experiment.make_config(seed, head_input="slice") for seed in experiment.seeds],

@@ -13,7 +13,7 @@ from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_s
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
 from headwise.experiments.engine.train_model import EVAL_DOCUMENTS, evaluate_synthetic
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import Transformer
 from headwise.text import Corpus
 
@@ -55,7 +55,7 @@ def ensemble_loss(models: Sequence[Transformer], corpus: Any) -> float:
     return total / count
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Compare one multi-head model per seed with two ensembles on the same held-out documents."""
     texts, statistics = experiment.held_out_corpus(), StatisticTable()
     trained = [experiment.train_or_load(experiment.make_config(seed, MEMBERS)) for seed in experiment.seeds]
@@ -93,14 +93,14 @@ def judge(statistics: StatisticTable) -> Verdict:
     return Verdict("depends", f"on the members: the heads are {details}")
 
 
-def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterable[ExperimentConfig]:
     """Return the multi-head model of each seed, and all ensemble members."""
     return [experiment.make_config(seed, MEMBERS) for seed in experiment.seeds] + [
         config for members in _members(experiment).values() for config in members
     ]
 
 
-def _members(experiment: ExperimentContext) -> dict[str, list[ExperimentConfig]]:
+def _members(experiment: TrainedModelProvider) -> dict[str, list[ExperimentConfig]]:
     """Return one-head models, with a head as wide as the model or as narrow as one of several heads."""
     seeds, narrow = range(experiment.seeds[0], experiment.seeds[0] + MEMBERS), experiment.size.width // MEMBERS
     return {

@@ -11,7 +11,7 @@ from headwise.analysis import TokenizedCorpus
 from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import MultiHeadAttention
 from headwise.model import ModelProtocol
 from headwise.spec import AttentionSpec
@@ -68,7 +68,7 @@ def flops_by_heads(width: int, tokens: int, heads: Sequence[int] = HEADS, **fiel
     return {h: count_flops(AttentionSpec(width=width, heads=h, **fields), tokens) for h in heads if width % h == 0}
 
 
-def measure(experiment: ExperimentContext, larger_sizes: Sequence[tuple[int, int]] = LARGER_SIZES) -> StatisticTable:
+def measure(experiment: TrainedModelProvider, larger_sizes: Sequence[tuple[int, int]] = LARGER_SIZES) -> StatisticTable:
     """Measure the default size and larger sizes."""
     return _measure_sizes([(experiment.size.width, experiment.size.context), *larger_sizes])
 

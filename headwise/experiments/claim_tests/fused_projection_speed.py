@@ -11,7 +11,7 @@ from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_s
 from headwise.experiments.engine.paired_timing import interleaved_timing
 from headwise.experiments.engine.single_thread import one_thread
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import MultiHeadAttention
 from headwise.model import ModelProtocol
 from headwise.spec import AttentionSpec
@@ -108,7 +108,7 @@ def _backward(function: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -
 
 
 def measure(
-    experiment: ExperimentContext, sizes: Sequence[tuple[int, int, int]] = SIZES, rounds: int = ROUNDS
+    experiment: TrainedModelProvider, sizes: Sequence[tuple[int, int, int]] = SIZES, rounds: int = ROUNDS
 ) -> StatisticTable:
     """Measure random layers of several sizes: width, heads, tokens."""
     statistics = StatisticTable()

@@ -11,7 +11,7 @@ from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.paired_timing import interleaved_timing
 from headwise.experiments.engine.single_thread import one_thread
 from headwise.experiments.engine.statistic import Condition, Statistic, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import MultiHeadAttention
 from headwise.kernels import causal
 from headwise.model import ModelProtocol
@@ -65,7 +65,7 @@ def _step(layer: MultiHeadAttention, x: Tensor, backward: bool) -> Callable[[], 
     return forward_backward if backward else forward
 
 
-def measure(experiment: ExperimentContext, rounds: int = ROUNDS) -> StatisticTable:
+def measure(experiment: TrainedModelProvider, rounds: int = ROUNDS) -> StatisticTable:
     """Measure layers of four times the default width and context, 256 and 512 for the default size."""
     return _measure_sizes(4 * experiment.size.width, 4 * experiment.size.context, rounds)
 

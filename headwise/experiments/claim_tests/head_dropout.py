@@ -10,7 +10,7 @@ from headwise.analysis import default_corpus, importance
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol
 
 DROPOUT = 0.2
@@ -49,7 +49,7 @@ def gini(values: np.ndarray) -> float:
     return float(np.abs(values[:, None] - values[None]).mean() / (2 * values.mean()))
 
 
-def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterator[ExperimentConfig]:
     """Return the default model of every seed, with and without head dropout."""
     return (
         config
@@ -58,7 +58,7 @@ def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig
     )
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure both models of every seed on the same held-out documents."""
     documents, names = experiment.held_out_corpus(), ("without", "with head dropout")
     trained = [

@@ -12,7 +12,7 @@ from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import AttentionCall
 from headwise.model import ModelProtocol, eval_mode
 
@@ -122,12 +122,12 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> list[ExperimentConfig]:
     """Return the default model of every seed."""
     return [experiment.make_config(seed) for seed in experiment.seeds]
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure the default model at every checkpoint on the same held-out texts."""
     statistics = StatisticTable()
     trained = [experiment.train_or_load(experiment.make_config(seed)) for seed in experiment.seeds]

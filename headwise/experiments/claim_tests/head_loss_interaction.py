@@ -12,7 +12,7 @@ from headwise.analysis import TargetBatch, compare_heads
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import MultiHeadAttention
 from headwise.kernels import causal
 from headwise.model import ModelProtocol, Transformer, eval_mode
@@ -95,14 +95,14 @@ def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condit
     yield "interaction left without mixing", None
 
 
-def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> list[ExperimentConfig]:
     """Return the default model, and a model with W_O fixed to the identity."""
     return [
         experiment.make_config(seed, init=init) for init in ("default", "identity W_O") for seed in experiment.seeds
     ]
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure both models on held-out text."""
     statistics, interactions = StatisticTable(), {}
     for init, name in (("default", LEARNED_OUTPUT), ("identity W_O", NO_MIXING)):

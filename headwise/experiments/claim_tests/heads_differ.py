@@ -7,10 +7,10 @@ import numpy as np
 
 from headwise.analysis import compare_heads, default_corpus
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
+from headwise.experiments.compared_head_counts import fit_log2_slopes, head_counts
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
-from headwise.experiments.head_counts import head_counts, log2_slopes
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol
 
 ROWS = 256  # text rows on which maps are compared
@@ -42,13 +42,13 @@ def head_differences(model: ModelProtocol, corpus: Any = None, rows: int = ROWS,
     }
 
 
-def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> list[ExperimentConfig]:
     """Return the default model, and every head count from two upward."""
     counts = dict.fromkeys((experiment.size.heads, *head_counts(experiment.size.width, min_heads=2)))
     return [experiment.make_config(seed, heads) for heads in counts for seed in experiment.seeds]
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure the default model before and after training, and every head count after training."""
     default_runs = [experiment.train_or_load(experiment.make_config(seed)) for seed in experiment.seeds]
     texts = [experiment.held_out_corpus(seed) for seed in experiment.seeds]
@@ -68,7 +68,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
         by_count[heads] = [entry["maps"] for entry in results]
         statistics.add("maps apart, by heads", heads, by_count[heads])
         statistics.add("spaces alike, by heads", heads, [entry["spaces"] for entry in results])
-    return statistics.add("maps apart, gained by a doubling of heads", None, log2_slopes(by_count))
+    return statistics.add("maps apart, gained by a doubling of heads", None, fit_log2_slopes(by_count))
 
 
 def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condition]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import Head
 from headwise.model import Transformer
 
@@ -60,12 +60,12 @@ def equal_weight_fraction(model: Transformer, first: int = 0, second: int = 1) -
     return float(torch.cat(equal).double().mean())
 
 
-def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> list[ExperimentConfig]:
     """Return short runs of both kinds of twins."""
     return [_short_config(experiment, seed, init) for init in INITS for seed in experiment.seeds]
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Compare heads 0 and 1, initialized equally, with heads 2 and 3 of the same model, initialized differently."""
     statistics = StatisticTable()
     for init in INITS:
@@ -91,7 +91,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
     return statistics
 
 
-def _short_config(experiment: ExperimentContext, seed: int, init: str) -> ExperimentConfig:
+def _short_config(experiment: TrainedModelProvider, seed: int, init: str) -> ExperimentConfig:
     return experiment.make_config(seed, init=init, recipe={"steps": max(8, experiment.size.steps // STEP_DIVISOR)})
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.analysis import forward_ids
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import AttentionCall, MultiHeadAttention
 from headwise.kernels import BACKENDS, blockwise, causal
 from headwise.model import ModelProtocol, eval_mode
@@ -54,7 +54,7 @@ def _call_deviation(call: AttentionCall) -> dict[str, float]:
     }
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure random layers of several sizes in float32: the worst error for each kernel and seed."""
     statistics = StatisticTable()
     worst: dict[str, list[float]] = {backend: [] for backend in COMPARED_BACKENDS}

@@ -9,7 +9,7 @@ from headwise.analysis import match_heads, profile
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 
 LAYERS = 4, 2  # layers of the teacher, and of its students
 STEP_FRACTION = 0.5  # fraction of the default steps
@@ -23,7 +23,7 @@ DISTANCE, ROLES = "bits from the nearest of the teacher's heads", "share of head
 GAP, APPROACH = "nats of maps above logits", "bits nearer to the teacher's heads"
 
 
-def teacher_and_students_by_loss(experiment: ExperimentContext, seed: int) -> dict[str, ExperimentConfig]:
+def teacher_and_students_by_loss(experiment: TrainedModelProvider, seed: int) -> dict[str, ExperimentConfig]:
     """Return a teacher, and a student with half its layers and heads for each loss, with equal initialization and data."""
     steps = {"steps": max(8, int(experiment.size.steps * STEP_FRACTION))}
     teacher = replace(experiment.make_config(seed, layers=LAYERS[0], recipe=steps), checkpoint_steps=())
@@ -38,14 +38,14 @@ def teacher_and_students_by_loss(experiment: ExperimentContext, seed: int) -> di
     return {"teacher": teacher, **students}
 
 
-def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterator[ExperimentConfig]:
     """Return the configurations of every seed, teachers first because students need them."""
     families = [teacher_and_students_by_loss(experiment, seed) for seed in experiment.seeds]
     yield from (models["teacher"] for models in families)
     yield from (config for models in families for name, config in models.items() if name != "teacher")
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure loss, synthetic evaluation, distance to the teacher's heads, and roles. Differences are paired by seed."""
     trained = [
         {
@@ -99,7 +99,7 @@ def _mean_accuracy(trained: TrainedModel) -> float:
     return float(np.mean(list(trained.probe_accuracy.values()))) if trained.probe_accuracy else float("nan")
 
 
-def _mean_distance(teacher: TrainedModel, student: TrainedModel, experiment: ExperimentContext) -> float:
+def _mean_distance(teacher: TrainedModel, student: TrainedModel, experiment: TrainedModelProvider) -> float:
     """Return the mean distance of a student's heads to the closest teacher head, selected on other texts."""
     return float(
         np.mean(

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
+from headwise.experiments.compared_head_counts import head_counts
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
-from headwise.experiments.head_counts import head_counts
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 
 ENDS = "mean loss of both ends above the mean of the counts between"
 MIN_GAP = 0.01  # nats, about 1% of perplexity
@@ -27,7 +27,7 @@ def gap_to_best(losses: Mapping[int, Sequence[float]]) -> dict[int, list[float]]
     return {heads: [a - b for a, b in zip(losses[heads], losses[best], strict=True)] for heads in losses}
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure the held-out loss of every head count, and its gap to the best head count between the ends."""
     losses = {
         h: [experiment.train_or_load(experiment.make_config(seed, h)).loss for seed in experiment.seeds]
@@ -79,7 +79,7 @@ def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condit
     return (("behind the best", heads) for heads in (counts[0], counts[-1]))
 
 
-def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterable[ExperimentConfig]:
     """Return every head count of the sweep."""
     return [
         experiment.make_config(seed, heads) for seed in experiment.seeds for heads in head_counts(experiment.size.width)

@@ -10,10 +10,10 @@ from torch import Tensor
 from headwise.analysis import TokenizedCorpus, default_corpus, effective_rank
 from headwise.errors import ArgumentError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
+from headwise.experiments.compared_head_counts import head_counts
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
-from headwise.experiments.head_counts import head_counts
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import AttentionCall, Circuit
 from headwise.kernels import raw_scores, repeat_kv
 from headwise.model import ModelProtocol, eval_mode
@@ -125,14 +125,14 @@ def _spectra(model: ModelProtocol) -> dict[str, float]:
     return spectra
 
 
-def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> list[ExperimentConfig]:
     """Return every head count."""
     return [
         experiment.make_config(seed, heads) for heads in head_counts(experiment.size.width) for seed in experiment.seeds
     ]
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure trained models of every head_dim."""
     statistics = StatisticTable()
     for heads in reversed(head_counts(experiment.size.width)):

@@ -12,7 +12,7 @@ from headwise.distributed import run_in_subprocess
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.kernels import attention, causal
 from headwise.model import ModelProtocol
 
@@ -50,7 +50,7 @@ def growth_exponent(by_length: Mapping[int, float]) -> float:
     return float(np.polyfit(x, y, 1)[0])
 
 
-def measure(experiment: ExperimentContext, lengths: Sequence[int] = LENGTHS) -> StatisticTable:
+def measure(experiment: TrainedModelProvider, lengths: Sequence[int] = LENGTHS) -> StatisticTable:
     """Measure heads of the default model."""
     return _measure_lengths(experiment.size.heads, experiment.size.width // experiment.size.heads, lengths)
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from headwise.analysis import TokenizedCorpus
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
+from headwise.experiments.compared_head_counts import fit_log2_slopes, head_counts
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
-from headwise.experiments.head_counts import head_counts, log2_slopes
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import AttentionCall
 from headwise.kernels import masked_scores, raw_scores, repeat_kv, softmax_weights
 from headwise.model import ModelProtocol, eval_mode
@@ -83,7 +83,7 @@ def model_std_and_entropy(model: ModelProtocol, corpus: Any = None, texts: int =
     return {name: float(torch.cat(rows).mean()) for name, rows in rows_by_name.items()}
 
 
-def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> list[ExperimentConfig]:
     """Return every head count with the scale, some also without."""
     return [
         experiment.make_config(seed, heads, **overrides)
@@ -92,7 +92,7 @@ def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
     ]
 
 
-def _variants(experiment: ExperimentContext) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def _variants(experiment: TrainedModelProvider) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yield the name, head count and attention fields of each trained model."""
     width = experiment.size.width
     for heads in reversed(head_counts(width)):
@@ -103,7 +103,7 @@ def _variants(experiment: ExperimentContext) -> Iterator[tuple[str, int, dict[st
             yield UNSCALED, heads, {"scale": 1.0}
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure trained models with and without the scale, and random q and k, for every head_dim."""
     statistics, width = StatisticTable(), experiment.size.width
     trained: dict[str, dict[int, list[float]]] = {TRAINED: {}, UNSCALED: {}}
@@ -122,7 +122,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
         trained[name][width // heads] = [entry["entropy"] for entry in results]
     for name, by_size in trained.items():
         _add_entropy(statistics, name, by_size)
-        statistics.add("entropy gained by a doubling of head_dim", name, log2_slopes(by_size))
+        statistics.add("entropy gained by a doubling of head_dim", name, fit_log2_slopes(by_size))
     for name, scaled in RANDOM.items():
         sizes = [width // heads for heads in reversed(head_counts(width))]
         random_results = {d: [random_std_and_entropy(d, scaled, seed) for seed in experiment.seeds] for d in sizes}
@@ -130,7 +130,7 @@ def measure(experiment: ExperimentContext) -> StatisticTable:
             statistics.add(f"sd: random, {name}", d, [sd for sd, _ in samples])
         by_size = {d: [entropy for _, entropy in samples] for d, samples in random_results.items()}
         _add_entropy(statistics, f"random, {name}", by_size)
-        statistics.add("slope of random q and k", name, log2_slopes(by_size))
+        statistics.add("slope of random q and k", name, fit_log2_slopes(by_size))
     return statistics
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
 from headwise.experiments.offset_lookup_task import STEPS, OffsetLookupTask, train_and_evaluate_lookups
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 
 TASK = OffsetLookupTask(offsets=(1, 2, 3, 4))
 HEADS = (1, 2, 4, 8)
@@ -14,7 +14,7 @@ MIN_LEARNED, MAX_BLENDED = 0.95, 0.5  # fractions of positions with all lookups 
 MIN_DIFFERENCE = 0.05  # smallest difference in accuracy that counts
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure accuracy on the synthetic language with one head and the default number, then lookups for every head count."""
     statistics = StatisticTable()
     single, multiple = (
@@ -94,7 +94,7 @@ def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condit
     yield from (("all look-ups right", heads) for heads in (1, *_sufficient_heads(statistics)))
 
 
-def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterable[ExperimentConfig]:
     """Return models with one head and with the default number of heads."""
     return [experiment.make_config(seed, heads) for seed in experiment.seeds for heads in (1, None)]
 

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 
 MIN_LOSS = 0.02  # nats, about 2% of perplexity
 LEARNED_OUTPUT = "learned"
 INITS = {LEARNED_OUTPUT: "default", "frozen random": "frozen W_O", "identity": "identity W_O"}
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure loss and accuracy with each kind of W_O, and the cost of the fixed ones."""
     statistics = StatisticTable()
     trained = {
@@ -44,7 +44,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     return Verdict("undecided", summary) if unsure else Verdict("depends", f"on the replacement of W_O: {summary}")
 
 
-def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterable[ExperimentConfig]:
     """Return all three kinds of models."""
     return [experiment.make_config(seed, init=init) for seed in experiment.seeds for init in INITS.values()]
 

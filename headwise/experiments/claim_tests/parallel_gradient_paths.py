@@ -9,8 +9,8 @@ import torch
 from headwise.analysis import TokenizedCorpus, default_corpus
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
 from headwise.experiments.gradient_paths import convolution_branches, head_branches, measure_gradient_independence
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol, Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -25,7 +25,7 @@ CONVOLUTION = "grouped convolution"
 TOKENS = 12  # tokens per text
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure small untrained layers of several kinds, and a grouped convolution, in float64."""
     results: dict[str, list[dict[str, float]]] = {}
     for seed in experiment.seeds:

@@ -9,9 +9,9 @@ import torch
 
 from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
+from headwise.experiments.compared_head_counts import head_counts
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
-from headwise.experiments.head_counts import head_counts
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import MultiHeadAttention
 from headwise.model import ModelProtocol
 from headwise.spec import AttentionSpec
@@ -55,7 +55,7 @@ def max_min_parameter_ratio(spec: AttentionSpec, heads: Sequence[int]) -> float:
     return max(counts) / min(counts)
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure plain and other layers of every head count that divides the width."""
     width = experiment.size.width
     heads = tuple(h for h in range(1, width + 1) if width % h == 0)

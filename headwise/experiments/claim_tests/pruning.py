@@ -12,7 +12,7 @@ from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol
 
 PRUNED_FRACTIONS = (
@@ -69,12 +69,12 @@ def max_prunable_fraction(increases: Sequence[tuple[float, float]], threshold: f
     return fraction
 
 
-def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterator[ExperimentConfig]:
     """Return the default model of every seed."""
     return (experiment.make_config(seed) for seed in experiment.seeds)
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure the model of every seed. Heads are selected on some held-out documents and evaluated on others."""
     choosing, judging = (experiment.held_out_corpus(experiment.seeds[0] + offset) for offset in (1, 2))
     return _summarize(

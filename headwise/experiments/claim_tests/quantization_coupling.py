@@ -19,7 +19,7 @@ from headwise.experiments.claim import (
 )
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol
 
 BITS = 3  # low enough for a measurable cost
@@ -184,12 +184,12 @@ def sample_kv_heads(model: ModelProtocol, max_query_heads: int = HEADS, seed: in
     return [name for name in names if name in selected]
 
 
-def training_configs(experiment: ExperimentContext) -> Iterator[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterator[ExperimentConfig]:
     """Return the default model of every seed."""
     return (experiment.make_config(seed) for seed in experiment.seeds)
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure the model of every seed on held-out documents of that seed."""
     statistics, costs = StatisticTable(), list[QuantizationCosts]()
     for config in training_configs(experiment):

@@ -7,7 +7,7 @@ from headwise.analysis import RELATION_THRESHOLD, Profile, best_relation_heads, 
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol
 
 MIN_ARCS = 20  # smallest number of arcs of a relation on the reporting half
@@ -32,12 +32,12 @@ def relation_gains_and_significance(profiled: Profile, min_arcs: int = MIN_ARCS)
     }
 
 
-def training_configs(experiment: ExperimentContext) -> list[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> list[ExperimentConfig]:
     """Return the default model of every seed."""
     return [experiment.make_config(seed) for seed in experiment.seeds]
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Compare the default model after training with its initial state."""
     pairs = []
     for seed in experiment.seeds:

@@ -8,7 +8,7 @@ import numpy as np
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict, statistic_key_selector
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 
 RATE_FACTORS = (5, 15)  # multiples of the default learning rate
 STEPS, WARMUP = 320, 10
@@ -21,7 +21,7 @@ def loss_excess(trained: TrainedModel, reference: TrainedModel) -> float:
     return min(trained.loss, math.log(trained.config.spec.vocab)) - reference.loss
 
 
-def measure(experiment: ExperimentContext) -> StatisticTable:
+def measure(experiment: TrainedModelProvider) -> StatisticTable:
     """Measure the cost of high rates with one head, the default number and four times as many, and the spread over seeds."""
     statistics, excesses = StatisticTable(), {}
     for heads in _heads(experiment):
@@ -90,7 +90,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     return Verdict("holds", f"high rates cost one head more; the spread over seeds {spread_note}")
 
 
-def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig]:
+def training_configs(experiment: TrainedModelProvider) -> Iterable[ExperimentConfig]:
     """Return short runs at three rates. With several seeds also full runs, which the sweep shares."""
     short_configs = [
         _short_config(experiment, seed, h, factor)
@@ -106,11 +106,11 @@ def training_configs(experiment: ExperimentContext) -> Iterable[ExperimentConfig
     ]
 
 
-def _heads(experiment: ExperimentContext) -> tuple[int, ...]:
+def _heads(experiment: TrainedModelProvider) -> tuple[int, ...]:
     return 1, experiment.size.heads, min(4 * experiment.size.heads, experiment.size.width)
 
 
-def _short_config(experiment: ExperimentContext, seed: int, heads: int, factor: float) -> ExperimentConfig:
+def _short_config(experiment: TrainedModelProvider, seed: int, heads: int, factor: float) -> ExperimentConfig:
     """Return a short run at a multiple of the default rate, with little warmup."""
     steps = min(STEPS, experiment.size.steps)
     settings = {"steps": steps, "warmup": min(WARMUP, steps // 2), "evaluate_every": steps, "save_every": steps}

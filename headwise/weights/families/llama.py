@@ -20,7 +20,7 @@ from headwise.weights.families.family import (
     setting_or_default,
     translate_setting,
 )
-from headwise.weights.families.llama_files import GGUF_NAMES, META_NAMES
+from headwise.weights.families.llama_meta_and_gguf import GGUF_NAMES, META_NAMES
 from headwise.weights.keymap import TensorMapping
 
 # Defaults of transformers that differ between the three model types.

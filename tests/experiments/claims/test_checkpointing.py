@@ -12,7 +12,7 @@ from headwise.experiments.claim_tests.checkpointing import (
 )
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
+from headwise.experiments.trained_model_provider import ExperimentSize, TrainedModelProvider
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import make_tokenizer
@@ -81,7 +81,7 @@ def test_measure_checkpointing_unsupported_model_raises():
 
 @pytest.mark.slow
 def test_checkpointing_small_experiment_gives_verdict(tmp_path):
-    experiment = ExperimentContext(
+    experiment = TrainedModelProvider(
         ExperimentStore(tmp_path), size=ExperimentSize(width=16, heads=4, context=64, batch_size=8)
     )
     statistics = measure(experiment, (1, 4), rounds=3, memory_runs=2)

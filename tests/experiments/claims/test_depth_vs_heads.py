@@ -13,7 +13,7 @@ from headwise.experiments.claim_tests.depth_vs_heads import (
 )
 from headwise.experiments.engine.experiment_config import ExperimentConfig, TrainedModel
 from headwise.experiments.engine.experiment_store import ExperimentStore
-from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
+from headwise.experiments.trained_model_provider import ExperimentSize, TrainedModelProvider
 from headwise.text.synthetic import VOCABULARY
 
 CASES = {
@@ -31,14 +31,16 @@ def test_curve_gap_equals_closed_form():
 
 
 def test_model_triple_differs_in_layers_or_heads(tmp_path):
-    full, fewer_layers, fewer_heads = equal_parameter_configs(ExperimentContext(ExperimentStore(tmp_path)), 1).values()
+    full, fewer_layers, fewer_heads = equal_parameter_configs(
+        TrainedModelProvider(ExperimentStore(tmp_path)), 1
+    ).values()
     assert [p.spec.layers for p in (full, fewer_layers, fewer_heads)] == [6, 5, 6]
     assert [p.spec.attention.heads for p in (full, fewer_layers, fewer_heads)] == [8, 8, 4]
     assert full.recipe == fewer_layers.recipe == fewer_heads.recipe
     assert full.recipe.steps == 1200
 
 
-class CurveStubExperiment(ExperimentContext):
+class CurveStubExperiment(TrainedModelProvider):
     """The loss starts at 4 and falls by 1 nat per step for the full model, by half of that for smaller ones."""
 
     def train_or_load(self, config: ExperimentConfig) -> TrainedModel:

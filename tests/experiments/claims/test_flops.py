@@ -2,7 +2,7 @@ import pytest
 
 from headwise.experiments.claim_tests.flops import CLAIM, HEADS, SOFTMAX_OPS, count_flops, measure, measure_model
 from headwise.experiments.engine.experiment_store import ExperimentStore
-from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
+from headwise.experiments.trained_model_provider import ExperimentSize, TrainedModelProvider
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -33,7 +33,7 @@ def test_layer_flops_shared_kv_projected_once():
 
 def test_flops_softmax_matters_for_narrow_layer(tmp_path):
     statistics = measure(
-        ExperimentContext(ExperimentStore(tmp_path), size=ExperimentSize(width=64, context=128)), [(768, 1024)]
+        TrainedModelProvider(ExperimentStore(tmp_path), size=ExperimentSize(width=64, context=128)), [(768, 1024)]
     )
     per_token = [8 * 64**2 + 4 * 128 * 64 + SOFTMAX_OPS * heads * 128 for heads in (HEADS[0], HEADS[-1])]
     assert statistics["most over fewest", "with softmax 64x128"].mean == pytest.approx(per_token[1] / per_token[0])

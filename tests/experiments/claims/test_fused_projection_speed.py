@@ -10,7 +10,7 @@ from headwise.experiments.claim_tests.fused_projection_speed import (
 )
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import MultiHeadAttention
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
@@ -60,7 +60,7 @@ def test_loop_slowdown_many_heads_is_slower():
 
 
 def test_one_projection_small_experiment_gives_verdict(tmp_path):
-    statistics = measure(ExperimentContext(ExperimentStore(tmp_path)), ((16, 4, 3), (24, 3, 5)), rounds=3)
+    statistics = measure(TrainedModelProvider(ExperimentStore(tmp_path)), ((16, 4, 3), (24, 3, 5)), rounds=3)
     assert list(statistics.by_condition("layer forward")) == ["16x4x3", "24x3x5"]
     assert CLAIM.judge(statistics)
 

@@ -9,7 +9,7 @@ from headwise.experiments.claim_tests.head_count_bandwidth import (
 )
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
+from headwise.experiments.trained_model_provider import ExperimentSize, TrainedModelProvider
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -45,7 +45,7 @@ def test_relative_times_without_eight_heads_raises():
 
 def test_bandwidth_small_experiment_gives_verdict(tmp_path):
     statistics = measure(
-        ExperimentContext(ExperimentStore(tmp_path), size=ExperimentSize(width=16, context=4)), rounds=3
+        TrainedModelProvider(ExperimentStore(tmp_path), size=ExperimentSize(width=16, context=4)), rounds=3
     )
     assert list(statistics.by_condition("fused with backward")) == [1, 2, 4, 8, 16, 32, 64]
     assert CLAIM.judge(statistics)

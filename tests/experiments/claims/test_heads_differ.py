@@ -5,8 +5,8 @@ import pytest
 import headwise as hw
 from headwise.experiments.claim import VERDICTS
 from headwise.experiments.claim_tests.heads_differ import CLAIM, head_differences, judge, measure, measure_model
+from headwise.experiments.compared_head_counts import fit_log2_slopes
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.head_counts import log2_slopes
 from tests.attached.test_analysis import build, documents
 from tests.experiments.tiny import copy_first_head, tiny_experiment
 
@@ -73,7 +73,7 @@ def test_differences_random_subspaces_overlap_at_chance(tmp_path):
 
 
 def test_log2_slopes_known_values():
-    assert log2_slopes({2: [1.0, 0.0], 8: [3.0, 0.0], 32: [5.0, 0.0]}) == [1.0, 0.0]
+    assert fit_log2_slopes({2: [1.0, 0.0], 8: [3.0, 0.0], 32: [5.0, 0.0]}) == [1.0, 0.0]
 
 
 def test_heads_differ_tiny_experiment_gives_statistics(tmp_path):

@@ -20,7 +20,7 @@ from headwise.experiments.claim_tests.logits_align_heads import (
 )
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.experiment_store import ExperimentStore
-from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
+from headwise.experiments.trained_model_provider import ExperimentSize, TrainedModelProvider
 
 LOGITS_BESIDE_TEXT = "logits, beside text"
 WORSE, BETTER = [0.05, 0.06, 0.055], [-0.05, -0.06, -0.055]
@@ -33,7 +33,7 @@ CASES = {
 
 
 def test_teacher_and_students_differ_only_in_loss(tmp_path) -> None:
-    teacher, *students = teacher_and_students_by_loss(ExperimentContext(ExperimentStore(tmp_path)), 3).values()
+    teacher, *students = teacher_and_students_by_loss(TrainedModelProvider(ExperimentStore(tmp_path)), 3).values()
     assert [student.distill_losses for student in students] == list(STUDENT_LOSSES.values())
     assert {replace(student, distill_losses="", teacher=None) for student in students} == {students[0]}
     assert all(student.teacher == teacher for student in students[1:])
@@ -45,8 +45,8 @@ def test_teacher_and_students_differ_only_in_loss(tmp_path) -> None:
         replace(students[0], distill_losses="maps")
 
 
-def make_tiny_experiment(folder) -> ExperimentContext:
-    return ExperimentContext(
+def make_tiny_experiment(folder) -> TrainedModelProvider:
+    return TrainedModelProvider(
         ExperimentStore(folder), (0,), ExperimentSize(width=16, heads=4, steps=8, batch_size=2, documents=12)
     )
 

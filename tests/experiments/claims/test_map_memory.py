@@ -2,7 +2,7 @@ import pytest
 
 from headwise.experiments.claim_tests.map_memory import CLAIM, attention_memory, growth_exponent, measure, measure_model
 from headwise.experiments.engine.experiment_store import ExperimentStore
-from headwise.experiments.experiment_context import ExperimentContext, ExperimentSize
+from headwise.experiments.trained_model_provider import ExperimentSize, TrainedModelProvider
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 
@@ -29,7 +29,7 @@ def test_memory_batched_holds_maps_fused_does_not():
 @pytest.mark.slow
 def test_map_memory_small_experiment_gives_verdict(tmp_path):
     statistics = measure(
-        ExperimentContext(ExperimentStore(tmp_path), size=ExperimentSize(width=16, heads=4)), (64, 512)
+        TrainedModelProvider(ExperimentStore(tmp_path), size=ExperimentSize(width=16, heads=4)), (64, 512)
     )
     assert list(statistics.by_condition("batched")) == [64, 512]
     assert CLAIM.judge(statistics)

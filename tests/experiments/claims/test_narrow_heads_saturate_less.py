@@ -15,8 +15,8 @@ from headwise.experiments.claim_tests.narrow_heads_saturate_less import (
     random_std_and_entropy,
     score_std_and_entropy,
 )
+from headwise.experiments.compared_head_counts import fit_log2_slopes, head_counts
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.head_counts import head_counts, log2_slopes
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import make_tokenizer
@@ -109,6 +109,6 @@ def test_saturation_unscaled_models_are_included(tmp_path):
         assert statistics[f"{name}: {UNSCALED}", 1] == statistics[f"{name}: {TRAINED}", 1]
     # the untrained models have equal weights with and without scale, so only the scale differs
     assert statistics[f"sd: {UNSCALED}", 16].mean > statistics[f"sd: {TRAINED}", 16].mean
-    slope = log2_slopes({d: statistics[f"entropy: {UNSCALED}", d].values for d in (1, 2, 16)})
+    slope = fit_log2_slopes({d: statistics[f"entropy: {UNSCALED}", d].values for d in (1, 2, 16)})
     assert statistics[NAME, UNSCALED].values == pytest.approx(slope)
     assert list(statistics.by_condition("slope of random q and k")) == ["unscaled", "by 1/√d"]

@@ -4,8 +4,8 @@ import torch
 from headwise.experiments.claim_tests.parallel_gradient_paths import CLAIM, CONVOLUTION, measure, measure_model
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.experiment_context import ExperimentContext
 from headwise.experiments.gradient_paths import convolution_branches, head_branches, measure_gradient_independence
+from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import make_tokenizer
@@ -107,7 +107,7 @@ def test_compare_leaves_model_unchanged():
 
 
 def test_jacobians_experiment_gives_verdict(tmp_path):
-    experiment = ExperimentContext(ExperimentStore(tmp_path), (0, 1))
+    experiment = TrainedModelProvider(ExperimentStore(tmp_path), (0, 1))
     statistics = measure(experiment)
     assert statistics["channels read", "heads"].mean == 1
     assert statistics["channels read", "heads, sliced input"].mean == pytest.approx(1 / 4)

@@ -60,7 +60,7 @@ OUTSIDE_WINDOW = replace(
 )  # fmt: skip
 
 
-class OutsideWindowAttentionMetric(TaskMetric):
+class FarAttentionMetric(TaskMetric):
     """Far-offset, fixed-position and outside-window scores. Computed by `hw.profile(model, prompts=True)`.
 
     `outside window` is not measured for encoders, which have no cache.
@@ -68,7 +68,7 @@ class OutsideWindowAttentionMetric(TaskMetric):
     Args:
         corpus: Texts to concatenate. None selects the default corpus of a profile.
 
-    >>> [spec.name for spec in OutsideWindowAttentionMetric().metric_specs if spec.displayed]
+    >>> [spec.name for spec in FarAttentionMetric().metric_specs if spec.displayed]
     ['far offset', 'fixed position', 'outside window']
     """
 

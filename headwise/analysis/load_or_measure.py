@@ -102,7 +102,7 @@ def documents_digest(corpus: Corpus) -> str:
     return hasher.hexdigest()
 
 
-def stored_profile(
+def load_or_measure_profile(
     model: ModelProtocol, corpus: Any = None, *, store: ResultStore | None, key: ModelKey | None = None,
     prompts: bool = False, causal: bool = True, progress: Progress | None = None,
 ) -> Profile:  # fmt: skip
@@ -119,7 +119,7 @@ def stored_profile(
     return _serve(store, PROFILE, parts, description, measure, profile_to_bytes, profile_from_bytes)
 
 
-def stored_head_profile(
+def load_or_measure_head_profile(
     model: ModelProtocol, head: Address, corpus: Any = None, *, store: ResultStore | None, prompts: bool = False,
     progress: Progress | None = None,
 ) -> Profile:  # fmt: skip
@@ -137,14 +137,16 @@ def stored_head_profile(
     """
     key = None if store is None else ModelKey.of(model)
     if not supports_causal_test(model):
-        return stored_profile(model, corpus, store=store, key=key, prompts=prompts, progress=progress)
+        return load_or_measure_profile(model, corpus, store=store, key=key, prompts=prompts, progress=progress)
     settings = {} if key is None else key.to_dict() | corpus_key(model, corpus) | {"prompts": prompts}
     if store is not None and key is not None:
         full_key = result_key({"kind": PROFILE, **settings, "causal": True})
         full = _read(store, PROFILE, full_key, profile_from_bytes)
         if full is not None:
             return full
-    base = stored_profile(model, corpus, store=store, key=key, prompts=prompts, causal=False, progress=progress)
+    base = load_or_measure_profile(
+        model, corpus, store=store, key=key, prompts=prompts, causal=False, progress=progress
+    )
 
     def measure() -> tuple[RoleEvidence, ...]:
         return run_head_causal_test(model, base, head, corpus, progress)
@@ -157,7 +159,7 @@ def stored_head_profile(
     return with_head_evidence(base, head, evidence)
 
 
-def stored_importance(
+def load_or_measure_importance(
     model: ModelProtocol, corpus: Any, heads: Sequence[str], *, store: ResultStore | None, key: ModelKey | None = None,
     progress: Progress | None = None,
 ) -> Importance:  # fmt: skip

@@ -43,7 +43,7 @@ class ExperimentSize(JSONSpec):
 
 
 @dataclass(frozen=True)
-class ExperimentContext:
+class TrainedModelProvider:
     """Input of an experiment. `make_config` describes a model, `train_or_load` returns it trained.
 
     Attributes:

@@ -17,10 +17,10 @@ def head_counts(width: int, min_heads: int = 1) -> list[int]:
     return [heads for heads in HEAD_COUNTS if heads >= min_heads and width % heads == 0]
 
 
-def log2_slopes(values: Mapping[int, Sequence[float]]) -> list[float]:
+def fit_log2_slopes(values: Mapping[int, Sequence[float]]) -> list[float]:
     """Return the least-squares slope per doubling of the condition, one per seed.
 
-    >>> log2_slopes({1: [3.0], 2: [5.0], 4: [7.0]})
+    >>> fit_log2_slopes({1: [3.0], 2: [5.0], 4: [7.0]})
     [2.0]
     """
     x = [math.log2(condition) for condition in values]

@@ -10,14 +10,14 @@ import torch
 from typer.testing import CliRunner
 
 import headwise as hw
-from headwise.analysis import stored_results
+from headwise.analysis import load_or_measure
 from headwise.analysis.head_facts import composition_partners, measure_related_heads, nearest_heads
-from headwise.analysis.stored_results import (
+from headwise.analysis.load_or_measure import (
     ModelKey,
     corpus_key,
     find_stored_profile,
-    stored_importance,
-    stored_profile,
+    load_or_measure_importance,
+    load_or_measure_profile,
     whole_layers,
 )
 from headwise.cli import app
@@ -42,14 +42,14 @@ def forbid(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise AssertionError(f"{name} was measured again")
 
-    monkeypatch.setattr(stored_results, name, fail)
+    monkeypatch.setattr(load_or_measure, name, fail)
 
 
 def test_second_profile_is_read_and_equal(store: ResultStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = stored_profile(decoder(), TEXTS, store=store, causal=False)
+    first = load_or_measure_profile(decoder(), TEXTS, store=store, causal=False)
     assert first.to_dict() == hw.profile(decoder(), TEXTS, causal=False).to_dict()
     forbid(monkeypatch, "profile")
-    second = stored_profile(decoder(), TEXTS, store=store, causal=False)
+    second = load_or_measure_profile(decoder(), TEXTS, store=store, causal=False)
     assert json.dumps(first.to_dict()) == json.dumps(second.to_dict())
     assert first.table() == second.table()
     assert first.summary("0.1").lines == second.summary("0.1").lines
@@ -81,10 +81,10 @@ def test_corpus_keys_differ_in_texts_and_relations() -> None:
 
 def test_silenced_model_neither_reads_nor_writes(store: ResultStore) -> None:
     model = decoder()
-    full = stored_profile(model, TEXTS, store=store, causal=False)
+    full = load_or_measure_profile(model, TEXTS, store=store, causal=False)
     with model.heads["0.*"].silenced():
         assert ModelKey.of(model) is None
-        silenced = stored_profile(model, TEXTS, store=store, causal=False)
+        silenced = load_or_measure_profile(model, TEXTS, store=store, causal=False)
         assert find_stored_profile(model, store) is None
     assert len(store.list_entries()) == 1
     assert silenced.to_dict()["heads"] != full.to_dict()["heads"]
@@ -93,11 +93,11 @@ def test_silenced_model_neither_reads_nor_writes(store: ResultStore) -> None:
 def test_importance_is_stored_layer_by_layer(store: ResultStore, monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder()
     expected = hw.importance(model, TEXTS)
-    layer = stored_importance(model, TEXTS, ["1.*"], store=store)
+    layer = load_or_measure_importance(model, TEXTS, ["1.*"], store=store)
     assert [str(address) for address in layer.addresses] == [str(a) for a in model.spec.head_addresses if a.layer == 1]
-    joined = stored_importance(model, TEXTS, whole_layers(model, "*"), store=store)
+    joined = load_or_measure_importance(model, TEXTS, whole_layers(model, "*"), store=store)
     forbid(monkeypatch, "importance")
-    again = stored_importance(model, TEXTS, whole_layers(model, "*"), store=store)
+    again = load_or_measure_importance(model, TEXTS, whole_layers(model, "*"), store=store)
     for result in (joined, again):
         assert result.addresses == expected.addresses
         np.testing.assert_allclose(result.mean, expected.mean, atol=1e-6)
@@ -115,15 +115,15 @@ def test_whole_layers_of_patterns() -> None:
 
 def test_damaged_result_is_measured_again(store: ResultStore) -> None:
     model = decoder()
-    first = stored_importance(model, TEXTS, ["0.*"], store=store)
+    first = load_or_measure_importance(model, TEXTS, ["0.*"], store=store)
     (result,) = store.list_entries()
     store.write(result.kind, result.key, b"not a result", result.description)
-    np.testing.assert_array_equal(stored_importance(model, TEXTS, ["0.*"], store=store).mean, first.mean)
+    np.testing.assert_array_equal(load_or_measure_importance(model, TEXTS, ["0.*"], store=store).mean, first.mean)
 
 
 def test_no_pickle_in_stored_files(store: ResultStore) -> None:
-    stored_profile(decoder(), TEXTS, store=store, causal=False)
-    stored_importance(decoder(), TEXTS, ["0.*"], store=store)
+    load_or_measure_profile(decoder(), TEXTS, store=store, causal=False)
+    load_or_measure_importance(decoder(), TEXTS, ["0.*"], store=store)
     for result in store.list_entries():
         assert b"cnumpy" not in result.path.read_bytes()
         assert b"\x80\x04\x95" not in result.path.read_bytes()[:4096]
@@ -189,7 +189,7 @@ def test_store_command_lists_locates_and_prunes(folder: Path, tmp_path: Path) ->
 def test_scan_finds_roles_in_the_store() -> None:
     model = decoder()
     assert hw.scan(model, "a cat").profile_name == ""
-    profile = stored_profile(model, None, store=ResultStore(), causal=False)
+    profile = load_or_measure_profile(model, None, store=ResultStore(), causal=False)
     assert hw.scan(model, "a cat").profile_name == profile.metadata["corpus"]
     assert hw.scan(model, "a cat", store=False).profile_name == ""
 

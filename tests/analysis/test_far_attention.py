@@ -6,11 +6,11 @@ import torch
 
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.batch_context import WINDOW
-from headwise.analysis.metrics.outside_window_attention import (
+from headwise.analysis.metrics.far_attention import (
     LENGTH,
     STREAMING_POLICY,
     TEXTS,
-    OutsideWindowAttentionMetric,
+    FarAttentionMetric,
     attention_outside_window,
     concatenated_texts,
 )
@@ -34,7 +34,7 @@ def texts() -> list[str]:
 
 
 def run_far_offset_task(built: WordModel) -> tuple[Accumulator, TaskMetricResult]:
-    accumulator, metric = Accumulator(built.heads), OutsideWindowAttentionMetric(texts())
+    accumulator, metric = Accumulator(built.heads), FarAttentionMetric(texts())
     with torch.no_grad():
         result = metric.run(built.model, accumulator)
     assert result.skip_reason == ""
@@ -117,7 +117,7 @@ def test_far_offset_task_skips_layers_with_window() -> None:
     model.tokenizer = word_tokenizer(WORDS)
     accumulator = Accumulator(2)
     with torch.no_grad():
-        assert OutsideWindowAttentionMetric(texts()).run(model, accumulator).skip_reason == ""
+        assert FarAttentionMetric(texts()).run(model, accumulator).skip_reason == ""
     assert all(np.isnan(accumulator.mean(name)).all() for name in ("far offset", "fixed position", "outside window"))
     assert assess(score(accumulator, None, roles=PROMPT_ROLES), 2)[0] == [[], []]
 
@@ -129,10 +129,7 @@ def test_concatenated_texts_have_fixed_length_and_follow_seed() -> None:
     assert sequences != concatenated_texts(built.model, texts(), seed=1)
     assert concatenated_texts(WordModel(WORDS, heads=1, positions=LENGTH - 1).model, texts()) == []
     assert concatenated_texts(built.model, ["w1 w2"]) == []
-    assert (
-        "too little context or text"
-        in OutsideWindowAttentionMetric(["w1 w2"]).run(built.model, Accumulator(1)).skip_reason
-    )
+    assert "too little context or text" in FarAttentionMetric(["w1 w2"]).run(built.model, Accumulator(1)).skip_reason
 
 
 def test_attention_outside_window_equals_hand_count() -> None:
@@ -151,7 +148,7 @@ def false_alarms(seeds: range, gain: float, kind: str, size: tuple[int, int, int
         model = untrained_model(seed, gain, tokenizer, *size)
         accumulator = Accumulator(len(model.spec.head_addresses))
         with torch.no_grad():
-            task = OutsideWindowAttentionMetric(None if kind == "pieces" else corpus)
+            task = FarAttentionMetric(None if kind == "pieces" else corpus)
             assert task.run(model, accumulator, seed).skip_reason == ""
         evidence, _ = assess(score(accumulator, None, roles=PROMPT_ROLES), accumulator.heads)
         labels += [
