@@ -3,7 +3,7 @@
 from headwise.text.synthetic.cloze_probes import ClozeProbe, cloze_probes
 from headwise.text.synthetic.generator import SyntheticLanguage
 from headwise.text.synthetic.max_offset_fractions import MAX_OFFSET_FRACTIONS
-from headwise.text.synthetic.synthetic_relation_statistics import SyntheticRelationStatistics, describe_language
+from headwise.text.synthetic.synthetic_relation_summary import SyntheticRelationSummary, describe_language
 from headwise.text.synthetic.vocabulary import VOCABULARY, WORD_CLASSES
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "WORD_CLASSES",
     "ClozeProbe",
     "SyntheticLanguage",
-    "SyntheticRelationStatistics",
+    "SyntheticRelationSummary",
     "cloze_probes",
     "describe_language",
 ]

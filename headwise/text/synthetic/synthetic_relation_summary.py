@@ -29,7 +29,7 @@ class RelationSummary(NamedTuple):
     example: str
 
 
-class SyntheticRelationStatistics(NamedTuple):
+class SyntheticRelationSummary(NamedTuple):
     """Statistics of all relations, and one example document.
 
     Attributes:
@@ -41,7 +41,7 @@ class SyntheticRelationStatistics(NamedTuple):
     document: Document
 
 
-def describe_language(documents: int = 2000, split: str = "train", seed: int = 0) -> SyntheticRelationStatistics:
+def describe_language(documents: int = 2000, split: str = "train", seed: int = 0) -> SyntheticRelationSummary:
     """Measure the first documents of the synthetic language.
 
     >>> rows, document = describe_language(documents=200)
@@ -61,7 +61,7 @@ def describe_language(documents: int = 2000, split: str = "train", seed: int = 0
             rows.append(
                 RelationSummary(name, table[name].total(), best, fraction, max_fraction, _example(sampled, name, best))
             )
-    return SyntheticRelationStatistics(tuple(rows), sampled[0])
+    return SyntheticRelationSummary(tuple(rows), sampled[0])
 
 
 def _example(documents: list[Document], name: str, top_offset: int) -> str:
