@@ -59,6 +59,13 @@ def test_guide_text_blocks_equal_printed_output() -> None:
             assert stdout.getvalue() == expected, page.name
 
 
+def test_guide_notebook_equals_pages() -> None:
+    from tools.build_guide_notebook import build_notebook
+
+    committed = (ROOT / "docs" / "guide" / "guide.ipynb").read_text()
+    assert committed == build_notebook(), "run python tools/build_guide_notebook.py"
+
+
 def matches_promise(printed: str, promise: str) -> bool:
     """Check the comment after a print against its output. Words may follow a comma or colon, and … omits text."""
     if promise.endswith("…"):

@@ -12,7 +12,7 @@ MAX_LINE, MAX_IMAGE_WIDTH, MAX_BYTES = 48, 520, 300_000  # characters of code, p
 
 
 def test_examples_are_the_four_notebooks() -> None:
-    assert [book.stem.split("-")[1] for book in NOTEBOOKS] == ["look", "price", "train", "claims"]
+    assert [book.stem.split("-")[1] for book in NOTEBOOKS] == ["roles", "induction", "pruning", "molecules"]
 
 
 @pytest.mark.parametrize("book", NOTEBOOKS, ids=lambda book: book.stem)
