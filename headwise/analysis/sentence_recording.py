@@ -55,10 +55,12 @@ class SentenceRecorder:
         if not indices:
             return
         v = call.v[0, list(call.params.kv_of_head)][indices].float()  # (h, S, e)
-        value_norms = PerHeadOutput(v[None], call.hook_point.W_O[indices].float(), None).head_norms()[
+        value_norms = PerHeadOutput(v[None], call.hook_point.W_O_for_listeners[indices].float(), None).head_norms()[
             0
         ]  # ‖v_j W_O‖: (h, S)
-        output_norms = PerHeadOutput(call.z.float(), call.hook_point.W_O.float(), None).head_norms()[0]  # (H, T)
+        output_norms = PerHeadOutput(call.z.float(), call.hook_point.W_O_for_listeners.float(), None).head_norms()[
+            0
+        ]  # (H, T)
         total = output_norms.sum(0)  # (T,)
         fractions = (output_norms / total.where(total > 0, 1.0))[indices]  # (h, T)
         self.add_layer(

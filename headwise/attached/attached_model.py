@@ -91,6 +91,9 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         self.dense_cache_layers: set[LayerAddress] = set()  # layers whose cache passes on the keys of all tokens
         self._per_head_cache_checked = False
         self._save_notice_shown = False  # the notice about saving a pruned model is printed once
+        devices = {weight.device for weight in model.parameters() if weight.device.type != "meta"}
+        for layer in layers:  # analysis compares layers on different devices
+            layer.hook_point.listener_device = self.device if len(devices) > 1 else None
         self._attachment = self._attach(layers)
 
     def _attach(self, layers: list[AttachedLayer]) -> Any:

@@ -56,7 +56,7 @@ def forward_tokens(
         }
         with _captured_outputs(model.get_decoder()) as states, _explain_call_errors(model):
             output = model(**_drop_none(inputs), use_cache=False)
-        return states[-1] if hidden else output.logits
+        return (states[-1] if hidden else output.logits).to(ids.device)  # layers may be on several devices
     if source is not None:
         raise ArgumentError(
             f"source: only encoder-decoders take a source, and this model is of kind {spec.kind}. Remove it."
@@ -73,7 +73,7 @@ def forward_tokens(
     ):
         output = body(**_drop_none(inputs))
     if not hidden:
-        return output.logits
+        return output.logits.to(ids.device)
     states = (
         head_inputs[-1]
         if head_inputs
@@ -86,7 +86,7 @@ def forward_tokens(
             f"hidden=True: {type(body).__name__} does not return one hidden state per token. Call the transformers model "
             f"itself: attached.model(…)."
         )
-    return states
+    return states.to(ids.device)
 
 
 def _check_padding_side(model: Any, spec: ModelSpec, *attention_masks: Tensor | None) -> None:
@@ -166,7 +166,7 @@ class AttachedLMHead:
         ids = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
         with _fixed_body_output(model, states):
             logits = model(input_ids=ids).logits  # (1, n, V)
-        return logits.reshape(*hidden.shape[:-1], -1)
+        return logits.reshape(*hidden.shape[:-1], -1).to(hidden.device)
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
         """Return the mean cross-entropy of targets, or the sum divided by `total`: (N, D), (N,) → scalar."""

@@ -162,8 +162,8 @@ class DeviceSetup:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(self.dtype).double()
 
     def put(self, x: Tensor) -> Tensor:
-        """Return a tensor in the dtype on the device."""
-        return x.to(self.dtype).to(self.device)
+        """Return a copy of a tensor in the dtype on the device."""
+        return x.to(self.dtype, copy=True).to(self.device)
 
 
 @dataclass(frozen=True)

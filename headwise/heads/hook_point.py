@@ -93,6 +93,15 @@ class AttentionCall:
     z: Tensor
     token_gate: Tensor | None = None
 
+    def to(self, device: torch.device) -> "AttentionCall":
+        """Return the call with all tensors on a device. Masks move when they are read."""
+        if self.q.device == device:
+            return self
+        q, k, v, z = (x.to(device) for x in (self.q, self.k, self.v, self.z))
+        params = self.params.with_learnable_tensors([x.to(device) for x in self.params.learnable_tensors()])
+        token_gate = None if self.token_gate is None else self.token_gate.to(device)
+        return AttentionCall(self.hook_point, q, k, v, params, z, token_gate)
+
     def maps(self) -> Tensor:
         """Compute the attention weights of every head from q and k in at least float32, (B, H, T, S)."""
         with autocast_disabled(self.q.device):
@@ -118,9 +127,11 @@ class HookPoint:
 
     Attributes:
         extra_keys: Number of keys after those of the tokens, such as the learned key of `nn.MultiheadAttention`.
+        listener_device: Device of the tensors that listeners see. None means that of the layer.
     """
 
     extra_keys = 0
+    listener_device: torch.device | None = None
 
     def __init__(
         self, address: LayerAddress, head_ids: tuple[int, ...], output: OutputWeightsProtocol, window: int | None = None
@@ -136,6 +147,11 @@ class HookPoint:
     def W_O(self) -> Tensor:
         """View of the output weights of the heads, (H, e, D)."""
         return self._output.head_output_weights
+
+    @property
+    def W_O_for_listeners(self) -> Tensor:
+        """`W_O` on the device of the tensors that listeners see."""
+        return self.W_O if self.listener_device is None else self.W_O.to(self.listener_device)
 
     @property
     def head_addresses(self) -> tuple[Address, ...]:
@@ -206,7 +222,9 @@ class HookPoint:
 
     def __deepcopy__(self, memo: dict) -> "HookPoint":
         """Copy the hook point without the open contexts, which belong to the original."""
-        return HookPoint(self.address, self.head_ids, copy.deepcopy(self._output, memo), self.window)
+        copied = HookPoint(self.address, self.head_ids, copy.deepcopy(self._output, memo), self.window)
+        copied.listener_device = self.listener_device
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Give an unpickled hook point a new key."""
@@ -224,7 +242,7 @@ class HookPoint:
         for edit in HOOKS.now.edits.get(self.key, ()):
             changed = edit(z)
             self.check_edit_shape(z, changed)
-            z = changed
+            z = changed.to(z.device)
         return z
 
     def notify_listeners(
@@ -256,6 +274,7 @@ def call_listeners(
 ) -> None:
     """Call the listeners that this context has at a hook point."""
     call = AttentionCall(hook_point, q, k, v, make_params(), z, token_gate)
+    call = call if hook_point.listener_device is None else call.to(hook_point.listener_device)
     for listener in HOOKS.now.listeners.get(hook_point.key, ()):
         listener(call)
 

@@ -61,6 +61,8 @@ class LinearizedNorm:
         ):
             return None
         module_copy: Any = copy.deepcopy(module).cpu().double()
+        if hasattr(module_copy, "_hf_hook"):
+            vars(module_copy).pop("forward", None)  # accelerate's, which moves inputs to the device of the module
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(PROBE_ROWS, width, generator=generator, dtype=torch.double, device="cpu")
         # (rows, D), with a nonzero mean to detect centering, and with small rows to detect eps
@@ -104,7 +106,7 @@ class LinearizedNorm:
 
     def pull_back(self, direction: Tensor, x: Tensor) -> Tensor:
         """Map a direction after the norm to the direction before it, with the scale at x: (D,), (D,) → (D,) in float64."""
-        scaled = to_float64(direction) * self.gain.to(direction.device) * self.scale(x)
+        scaled = to_float64(direction).to(x.device) * self.gain.to(x.device) * self.scale(x)
         return scaled - scaled.mean() if self.centered else scaled  # centering is symmetric
 
 

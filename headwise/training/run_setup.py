@@ -258,6 +258,12 @@ def restore_half_precision(model: Transformer, half_dtypes: dict[str, torch.dtyp
 
 def _build_loss(make_loss: MakeLoss, model: Transformer, recipe: Recipe, layout: ParallelStrategy) -> ModelWithLoss:
     """Build the loss of a model. Its random initialization depends only on the seed."""
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"model: its weights are on several devices ({', '.join(devices)}), and training needs all on one. Load "
+            f"it on one device, for example without device_map."
+        )
     model = layout.place_model(model)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)

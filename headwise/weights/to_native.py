@@ -69,6 +69,9 @@ def to_native(model: ModelProtocol, *, check: bool = True) -> Transformer:
     try:
         spec = _convert_spec(attached, family, layers, set(state))
         tensors = {**_other_tensors(attached, family, spec, state), **_head_tensors(spec, layers)}
+        tensors = {
+            name: value.to(attached.device) for name, value in tensors.items()
+        }  # layers may be on several devices
     except HeadwiseError as error:
         raise _not_convertible(attached, str(error).split(". ")[0]) from None
     try:

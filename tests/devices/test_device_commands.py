@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "--num-random", 3, "--max-kl", 9, "--corpus", "{few}",
     ),
     "evaluate": ("{model}", "--max-items", 6, "--silence", "1.0", "--reference", "{model}"),
-    "claims": ("early-late", "--model", "{model}", "--corpus", "{texts}", "--processes", 1),
+    "claims": ("early-late", "--model", "{deep}", "--corpus", "{texts}", "--processes", 1),
     "demo": ("--train", "--quick", "--out", "{out}"),
 }  # fmt: skip
 SLOW = {
@@ -72,6 +72,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = hw.Transformer(hw.ModelSpec(vocab=len(TOKENIZER), context=256, layers=2, attention=attention))
     model.tokenizer = TOKENIZER
     model.save(folder / "model")
+    deep = hw.Transformer(hw.ModelSpec(vocab=len(TOKENIZER), context=256, layers=3, attention=attention))
+    deep.tokenizer = TOKENIZER
+    deep.save(folder / "deep")
     rotary = hw.AttentionSpec(width=16, heads=4, kv_heads=2, rotary=hw.Rotary())
     kinds: Any = {"norm": "rms", "activation": "swiglu", "positions": "none", "mlp_bias": False}
     hw.Transformer(hw.ModelSpec(vocab=64, context=64, layers=1, attention=rotary, **kinds)).save(folder / "llama")
@@ -114,7 +117,7 @@ def numbers(value: Any, key: str = "") -> Iterator[float]:
 def run(files: Path, command: str, device: str) -> Any:
     """Run a command on a device and return its JSON result."""
     places = {
-        "model": files / "model", "llama": files / "llama", "texts": files / "texts.txt", "text": TEXT,
+        "model": files / "model", "deep": files / "deep", "llama": files / "llama", "texts": files / "texts.txt", "text": TEXT,
         "few": files / "few.txt", "positive": files / "positive.txt", "negative": files / "negative.txt",
         "examples": files / "examples.jsonl", "prompts": files / "prompts.jsonl",
         "out": files / f"{device} {command}".replace(", ", " ").replace(" ", "-"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.experiments import selftest as module
+from headwise.experiments import device_selftest as module
 from headwise.experiments.device_selftest import CHECKS
 from tests.runner import run_command
 

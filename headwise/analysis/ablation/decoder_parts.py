@@ -234,7 +234,7 @@ class DecoderParts:
 
         The other heads stay as they are. With a post-norm, the change passes through it.
         """
-        W_O = self.hook_point(layer).W_O[list(heads)]  # (n, e, D)
+        W_O = self.hook_point(layer).W_O_for_listeners[list(heads)]  # (n, e, D)
         change = torch.einsum("bnte,ned->btd", dz, W_O.to(dz))
         post_norm = self.residual.layers[layer].post_norm
         if post_norm is None:

@@ -150,10 +150,10 @@ class _Recorder:
         """Return the effects, the attended tokens and the mask of included query positions: (B, T) each."""
         batch, key = self.batch, self.keys[address]
         scale, after = self.scales[self.residual.norm.module], self.residual.layers[address.layer].post_norm
-        scale = scale if after is None else scale * self.scales[after.module]
+        scale = scale if after is None else scale * self.scales[after.module].to(scale.device)
         token = batch.ids.gather(1, key)
         counts = batch.real_tokens & (key != batch.first_token_positions[:, None]) & ~torch.isin(token, self.special)
-        return self.unscaled[address] * scale, token, counts
+        return self.unscaled[address] * scale.to(key.device), token, counts
 
     def _on_call(self, call: AttentionCall, addresses: set[Address]) -> None:
         after = self.residual.layers[call.hook_point.address.layer].post_norm
@@ -161,7 +161,9 @@ class _Recorder:
         for head, address in enumerate(call.hook_point.head_addresses):
             if address in addresses:
                 token = self.batch.ids.gather(1, keys[:, head])  # (B, T)
-                output = (call.z[:, head] @ call.hook_point.W_O[head]).to(self.unembedding.dtype)  # (B, T, D)
+                output = (call.z[:, head] @ call.hook_point.W_O_for_listeners[head]).to(
+                    self.unembedding.dtype
+                )  # (B, T, D)
                 output = output if after is None else after.center_and_apply_gain(output)
                 self.unscaled[address] = to_float64(
                     self.residual.norm.center_and_apply_gain(output) * self.unembedding[token]

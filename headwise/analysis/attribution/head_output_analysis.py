@@ -270,7 +270,7 @@ def output_shares(
 
 def _sum_output_shares(call: AttentionCall, real_tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the fractions over the rows of each text, (B, H, 2), and count the rows, (B,)."""
-    z, W_O = at_least_float32(call.z), at_least_float32(call.hook_point.W_O)
+    z, W_O = at_least_float32(call.z), at_least_float32(call.hook_point.W_O_for_listeners)
     per_head = PerHeadOutput(z, W_O, None)
     layer_output = torch.einsum("bhte,hed->btd", z, W_O)  # (B, T, D)
     along = (torch.einsum("btd,hed->bhte", layer_output, W_O) * z).sum(-1)  # ⟨o_h, Σo⟩: (B, H, T)

@@ -160,9 +160,11 @@ def attribute_captured_logit(
             layer_direction, bias_part = _direction_before_post_norm(
                 residual, capture, layer.hook_point.address.layer, direction
             )
-            biases += bias_part + (0.0 if layer.b_O is None else float(to_float64(layer.b_O) @ layer_direction))
+            biases += bias_part + (
+                0.0 if layer.b_O is None else float(to_float64(layer.b_O).to(layer_direction.device) @ layer_direction)
+            )
             for i, address in enumerate(layer.hook_point.head_addresses):
-                z, W_O = capture.z[layer.hook_point][i], layer.hook_point.W_O[i]  # (e,), (e, D)
+                z, W_O = capture.z[layer.hook_point][i], layer.hook_point.W_O_for_listeners[i]  # (e,), (e, D)
                 heads[str(address)] = float(to_float64(z) @ (to_float64(W_O) @ layer_direction))
         mlps = {str(layer): float(to_float64(output) @ direction) for layer, output in capture.mlps.items()}
         embedding = float(to_float64(capture.embedding) @ direction)
@@ -203,7 +205,7 @@ def capture_residual(
     def at_position(value: Any) -> Tensor:
         states = value[0] if isinstance(value, tuple) else value
         rows = states.reshape(-1, states.shape[-1])  # (T, D): some models drop the batch axis on the way
-        return rows[position].clone()  # (D,)
+        return rows[position].clone().to(model.device)  # (D,)
 
     def keep_first(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         capture.embedding = at_position(args or kwargs["hidden_states"])
@@ -245,7 +247,9 @@ def _logit_direction(residual: ResidualStream, final_state: Tensor, target: Attr
     """Return the direction in the residual stream that the logit reads, with frozen norm, (D,), and the bias part."""
     unembedding, bias = residual.vocabulary.weight, getattr(residual.vocabulary, "bias", None)
     direction = target.select(unembedding) * residual.logit_scale  # (D,)
-    bias_part = 0.0 if residual.norm.bias is None else float(to_float64(residual.norm.bias) @ direction)
+    bias_part = (
+        0.0 if residual.norm.bias is None else float(to_float64(residual.norm.bias).to(direction.device) @ direction)
+    )
     bias_part += 0.0 if bias is None else float(target.select(bias) * residual.logit_scale)
     return residual.norm.pull_back(direction, final_state), bias_part
 
@@ -257,7 +261,7 @@ def _direction_before_post_norm(
     post_norm = residual.layers[layer].post_norm
     if post_norm is None:
         return direction, 0.0
-    bias_part = 0.0 if post_norm.bias is None else float(to_float64(post_norm.bias) @ direction)
+    bias_part = 0.0 if post_norm.bias is None else float(to_float64(post_norm.bias).to(direction.device) @ direction)
     return post_norm.pull_back(direction, capture.attention_outputs[layer]), bias_part
 
 

@@ -82,14 +82,14 @@ class ResidualParts:
             ) -> Tensor:
                 return output if post_norm is None or scale is None else post_norm.center_and_apply_gain(output) * scale
 
-            W_O = to_float64(attention_layer.hook_point.W_O)  # (H, e, D)
+            W_O = to_float64(attention_layer.hook_point.W_O_for_listeners)  # (H, e, D)
             for i, address in enumerate(attention_layer.hook_point.head_addresses):
                 yield (
                     str(address),
                     after_post_norm(to_float64(capture.z[attention_layer.hook_point][i, positions]) @ W_O[i]),
                 )
             if attention_layer.b_O is not None:
-                biases = biases + after_post_norm(to_float64(attention_layer.b_O).expand_as(biases))
+                biases = biases + after_post_norm(to_float64(attention_layer.b_O).to(biases.device).expand_as(biases))
             if post_norm is not None and post_norm.bias is not None:
                 biases = biases + to_float64(post_norm.bias)
             yield f"mlp.{layer_index}", to_float64(capture.mlps[layer_index][positions])

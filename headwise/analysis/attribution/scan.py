@@ -457,9 +457,9 @@ def _residual_states(model: ModelProtocol, residual: ResidualStream, components:
         hook_point = layer.hook_point
         output = torch.zeros_like(to_float64(components.embedding))
         if hook_point.head_addresses:
-            z, W_O = to_float64(components.z[hook_point]), to_float64(hook_point.W_O)  # (H, e), (H, e, D)
+            z, W_O = to_float64(components.z[hook_point]), to_float64(hook_point.W_O_for_listeners)  # (H, e), (H, e, D)
             output = torch.einsum("he,hed->d", z, W_O)
-        output = output if layer.b_O is None else output + to_float64(layer.b_O)
+        output = output if layer.b_O is None else output + to_float64(layer.b_O).to(output.device)
         post_norm = residual.layers[hook_point.address.layer].post_norm
         if post_norm is not None:
             output = post_norm.center_and_apply_gain(output) * post_norm.scale(output)

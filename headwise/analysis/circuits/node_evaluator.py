@@ -209,9 +209,8 @@ class NodeMeans:
         """Return the means at the first positions, (1, n, width, c) by hook. Later positions repeat the last one."""
         last = int(self._counts.count_nonzero()) - 1
         positions = torch.arange(width, device=self._counts.device).clamp(max=last)
-        return {
-            key: (sums[:, positions] / self._counts[positions, None].to(sums))[None] for key, sums in self._sums.items()
-        }
+        counts = self._counts[positions, None]  # (width, 1)
+        return {key: (sums[:, positions.to(sums.device)] / counts.to(sums))[None] for key, sums in self._sums.items()}
 
 
 def replace_nodes(live: Tensor, mask: Tensor, values: Tensor) -> Tensor:
@@ -220,9 +219,10 @@ def replace_nodes(live: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     A boolean mask selects exactly. A mask of numbers from 0 (replaced) to 1 (live) interpolates.
     """
     copies = live.unflatten(0, (len(mask), -1))  # (S, R, n, T, c)
-    mask = mask[:, None, :, None, None]
+    mask = mask[:, None, :, None, None].to(live.device)
     if mask.dtype == torch.bool:
         return torch.where(mask, copies, values[None].to(copies)).flatten(0, 1)
+    values = values.to(live.device)
     return (values[None] + mask.to(copies) * (copies - values[None])).flatten(0, 1)
 
 

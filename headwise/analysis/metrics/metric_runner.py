@@ -157,7 +157,7 @@ class MetricRunner:
         """Return W_O W_Oᵀ, (H, e, e), cached until the weights change. NaN if W_O cannot be read."""
         hook_point = call.hook_point
         try:
-            W_O = hook_point.W_O
+            W_O = hook_point.W_O_for_listeners
         except HeadwiseError:
             return nan_output_gram(call)
         state = (W_O.data_ptr(), W_O._version)

@@ -358,7 +358,7 @@ class _PromptCapture:
 def z_to_logits_matrix(residual: ResidualStream, hook_point: HookPoint, tokens: Tensor) -> Tensor:
     """Return the matrix from z to the logits of some tokens, without the scale of the norms, (H, e, tokens). At least
     float32."""
-    step, W_O = residual.layers[hook_point.address.layer], at_least_float32(hook_point.W_O)  # (H, e, D)
+    step, W_O = residual.layers[hook_point.address.layer], at_least_float32(hook_point.W_O_for_listeners)  # (H, e, D)
     W_O = W_O if step.post_norm is None else step.post_norm.center_and_apply_gain(W_O)
     return (
         residual.norm.center_and_apply_gain(W_O) @ residual.vocabulary.weight[tokens].mT.to(W_O) * residual.logit_scale

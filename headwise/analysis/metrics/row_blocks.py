@@ -316,7 +316,7 @@ def value_output_norms(call: AttentionCall, output_gram: Tensor | None = None) -
     """
     if output_gram is None:
         try:
-            output_gram = gram(call.hook_point.W_O)
+            output_gram = gram(call.hook_point.W_O_for_listeners)
         except HeadwiseError:
             output_gram = nan_output_gram(call)
     return output_norms(repeat_kv(call.v, call.params.kv_of_head), output_gram)

@@ -93,7 +93,7 @@ class LayerRecord:
             gate = None if call.token_gate is None else self._copy_heads(call.token_gate, "z")
             k, v = self._store_kv(call.k, "k", call, T), self._store_kv(call.v, "v", call, T)
         try:
-            W_O = call.hook_point.W_O.detach()
+            W_O = call.hook_point.W_O_for_listeners.detach()
         except HeadwiseError as error:  # only head outputs need W_O
             W_O = error
         params, version = _copy_params(call.params), tensor_version(W_O)

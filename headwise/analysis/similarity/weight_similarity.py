@@ -78,6 +78,8 @@ def fold_norms_into_heads(model: ModelProtocol, addresses: Sequence[Address]) ->
     ]
     sizes = {projection: {tuple(head.weights[projection].shape) for head in head_weights} for projection in "qkvo"}
     widths = {shape[projection == "o"] for projection, shapes in sizes.items() for shape in shapes}
+    for head in head_weights:  # layers may be on several devices
+        head.weights.update({name: weight.to(model.device) for name, weight in head.weights.items()})
     if len(widths) > 1 or any(len(shapes) > 1 for shapes in sizes.values()):
         raise ArgumentError(
             f"heads: heads of different sizes, or with residual streams of different widths, cannot be compared. Got "
