@@ -117,7 +117,8 @@ def numbers(value: Any, key: str = "") -> Iterator[float]:
 def run(files: Path, command: str, device: str) -> Any:
     """Run a command on a device and return its JSON result."""
     places = {
-        "model": files / "model", "deep": files / "deep", "llama": files / "llama", "texts": files / "texts.txt", "text": TEXT,
+        "model": files / "model", "deep": files / "deep", "llama": files / "llama",
+        "texts": files / "texts.txt", "text": TEXT,
         "few": files / "few.txt", "positive": files / "positive.txt", "negative": files / "negative.txt",
         "examples": files / "examples.jsonl", "prompts": files / "prompts.jsonl",
         "out": files / f"{device} {command}".replace(", ", " ").replace(" ", "-"),

@@ -57,7 +57,7 @@ def trace_path(
         stream_direction = _before_norm(residual_parts, layer, position, direction, head.layer)  # (D,)
         weights = to_float64(call.map(rows=position)[0, 0])  # (S,)
         value_direction = to_float64(head_view.W_O) @ stream_direction  # (e,)
-        value_direction = value_direction * _gate(residual_parts, head, position)
+        value_direction = value_direction * _gate(residual_parts, head, position).to(value_direction.device)
         contributions = weights * (to_float64(call.v[0]) @ value_direction)  # (S,)
         source = int(contributions.abs().argmax())
         steps.append(
@@ -72,7 +72,7 @@ def trace_path(
 def _gate(residual_parts: ResidualParts, head: Address, position: int) -> Tensor:
     """Return the factor of the z of a head at a position by the gates of a native layer, (1 or e,)."""
     layer = residual_parts.layer_of(head)
-    factor = torch.ones(1, dtype=torch.float64, device="cpu")
+    factor = to_float64(torch.ones(1, device=layer.hook_point.W_O.device))
     if not isinstance(layer, MultiHeadAttention):
         return factor
     index = layer.hook_point.head_index(head)
