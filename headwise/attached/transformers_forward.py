@@ -29,7 +29,19 @@ def validate_ids(model: Any, ids: Any, attention_mask: Tensor | None) -> Tensor:
             f"attention_mask: must have the shape of ids, {tuple(ids.shape)}, and be True at real tokens. Got shape "
             f"{tuple(attention_mask.shape)}."
         )
+    _check_device(model, ids)
     return ids
+
+
+def _check_device(model: nn.Module, ids: Tensor) -> None:
+    """Raise an error if token ids are on another device than the model, unless hooks of accelerate move them."""
+    device = next((weight.device for weight in model.parameters()), ids.device)
+    if ids.device == device or "meta" in (ids.device.type, device.type):
+        return
+    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ArgumentError(
+            f"ids: the tensor is on {ids.device}, the model on {device}. Use ids.to(attached.device), or model.to(...)."
+        )
 
 
 def forward_tokens(

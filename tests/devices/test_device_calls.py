@@ -13,7 +13,7 @@ from headwise.errors import HeadwiseError
 from headwise.ui.live_session import LiveSession
 from tests.contract.attached_models import TEXTS
 from tests.contract.functions import FUNCTIONS, flatten_numbers
-from tests.contract.layers import MODELS
+from tests.contract.layers import LAYERS, MODELS, WIDTH, make_layer, randomize
 from tests.contract.public_calls import PUBLIC_CALLS
 from tests.devices.pretend_device import pretend_device
 from tests.devices.test_pretend_device import make_model
@@ -41,11 +41,54 @@ def test_generate_sampled_same_seed_gives_same_tokens(name: str) -> None:
     assert lists[0] != lists[2]
 
 
-def test_forward_ids_on_other_device_raises() -> None:
+@pytest.mark.parametrize("name", ["decoder", "llama", "bert"])
+def test_forward_ids_on_other_device_raises(name: str) -> None:
     with pretend_device():
-        model = make_model("decoder", "pretend")
-        with pytest.raises(HeadwiseError, match="device"):
+        model = make_model(name, "pretend")
+        with pytest.raises(HeadwiseError, match="the tensor is on cpu, the model on pretend:0"):
             model(IDS)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_variant_on_device_equals_cpu(name: str) -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        layer = make_layer(LAYERS[name]).float().to(device)
+        x = torch.linspace(-1, 1, 2 * 5 * WIDTH).sin().reshape(2, 5, WIDTH).to(device).requires_grad_()
+        source = torch.linspace(-1, 1, 2 * 7 * 13).cos().reshape(2, 7, 13).to(device)
+        out = layer(x, source) if LAYERS[name].kv_width != WIDTH else layer(x, mask=hw.causal())
+        out.square().sum().backward()
+        gradients = [x.grad, *(weight.grad for weight in layer.parameters())]
+        return [tensor.detach().cpu() for tensor in (out, *gradients) if tensor is not None]
+
+    expected = run("cpu")
+    with pretend_device(float64=False):
+        torch.testing.assert_close(run("pretend"), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_variant_on_device_equals_cpu(name: str) -> None:
+    """Logits with padding, with a silenced head, and decoded with caches."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = hw.Transformer(MODELS[name]).eval()
+        randomize(model)
+        model.to(device)
+        ids, inputs = IDS.to(device), {"source": IDS.to(device)} if model.spec.kind == "encoder-decoder" else {}
+        mask = torch.tensor([[False, False, True, True, True], [True] * 5]).to(device)
+        with torch.no_grad():
+            results = [model(ids, attention_mask=mask, **inputs)[mask]]
+            head = next(address for address in model.heads.addresses if address.stack != "cross")
+            with model.heads[head].silenced():
+                results.append(model(ids, **inputs))
+            if model.spec.kind == "decoder":
+                cache = model.cache()
+                results += [model(ids[:, t : t + 1], cache=cache) for t in range(ids.shape[1])]
+        return [result.cpu() for result in results]
+
+    expected = run("cpu")
+    with pretend_device(float64=False):
+        torch.testing.assert_close(run("pretend"), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_save_on_device_reopens_same_weights(tmp_path: Any) -> None:
