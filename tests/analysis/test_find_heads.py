@@ -538,3 +538,15 @@ def test_find_heads_causal_test_resumes_after_interrupt(model: hw.Transformer, t
     expected = hw.find_heads(model, rows, metric=counted).to_dict()
     assert calls > 0
     assert resumed.to_dict()["heads"] == again.to_dict()["heads"] == expected["heads"]
+
+
+def test_find_heads_attached_model_whose_layers_share_one_module_raises() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 8}
+    config = transformers.AlbertConfig(vocab_size=len(WORDS), embedding_size=5, max_position_embeddings=16, **sizes)
+    with hw.attach(transformers.AlbertModel(config).eval(), word_tokenizer(WORDS)) as attached:
+        with pytest.raises(HeadwiseError, match="several times per forward pass"):
+            hw.find_heads(attached, partner_examples())
+        rows = [{"text": row["text"], "label": index % 2} for index, row in enumerate(partner_examples(24))]
+        with pytest.raises(HeadwiseError, match="several times per forward pass"):
+            hw.find_heads(attached, rows, job="classes")

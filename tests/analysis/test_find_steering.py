@@ -13,7 +13,13 @@ import torch
 import headwise as hw
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.steering.contrast_texts import split_halves, tokenize_sets
-from headwise.analysis.steering.steering_cases import CASES, list_score, sentiment_score, tense_score
+from headwise.analysis.steering.steering_cases import (
+    CASES,
+    list_score,
+    run_steering_case,
+    sentiment_score,
+    tense_score,
+)
 from headwise.errors import HeadwiseError
 from headwise.text.build_tokenizers import word_tokenizer
 
@@ -335,6 +341,30 @@ def test_cases_have_disjoint_texts_and_prompts() -> None:
         assert not any(text in prompt or prompt in text for text in texts for prompt in case.prompts)
         assert len(case.positive) == len(case.negative)
         assert len(set(case.prompts)) == 32
+
+
+def test_case_of_an_encoder_raises_before_the_search() -> None:
+    with pytest.raises(HeadwiseError, match="judge continuations"):
+        run_steering_case(built_encoder(), "sentiment")
+
+
+@pytest.mark.parametrize("method", ["mean_difference", "function_vector"])
+def test_progress_counts_every_step_once_and_skips_equal_streams(model: hw.Transformer, method: Any) -> None:
+    calls: list[tuple[int, int | None]] = []
+    sets = POSITIVE, NEGATIVE
+    if method == "function_vector":
+        sets = [
+            [(f"{words[i % 4]} {word}", f" {GOOD[(i + 1) % 4]}") for i, word in enumerate(FILLERS)]
+            for words in (GOOD, BAD)
+        ]
+    hw.find_steering(
+        model, *sets, **(OPTIONS | {"method": method, "progress": lambda _, done, total: calls.append((done, total))})
+    )
+    missing = (
+        1 if method == "function_vector" else 0
+    )  # the input of layer 0 is the last prompt token, equal in both sets
+    assert calls[-1][0] + missing == calls[-1][1]
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
 def test_judges_score_texts() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headwise.analysis.finding.prepared_example import PreparedExample
 from headwise.analysis.metrics.row_blocks import value_output_norms
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall, HookPoint
 from headwise.kernels.rounding_tolerance import to_float64
 
@@ -110,10 +110,23 @@ def score_pairs(
 
 @contextmanager
 def listening(hook_points: Sequence[HookPoint], listener: Any) -> Iterator[None]:
-    """Call a listener with every attention call of these hook points."""
+    """Call a listener with the attention call of each hook point in one forward pass."""
+    called: set[Any] = set()
+
+    def listen_once(call: AttentionCall) -> None:
+        address = call.hook_point.address
+        if address in called:
+            raise UnsupportedModelError(
+                f"model: it runs attention layer {address} several times per forward pass, so one address stands for several "
+                f"layers. Load the model with hw.load, if its family is supported: layers that share weights then have "
+                f"addresses of their own."
+            )
+        called.add(address)
+        listener(call)
+
     with ExitStack() as stack:
         for hook_point in hook_points:
-            stack.enter_context(hook_point.listen(listener))
+            stack.enter_context(hook_point.listen(listen_once))
         yield
 
 

@@ -252,8 +252,9 @@ def _prepare_search(
         "heads": [str(head) for head in addresses], "corpus": tokenized.fingerprint, "model": _weights_digest(model),
         "method": settings.method, "num_heads": settings.num_heads, "strengths": settings.strengths, "seed": settings.seed,
     }  # fmt: skip
-    count = 2 + 4 * len(settings.strengths) + settings.num_random + 2 * MAX_RESIDUAL_LAYERS
-    count += len(addresses) if settings.method == "function_vector" else 0
+    count = 2 + 4 * len(settings.strengths) + settings.num_random
+    count += min(MAX_RESIDUAL_LAYERS, len(list(model.attention_layers()))) + 1
+    count += 1 + len(addresses) if settings.method == "function_vector" else 0
     runner = StepRunner(steps, stored_settings, progress, count)
     strengths = tuple(sorted(settings.strengths))
     axis = embedding_axis(model, halves[0]) if is_encoder else None

@@ -30,7 +30,7 @@ from headwise.analysis.steering.find_steering import find_steering
 from headwise.analysis.steering.steering import Steering
 from headwise.analysis.steering.steering_result import SteeringEffect, SteeringResult
 from headwise.analysis.steering.step_file import StepRunner
-from headwise.errors import ArgumentError, suggest_names
+from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
 from headwise.model import ModelProtocol, eval_mode
 from headwise.progress import ProgressOption, callback_of, shows_progress
 
@@ -319,6 +319,11 @@ def run_steering_case(
     model.check_native("the shipped cases generate in batches, which only headwise's own models do; use hw.load")
     if case not in CASES:
         raise ArgumentError(f"case: {suggest_names(case, CASES)} Got {case!r}.")
+    if model.spec.output != "lm" or model.spec.kind != "decoder":
+        raise UnsupportedModelError(
+            f"case: the shipped cases judge continuations, which need a decoder with an output layer. Got kind "
+            f"{model.spec.kind!r}, output {model.spec.output!r}. Pass two sets of texts instead."
+        )
     texts = CASES[case]
     search = find_steering(
         model, texts.positive, texts.negative, num_heads=num_heads, strengths=strengths, max_texts=MAX_TEXTS, seed=seed,

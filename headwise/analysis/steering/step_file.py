@@ -31,8 +31,8 @@ class StepRunner:
         total: int | None = None,
         label: str = "steering",
     ) -> None:
-        self.path, self.progress, self.total, self.done = None if path is None else Path(path), progress, total, 0
-        self.label = label
+        self.path, self.progress, self.total, self.label = None if path is None else Path(path), progress, total, label
+        self.used: set[str] = set()  # steps of this run so far
         self.finished: dict[str, Any] = {}
         if self.path is None:
             return
@@ -52,9 +52,9 @@ class StepRunner:
         if step not in self.finished:
             self.finished[step] = compute()
             self._append({"step": step, "value": self.finished[step]})
-        self.done += 1
+        self.used.add(step)
         if self.progress is not None:
-            self.progress(self.label, self.done, self.total)
+            self.progress(self.label, len(self.used), self.total)
         return self.finished[step]
 
     def _append(self, line: dict[str, Any]) -> None:
