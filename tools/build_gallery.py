@@ -1,7 +1,7 @@
 """Write the report pages of the gallery: python tools/build_gallery.py [minilm] [rxnmapper] [smollm2].
 
-Each page is one HTML file in docs/gallery without references to other files. Profiles of SmolLM2 take about 15 minutes on one
-core. The tables of docs/gallery.md name the texts and settings.
+Each page is one HTML file in docs/gallery without references to other files. The table of
+docs/gallery.md names the texts.
 """
 
 import sys
