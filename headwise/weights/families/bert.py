@@ -70,7 +70,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
             "windows": bool(spec.windows) or attention.window is not None,
             "layers without biases": not (attention.bias and attention.out_bias and spec.mlp_bias),
             "a custom attention scale": attention.scale is not None,
-            "swiglu": spec.activation == "swiglu",
+            "a gated MLP": spec.has_gated_mlp,
             "a model without token types": spec.token_types == 0,
         },
         "BERT",

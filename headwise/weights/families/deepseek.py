@@ -14,6 +14,7 @@ from headwise.weights.families.family import (
     ModelFamilySpec,
     bool_setting,
     decoder_unsupported,
+    gates_and_norms,
     positive_int_or_none,
     positive_int_setting,
     reject_unrepresentable,
@@ -105,7 +106,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
             "a custom attention scale": attention.scale is not None,
             "a learned sink or off-by-one softmax": attention.softmax != "plain",
             "soft-capped scores": attention.softcap is not None,
-            "gates": attention.gated,
+            **gates_and_norms(spec),
             "biases of q, k and v without a bias of the output, or the reverse": attention.bias != attention.out_bias,
             f"norms of latents with another eps than {LATENT_EPS}": latent is not None
             and latent.norm_eps != LATENT_EPS,

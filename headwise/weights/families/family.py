@@ -158,21 +158,28 @@ def reject_unrepresentable(reasons: Mapping[str, bool], family: str) -> None:
             )
 
 
+def gates_and_norms(spec: ModelSpec) -> dict[str, bool]:
+    """Return the parts of attention that most families lack, and whether the spec uses them."""
+    attention = spec.attention
+    return {
+        "gates": attention.gated or attention.output_gate is not None,
+        "a norm of queries and keys": attention.qk_norm is not None,
+        "queries scaled by position": attention.query_scaling is not None,
+        "rotary positions that differ between layers": bool(spec.rotaries),
+        "soft-capped logits": spec.logit_softcap is not None,
+    }
+
+
 def common_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
     """Return the features that no family can represent, and whether the spec uses them."""
     attention = spec.attention
-    return {
+    return gates_and_norms(spec) | {
         "latent projections (MLA)": attention.latent is not None,
         "an encoder-decoder": spec.kind == "encoder-decoder",
         "value_dim other than head_dim": attention.value_dim != attention.head_dim,
         "a learned sink or off-by-one softmax": attention.softmax != "plain",
         "soft-capped scores": attention.softcap is not None,
         f"a position bias ({attention.position_bias_field})": attention.position_bias_field is not None,
-        "gates": attention.gated or attention.output_gate is not None,
-        "a norm of queries and keys": attention.qk_norm is not None,
-        "queries scaled by position": attention.query_scaling is not None,
-        "rotary positions that differ between layers": bool(spec.rotaries),
-        "soft-capped logits": spec.logit_softcap is not None,
         "norms on the outputs of sub-layers": spec.norm_placement in ("sandwich", "output"),
         "norms whose gain is 1 + weight": spec.norm == "rms_plus_one",
         "head_input='slice'": attention.head_input == "slice",

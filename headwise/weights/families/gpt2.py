@@ -57,7 +57,7 @@ def gpt_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
         "grouped-query attention": attention.kv_heads != attention.heads,
         "head_dim other than width / heads": attention.head_dim * attention.heads != attention.width,
         "post-norm or RMS norms": spec.norm_placement != "pre" or spec.norm != "layer" or spec.embed_norm,
-        "swiglu": spec.activation == "swiglu",
+        "a gated MLP": spec.has_gated_mlp,
         "token types": spec.token_types > 0,
     }
 

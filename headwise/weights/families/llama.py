@@ -110,6 +110,12 @@ def _rotary(config: Config, defaults: DecoderSettings) -> Rotary:
     return read_rotary(config, settings, defaults)
 
 
+def _has_other_dynamic_scaling(spec: ModelSpec) -> bool:
+    """Return whether dynamic scaling begins at another length than the context, where transformers begins it."""
+    scaling = None if spec.attention.rotary is None else spec.attention.rotary.scaling
+    return scaling is not None and scaling.kind == "dynamic" and scaling.original_context != spec.context
+
+
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """Convert a spec to config.json: Mistral if there is a window, Qwen2 if only q, k and v have biases, else Llama."""
     attention = spec.attention
@@ -124,6 +130,9 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
             "an MLP other than swiglu": spec.activation != "swiglu",
             "windows given layer by layer": bool(spec.windows),
             "a custom attention scale": attention.scale is not None,
+            f"dynamic rotary scaling from another length than the context {spec.context}": _has_other_dynamic_scaling(
+                spec
+            ),
             "an output bias without biases on q, k, v": attention.out_bias and not attention.bias,
             "a window together with biases": attention.window is not None and attention.bias,
             "token types": spec.token_types > 0,
