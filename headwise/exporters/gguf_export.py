@@ -37,7 +37,7 @@ MODEL_FIELDS = {
     "weight_rules": (), "activation_bits": 32, "stacks": (),
     "embed_width": 0, "shared_layers": False, "position_offset": ANY_VALUE, "output_activation": ANY_VALUE,
     "causal_t5_buckets": ANY_VALUE, "decoder_start_id": None, "logit_scale": 1.0,
-    "rotaries": (), "logit_softcap": None,
+    "rotaries": (), "logit_softcap": None, "first_norm": True, "transform_bias": ANY_VALUE,
 }  # fmt: skip
 ATTENTION_FIELDS = {
     **dict.fromkeys(("width", "heads", "head_dim", "value_dim", "kv_heads", "kv_width"), ANY_VALUE),

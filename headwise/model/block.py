@@ -96,7 +96,8 @@ class Block(nn.Module):
         self.attention = MultiHeadAttention(
             spec.attention_at(address), backend=backend, storage=storage, address=address
         )
-        self.norm_attention = make_norm(spec)
+        has_norm = spec.first_norm or address.layer > 0
+        self.norm_attention = make_norm(spec) if has_norm else None
         self.cross: MultiHeadAttention | None = None
         if address.stack == "dec":
             cross_address = LayerAddress("cross", address.layer)
@@ -119,7 +120,9 @@ class Block(nn.Module):
 
     def attention_input(self, x: Tensor) -> Tensor:
         """Return the input of self-attention, after its norm if there is one: (B, T, D) → (B, T, D)."""
-        return x if self.norm_placement in ("post", "output") else self.norm_attention(x)
+        if self.norm_attention is None or self.norm_placement in ("post", "output"):
+            return x
+        return self.norm_attention(x)
 
     def attend(self, normed: Tensor, context: BlockContext) -> Tensor:
         """Compute the output of self-attention: (B, T, D) → (B, T, D)."""
@@ -143,7 +146,7 @@ class Block(nn.Module):
         if self.norm_placement in ("sandwich", "output"):
             return self._finish_output_norms(x, attention_output, context)
         if self.norm_placement == "post":
-            x = self.norm_attention(x + attention_output)
+            x = self.norm_attention(x + attention_output)  # pyright: ignore[reportOptionalCall]
             if self.cross is not None:
                 x = self.norm_cross(x + self._cross_attend(x, context))
             return self.norm_mlp(x + self._mlp(x))  # pyright: ignore[reportOptionalCall]

@@ -31,7 +31,13 @@ ACTIVATIONS = {
 
 def make_norm(spec: ModelSpec, width: int = 0) -> nn.Module:
     """Create the norm of a spec: LayerNorm, or RMSNorm (https://arxiv.org/abs/1910.07467). Default: the model's width."""
-    kind = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "rms_plus_one": OffsetRMSNorm}[spec.norm]
+    kinds: dict[str, Callable[..., nn.Module]] = {
+        "layer": nn.LayerNorm,
+        "layer_no_bias": partial(nn.LayerNorm, bias=False),
+        "rms": nn.RMSNorm,
+        "rms_plus_one": OffsetRMSNorm,
+    }
+    kind = kinds[spec.norm]
     return kind(width or spec.width, eps=spec.norm_eps)
 
 
@@ -170,7 +176,7 @@ class LMHead(nn.Module):
         self.softcap, self.vocab = spec.logit_softcap, spec.vocab
         self.activation = ACTIVATIONS[spec.output_activation or spec.activation]
         width = spec.embed_width or spec.width
-        self.transform = Linear(spec.width, width) if masked else None
+        self.transform = Linear(spec.width, width, spec.transform_bias) if masked else None
         self.norm = make_norm(spec, width) if masked else None
         bits, group_size = spec.bits_and_group_size("vocabulary")
         if bits == FULL_PRECISION:

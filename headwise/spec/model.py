@@ -36,7 +36,7 @@ GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
 CHOICES = {
     "kind": ("decoder", "encoder", "encoder-decoder"),
     "norm_placement": ("pre", "post", "parallel", "sandwich", "output"),
-    "norm": ("layer", "rms", "rms_plus_one"),
+    "norm": ("layer", "layer_no_bias", "rms", "rms_plus_one"),
     "activation": ("gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh", "reglu"),
     "positions": ("learned", "sinusoidal", "none"),
     "output": ("lm", "mlm", "none"),
@@ -59,7 +59,8 @@ class ModelSpec(JSONSpec):
         norm_placement: "pre" (before each sub-layer), "post" (after it and the residual sum), "parallel" (attention and MLP
             share one norm), "sandwich" (before each sub-layer, and on its output before the residual sum, as in Gemma 2) or
             "output" (only on the output before the residual sum, as in OLMo 2).
-        norm: "layer" (LayerNorm), "rms" (RMSNorm) or "rms_plus_one" (RMSNorm whose gain is 1 + weight, as in Gemma).
+        norm: "layer" (LayerNorm), "layer_no_bias" (LayerNorm without bias, as in ModernBERT), "rms" (RMSNorm) or
+            "rms_plus_one" (RMSNorm whose gain is 1 + weight, as in Gemma).
         norm_eps: Epsilon of the norms.
         activation: Activation of the MLPs. "swiglu", "geglu", "geglu_tanh" and "reglu" have a second up projection, the gate.
         mlp_bias: Whether the MLPs have biases.
@@ -81,6 +82,9 @@ class ModelSpec(JSONSpec):
         token_types: Number of token types (BERT's segments). 0 means no token types.
         pooler: Whether an encoder has a pooler over its first token.
         output: "lm" (next-token logits), "mlm" (masked-token logits) or "none" (hidden states).
+        first_norm: Whether the first block has a norm before its attention. In ModernBERT the embeddings are
+            normalized instead.
+        transform_bias: Whether the transform layer of output="mlm" has a bias.
         output_activation: Activation of the transform layer of output="mlm". Empty means `activation`.
         logit_softcap: Logits become logit_softcap·tanh(logit/logit_softcap). None means no cap.
         tied: Whether the output projection shares the weights of the token embedding.
@@ -107,7 +111,7 @@ class ModelSpec(JSONSpec):
     kind: Literal["decoder", "encoder", "encoder-decoder"] = "decoder"
     encoder_layers: int = 0
     norm_placement: Literal["pre", "post", "parallel", "sandwich", "output"] = "pre"
-    norm: Literal["layer", "rms", "rms_plus_one"] = "layer"
+    norm: Literal["layer", "layer_no_bias", "rms", "rms_plus_one"] = "layer"
     norm_eps: float = 1e-5
     activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh", "reglu"] = "gelu"
     mlp_bias: bool = True
@@ -134,12 +138,15 @@ class ModelSpec(JSONSpec):
     causal_t5_buckets: bool = False
     decoder_start_id: int | None = None
     logit_scale: float = 1.0
+    first_norm: bool = True
+    transform_bias: bool = True
 
     def __post_init__(self) -> None:
         check_non_negative_int(self, "vocab", "context", "layers", "mlp_width", "encoder_layers", "token_types")
         check_non_negative_int(self, "embed_width", "position_offset")
         check_at_most(self, MAX_LAYERS, "layers", "encoder_layers")
         check_type(self, bool, "mlp_bias", "embed_norm", "pooler", "tied", "shared_layers", "causal_t5_buckets")
+        check_type(self, bool, "first_norm", "transform_bias")
         check_type(self, float, "norm_eps", "embed_scale", "dropout", "logit_scale")
         object.__setattr__(self, "mlp_width", self.mlp_width or 4 * self.width)
         object.__setattr__(self, "windows", tuple(self.windows))
@@ -183,6 +190,11 @@ class ModelSpec(JSONSpec):
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ArgumentError(f"{field}={getattr(self, field)!r}: unknown. Use one of {', '.join(allowed)}.")
+        if not self.first_norm and (self.norm_placement not in ("pre", "sandwich") or self.shared_layers):
+            raise ArgumentError(
+                "first_norm=False: needs norm_placement='pre' or 'sandwich', and layers with weights of their own. Set "
+                "first_norm=True."
+            )
         if self.logit_softcap is not None and (self.logit_softcap <= 0 or self.output == "none"):
             raise ArgumentError(
                 f"logit_softcap={self.logit_softcap}: must be above 0, in a model with logits. Use None for no cap."
@@ -524,10 +536,10 @@ class ModelSpec(JSONSpec):
         total += blocks * (up * (2 if self.has_gated_mlp else 1) + down)
         total += norm * (len(layers) + (0 if self.norm_placement == "parallel" else blocks))
         total += norm * 2 * blocks * (self.norm_placement == "sandwich")
-        total += norm * self.num_final_norms
+        total += norm * (self.num_final_norms - self._num_omitted_norms)
         total += width * (width + 1) * self.pooler
         if self.output == "mlm":
-            total += narrow * (width + 1) + narrow * norm_rows + self.vocab
+            total += narrow * (width + self.transform_bias) + narrow * norm_rows + self.vocab
         return total + self.vocab * narrow * (self.output != "none" and not self.tied)
 
     def weight_bytes(self, element_bytes: int = 4) -> int:
@@ -553,6 +565,11 @@ class ModelSpec(JSONSpec):
             tables * self.vocab * row_bytes_saved(self.width, *self.bits_and_group_size("vocabulary"), element_bytes)
         )
         return self.num_parameters * element_bytes - saved_total
+
+    @property
+    def _num_omitted_norms(self) -> int:
+        """Number of first blocks without a norm before attention."""
+        return 0 if self.first_norm else bool(self.layers) + bool(self.encoder_layers)
 
     @property
     def num_final_norms(self) -> int:

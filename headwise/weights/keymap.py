@@ -27,6 +27,7 @@ class TensorMapping:
         when: Whether a model with this spec has the tensor.
         is_rotary: Whether the rows are those of q or k, whose order depends on the rotary layout.
         part: Index and number of equal parts of the external tensor along its first axis, one of which is this tensor.
+        first_layer: First layer that has the tensor.
         stored_offset: Constant that the file adds to our values.
     """
 
@@ -37,6 +38,7 @@ class TensorMapping:
     is_rotary: bool = False
     part: tuple[int, int] = (0, 1)
     stored_offset: float = 0.0
+    first_layer: int = 0
 
     def convert(self, tensor: Tensor) -> Tensor:
         """Convert the part of an external tensor to a native one, or the reverse. Returns a view."""
@@ -66,7 +68,7 @@ def expand_mappings(spec: ModelSpec, mappings: Iterable[TensorMapping]) -> Itera
     for mapping in mappings:
         if mapping.when(spec):
             layers = spec.encoder_layers if mapping.native_name.startswith("encoder_blocks.") else spec.layers
-            for i in range(layers) if "{i}" in mapping.native_name else (0,):
+            for i in range(mapping.first_layer, layers) if "{i}" in mapping.native_name else (0,):
                 yield MappedTensor(mapping.external_name.format(i=i), mapping.native_name.format(i=i), mapping)
 
 

@@ -98,6 +98,13 @@ def distilbert(name: str, model: str, output: str, *, slow: bool = True, **confi
     return Case(name, model, sizes | {"max_position_embeddings": CONTEXT} | config, output=output, slow=slow)
 
 
+def modernbert(name: str, model: str, output: str = "logits", *, slow: bool = True, **config: Any) -> Case:
+    sizes = {"hidden_size": 24, "num_attention_heads": 6, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    sizes |= {"max_position_embeddings": CONTEXT, "intermediate_size": HIDDEN, "local_attention": 6, "pad_token_id": 0}
+    special = {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+    return Case(name, model, sizes | special | config, output=output, slow=slow)
+
+
 def llama(
     name: str, model: str = "LlamaForCausalLM", output: str = "logits", *, slow: bool = False, **config: Any
 ) -> Case:
@@ -168,6 +175,13 @@ CASES = (
     distilbert("distilbert, untied, relu", "DistilBertForMaskedLM", "logits", tie_word_embeddings=False, activation="relu"),
     distilbert("distilbert, no output", "DistilBertModel", "last_hidden_state", activation="gelu_new"),
     distilbert("distilbert, sinusoidal table", "DistilBertForMaskedLM", "logits", sinusoidal_pos_embds=True),
+    modernbert("modernbert", "ModernBertForMaskedLM", slow=False),
+    modernbert("modernbert, all biases, untied", "ModernBertForMaskedLM", norm_bias=True, attention_bias=True, mlp_bias=True,
+               classifier_bias=True, tie_word_embeddings=False, hidden_activation="gelu_new", norm_eps=1e-3),
+    modernbert("modernbert, thetas, layers", "ModernBertForMaskedLM", layer_types=LAYER_TYPES, rope_parameters=NESTED,
+               classifier_activation="relu"),
+    modernbert("modernbert, no output", "ModernBertModel", "last_hidden_state", global_attn_every_n_layers=2,
+               global_rope_theta=500.0, local_rope_theta=77.0),
     llama("llama, 9 heads on 3", hidden_size=54, num_attention_heads=9, rms_norm_eps=1e-2),
     llama("llama, one key head, tied", num_key_value_heads=1, tie_word_embeddings=True),
     llama("llama, head_dim of its own", head_dim=10, num_key_value_heads=6),

@@ -29,6 +29,7 @@ ENCODER = {
     "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 40,
     "max_position_embeddings": 64,
 }  # fmt: skip
+SPECIAL = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
 T5 = {"d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 
 
@@ -90,6 +91,7 @@ MODELS = {
     "gemma2": Row("Gemma2ForCausalLM", GROUPED | {"head_dim": 6, "sliding_window": 5}),
     "gemma3_text": Row("Gemma3ForCausalLM", GROUPED | {
         "head_dim": 6, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+    "modernbert": Row("ModernBertForMaskedLM", ENCODER | {"local_attention": 6, "num_hidden_layers": 3} | SPECIAL),
     "t5": Row("T5ForConditionalGeneration", T5, slow=False),
     "mt5": Row("MT5ForConditionalGeneration", T5),
 }  # fmt: skip

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import headwise as hw
 from headwise.weights import open_checkpoint
-from tests.parity.cases import VOCAB, Case, bert, gpt2, gpt_neo, llama
+from tests.parity.cases import LAYER_TYPES, NESTED, VOCAB, Case, bert, gpt2, gpt_neo, llama, modernbert, scaled_rope
 
 ROPE = {"rope_type": "default", "rope_theta": 77.0}
-LLAMA = {"rms_norm_eps": 1e-2, "rope_parameters": ROPE, "num_hidden_layers": 2}
+LLAMA: dict[str, Any] = {"rms_norm_eps": 1e-2, "rope_parameters": ROPE, "num_hidden_layers": 2}
 
 # Settings differ from their defaults where shapes allow it, so that a missing setting changes the outputs.
 CASES = {
@@ -44,6 +44,38 @@ CASES = {
         max_window_layers=1,
     ),
 }
+YARN = scaled_rope("yarn", original_max_position_embeddings=16)
+WIDE: dict[str, Any] = {"num_attention_heads": 8, "hidden_size": 64, "num_key_value_heads": 4, "pad_token_id": 0}
+# Families whose settings are taken out in the slow tests only.
+SLOW_CASES = {
+    "qwen3": llama(
+        "", "Qwen3ForCausalLM", **LLAMA | WIDE | YARN, head_dim=16, use_sliding_window=True,
+        sliding_window=5, max_window_layers=1, tie_word_embeddings=True,
+    ),
+    "smollm3": llama(
+        "", "SmolLM3ForCausalLM", **LLAMA | WIDE | YARN, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=5,
+    ),
+    "phi3": llama("", "Phi3ForCausalLM", **LLAMA | WIDE, sliding_window=5, tie_word_embeddings=True),
+    "ministral3": llama(
+        "", "Ministral3ForCausalLM", rms_norm_eps=1e-2, **WIDE, head_dim=16, sliding_window=5, rope_parameters={
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.3}),
+    "olmo2": llama("", "Olmo2ForCausalLM", **LLAMA | WIDE, tie_word_embeddings=True),
+    "olmo3": llama("", "Olmo3ForCausalLM", **WIDE, sliding_window=5, layer_types=LAYER_TYPES, rope_parameters=NESTED),
+    "gemma2": llama(
+        "", "Gemma2ForCausalLM", **LLAMA | WIDE, head_dim=10, sliding_window=5, query_pre_attn_scalar=7,
+        attn_logit_softcapping=3.0, final_logit_softcapping=4.0, layer_types=LAYER_TYPES[1:], hidden_activation="gelu",
+    ),
+    "gemma3": llama(
+        "", "Gemma3ForCausalLM", **WIDE, head_dim=10, sliding_window=5, layer_types=LAYER_TYPES, rope_parameters=NESTED,
+        query_pre_attn_scalar=7, final_logit_softcapping=4.0, rms_norm_eps=1e-2,
+    ),
+    "modernbert": modernbert(
+        "", "ModernBertForMaskedLM", norm_eps=1e-2, hidden_activation="relu", layer_types=LAYER_TYPES, rope_parameters=NESTED,
+        classifier_activation="relu", num_attention_heads=6,
+    ),
+}  # fmt: skip
+ALL_CASES = CASES | SLOW_CASES
 SIZES = {"vocab_size", "hidden_size", "n_embd", "num_layers", "n_layer", "num_hidden_layers", "intermediate_size"}
 # Settings that have no effect on a trained model.
 IGNORED_SETTINGS = {
@@ -60,20 +92,45 @@ IGNORED_SETTINGS = {
     *("classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "reorder_and_upcast_attn"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "summary_activation", "summary_first_dropout"),
     *("summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    *(
+        "classifier_pooling",
+        "deterministic_flash_attn",
+        "embedding_dropout",
+        "initializer_cutoff_factor",
+        "mlp_dropout",
+    ),
+    *("sparse_pred_ignore_index", "sparse_prediction"),
 }
 IDS = torch.randint(VOCAB, (2, 23), generator=torch.Generator().manual_seed(3))
 
 
+class _Folders(dict[str, Path]):
+    """Folder of each case, saved on first use."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self._factory = factory
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = ALL_CASES[name].save(self._factory.mktemp(name))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: case.save(tmp_path_factory.mktemp(name)) for name, case in CASES.items()}
+    return _Folders(tmp_path_factory)
 
 
 @cache
 def config_keys(case: str) -> tuple[str, ...]:
     """Return the settings that transformers writes for a case."""
-    kind = getattr(transformers, CASES[case].model).config_class
-    return tuple(json.loads(kind(**CASES[case].config).to_json_string()))
+    kind = getattr(transformers, ALL_CASES[case].model).config_class
+    return tuple(json.loads(kind(**ALL_CASES[case].config).to_json_string()))
+
+
+def mark_slow(case: str, *values: str) -> Any:
+    """Return parameters of a test, slow for the cases of SLOW_CASES."""
+    return pytest.param(case, *values, marks=pytest.mark.slow if case in SLOW_CASES else ())
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], to: Path) -> Path:
@@ -109,7 +166,8 @@ def hf_logits(case: Case, folder: Path) -> torch.Tensor | None:
 
 @pytest.mark.parametrize("variant", ["left out", "null"])
 @pytest.mark.parametrize(
-    ("case", "key"), [(case, key) for case in CASES for key in config_keys(case) if key not in IGNORED_SETTINGS]
+    ("case", "key"),
+    [mark_slow(case, key) for case in ALL_CASES for key in config_keys(case) if key not in IGNORED_SETTINGS],
 )
 def test_load_missing_or_null_setting_equals_transformers(
     case: str, key: str, variant: str, folders: dict[str, Path], tmp_path: Path
@@ -120,7 +178,7 @@ def test_load_missing_or_null_setting_equals_transformers(
     got = load_logits(folder)
     if key in SIZES and got is None:
         return  # we raise an error; transformers uses default sizes and initializes missing weights randomly
-    want = hf_logits(CASES[case], folder)
+    want = hf_logits(ALL_CASES[case], folder)
     if want is None:
         assert got is None, f"transformers refuses {key} {variant}"
     else:
@@ -128,7 +186,7 @@ def test_load_missing_or_null_setting_equals_transformers(
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [mark_slow(case) for case in ALL_CASES])
 def test_load_ignored_settings_do_not_change_logits(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
     config = read_config(folders[case])
     bare = {key: value for key, value in config.items() if key not in IGNORED_SETTINGS or key == "model_type"}

@@ -14,6 +14,7 @@ from headwise.weights.families import (
     gpt_neo,
     llama,
     ministral3,
+    modernbert,
     olmo2,
     phi3,
     qwen3,
@@ -40,6 +41,7 @@ FAMILIES: tuple[ModelFamilySpec, ...] = (
     olmo2.FAMILY,
     gemma.GEMMA2_FAMILY,
     gemma.GEMMA3_FAMILY,
+    modernbert.FAMILY,
 )
 
 

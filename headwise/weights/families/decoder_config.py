@@ -113,6 +113,15 @@ def layer_types_of(config: Config, default: Callable[[int], str], allowed: Seque
     return names
 
 
+def windows_of(kinds: Sequence[str], window: int | None) -> list[int | None]:
+    """Return the window of each layer by its type. Raise an error if the size is missing, as transformers does."""
+    if window is None and "sliding_attention" in kinds:
+        raise FileFormatError(
+            "sliding_window is null or missing, but layer_types has layers with a window. Set sliding_window, or layer_types."
+        )
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 def shortest_period(values: Sequence[Any]) -> tuple[Any, ...]:
     """Return the shortest pattern whose repetition gives these values; empty if all are equal.
 

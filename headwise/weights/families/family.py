@@ -167,6 +167,7 @@ def gates_and_norms(spec: ModelSpec) -> dict[str, bool]:
         "queries scaled by position": attention.query_scaling is not None,
         "rotary positions that differ between layers": bool(spec.rotaries),
         "soft-capped logits": spec.logit_softcap is not None,
+        "a first block without a norm": not spec.first_norm,
     }
 
 
@@ -182,6 +183,8 @@ def common_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
         f"a position bias ({attention.position_bias_field})": attention.position_bias_field is not None,
         "norms on the outputs of sub-layers": spec.norm_placement in ("sandwich", "output"),
         "norms whose gain is 1 + weight": spec.norm == "rms_plus_one",
+        "norms without bias": spec.norm == "layer_no_bias",
+        "a transform layer without bias": spec.output == "mlm" and not spec.transform_bias,
         "head_input='slice'": attention.head_input == "slice",
         "parallel blocks": spec.norm_placement == "parallel",
         "sinusoidal positions": spec.positions == "sinusoidal",

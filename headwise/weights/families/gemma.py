@@ -18,6 +18,7 @@ from headwise.weights.families.decoder_config import (
     rope_parameters,
     rope_settings,
     varied_fields,
+    windows_of,
 )
 from headwise.weights.families.family import (
     Config,
@@ -62,9 +63,7 @@ def spec_from_config(config: Config) -> ModelSpec:
         rotaries = [rotary_of[kind] for kind in kinds]
     else:
         rotaries = [read_rotary(config, rope_settings(config), defaults)] * layers
-    attention, model_fields = varied_fields(
-        [window if kind == "sliding_attention" else None for kind in kinds], rotaries
-    )
+    attention, model_fields = varied_fields(windows_of(kinds, window), rotaries)
     caps = {
         name: setting_or_default(config, f"{name}_logit_softcapping", default=cap, allow_null=True)
         for name, cap in (("attn", None if is_gemma3 else 50.0), ("final", None if is_gemma3 else 30.0))

@@ -1,5 +1,6 @@
 """OLMo 2 and OLMo 3: norms on the outputs of sub-layers, and a norm of q and k over all heads. OLMo 3 mixes windows."""
 
+from dataclasses import replace
 from typing import Any
 
 from headwise.spec import ModelSpec, QKNorm
@@ -18,6 +19,7 @@ from headwise.weights.families.decoder_config import (
     rope_parameters,
     rope_settings,
     varied_fields,
+    windows_of,
 )
 from headwise.weights.families.family import (
     Config,
@@ -30,6 +32,8 @@ from headwise.weights.families.family import (
 from headwise.weights.families.llama import adjust_to_tensors
 
 DEFAULTS = DecoderSettings(context=2048, norm_eps=1e-5)
+OLMO3_DEFAULTS = replace(DEFAULTS, theta=500000.0)
+THETA_NAMES = {"full_attention": "rope_theta", "sliding_attention": ""}  # transformers reads the older setting once
 KINDS = ("full_attention", "sliding_attention")
 
 
@@ -39,9 +43,14 @@ def spec_from_config(config: Config) -> ModelSpec:
     if config.get("model_type") == "olmo3":
         window = positive_int_or_none(config, "sliding_window", default=4096)
         kinds = layer_types_of(config, lambda layer: KINDS[(layer + 1) % 4 != 0], KINDS)
-        windows = [window if kind == "sliding_attention" else None for kind in kinds]
+        windows = windows_of(kinds, window)
         rotary_of = {
-            kind: read_rotary(config, layer_rope_settings(config, kind, "rope_theta"), DEFAULTS) for kind in set(kinds)
+            kind: read_rotary(
+                {name: value for name, value in config.items() if name != "rope_theta"},
+                layer_rope_settings(config, kind, THETA_NAMES[kind]),
+                OLMO3_DEFAULTS,
+            )
+            for kind in set(kinds)
         }
         rotaries = [rotary_of[kind] for kind in kinds]
     else:

@@ -13,7 +13,7 @@ from headwise.weights.families.decoder_config import (
     require_same_spec,
     rope_settings,
 )
-from headwise.weights.families.family import Config, ModelFamilySpec, positive_int_or_none
+from headwise.weights.families.family import Config, ModelFamilySpec, positive_int_or_none, positive_int_setting
 from headwise.weights.families.llama import adjust_to_tensors
 from headwise.weights.keymap import TensorMapping
 
@@ -26,7 +26,8 @@ def spec_from_config(config: Config) -> ModelSpec:
     kind = settings.get("rope_type", settings.get("type"))
     if kind in ("su", "yarn"):  # older names of LongRoPE in this family
         settings = {**settings, "rope_type": "longrope"}
-    config = {"original_max_position_embeddings": 4096, **config}
+    original = positive_int_setting(config, "original_max_position_embeddings", default=4096)
+    config = {**config, "original_max_position_embeddings": original}
     rotary = read_rotary(config, settings, DEFAULTS)
     attention = {"rotary": rotary, "window": positive_int_or_none(config, "sliding_window")}
     return decoder_spec(config, DEFAULTS, attention=attention)

@@ -15,6 +15,7 @@ from headwise.weights.families.decoder_config import (
     require_same_spec,
     rope_settings,
     varied_fields,
+    windows_of,
 )
 from headwise.weights.families.family import (
     Config,
@@ -41,7 +42,7 @@ def spec_from_config(config: Config) -> ModelSpec:
         ("full_attention", "sliding_attention"),
     )
     rotary = read_rotary(config, rope_settings(config), DEFAULTS)
-    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    windows = windows_of(kinds, window)
     attention, model_fields = varied_fields(windows, [rotary] * layers)
     biased = bool_setting(config, "attention_bias", default=False)
     eps = setting_or_default(config, "rms_norm_eps", default=DEFAULTS.norm_eps)

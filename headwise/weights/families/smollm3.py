@@ -16,6 +16,7 @@ from headwise.weights.families.decoder_config import (
     rope_parameters,
     rope_settings,
     varied_fields,
+    windows_of,
 )
 from headwise.weights.families.family import (
     Config,
@@ -42,15 +43,15 @@ def spec_from_config(config: Config) -> ModelSpec:
     if len(has_rotary) != layers or set(has_rotary) - {0, 1}:
         raise FileFormatError(f"no_rope_layers must list 0 or 1 for each of {layers} layers. Got {has_rotary}.")
     uses_window = bool_setting(config, "use_sliding_window", default=False)
-    window = positive_int_or_none(config, "sliding_window") if uses_window else None
+    window = positive_int_or_none(config, "sliding_window")
     kinds = layer_types_of(
         config,
-        lambda layer: "full_attention" if window is None or has_rotary[layer] else "sliding_attention",
+        lambda layer: "sliding_attention" if uses_window and window and not has_rotary[layer] else "full_attention",
         ("full_attention", "sliding_attention"),
     )
     rotary = read_rotary(config, rope_settings(config), DEFAULTS)
     attention, model_fields = varied_fields(
-        [window if kind == "sliding_attention" else None for kind in kinds],
+        windows_of(kinds, window),
         [rotary if rotated else None for rotated in has_rotary],
     )
     biased = bool_setting(config, "attention_bias", default=False)
