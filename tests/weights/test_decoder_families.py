@@ -141,6 +141,8 @@ def test_load_mixture_of_experts_attaches_and_names_experts(
 
 
 BAD_CONFIGS = [
+    ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    ("gemma3", {"sliding_window": None}, "sliding_window is null or missing"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must list"),
     ("gemma2", {"layer_types": ["full_attention"]}, "layer_types must list"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),

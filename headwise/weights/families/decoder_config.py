@@ -35,6 +35,7 @@ class DecoderSettings:
         tied: tie_word_embeddings.
         norm_eps: rms_norm_eps.
         activation: Name of the setting of the activation.
+        partial_rotary: Whether the family reads partial_rotary_factor.
     """
 
     context: int
@@ -44,6 +45,7 @@ class DecoderSettings:
     tied: bool = False
     norm_eps: float = 1e-6
     activation: str = "hidden_act"
+    partial_rotary: bool = False
 
 
 def decoder_spec(
@@ -189,6 +191,11 @@ def read_rotary(config: Config, settings: Mapping[str, Any], defaults: DecoderSe
     head_dim = head_dim_of(config, defaults)
     share = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     dims = int(head_dim * share)
+    if dims != head_dim and not defaults.partial_rotary:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor {share} is not supported: in this model family all channels of a head are rotated. "
+            f"Remove it."
+        )
     return Rotary(theta, dims=None if dims == head_dim else dims, scaling=_read_scaling(config, settings, context))
 
 
