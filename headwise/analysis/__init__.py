@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
     from headwise.analysis.attribution.score_attribution import explain
     from headwise.analysis.finding.head_search import find_heads
+    from headwise.analysis.finding.head_search_result import HeadSearchResult
     from headwise.analysis.metrics.metric import AttentionToPosition, AttentionToTokens, Metric, MetricSpec
     from headwise.analysis.metrics.statistics import MIN_UNITS, bootstrap_difference_interval
     from headwise.analysis.recording.attention_maps import attention_maps
@@ -39,6 +40,7 @@ __all__ = [
     "AttentionToPosition",
     "AttentionToTokens",
     "HeadHistory",
+    "HeadSearchResult",
     "Metric",
     "MetricSpec",
     "Profile",
@@ -82,6 +84,7 @@ __getattr__ = make_lazy_getattr(
         "ablation.quantization_sensitivity": ["sensitivity"],
         "attribution.score_attribution": ["explain"],
         "finding.head_search": ["find_heads"],
+        "finding.head_search_result": ["HeadSearchResult"],
         "metrics.metric": ["AttentionToPosition", "AttentionToTokens", "Metric", "MetricSpec"],
         "metrics.statistics": ["MIN_UNITS", "bootstrap_difference_interval"],
         "recording.attention_maps": ["attention_maps"],

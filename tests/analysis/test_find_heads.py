@@ -280,6 +280,7 @@ def test_find_heads_wrong_options_raise_clear_errors(model: hw.Transformer) -> N
         ({"job": "effect"}, "needs one"),
         ({"heads": "7.1"}, "7"),
         ({"threshold": 2.0}, "threshold"),
+        ({"threshold": "high"}, "must be a number"),
         ({"job": "classes"}, "no label"),
     ]
     for options, message in cases:
@@ -413,6 +414,10 @@ def test_find_heads_effect_finds_the_head_that_the_metric_needs(model: hw.Transf
     assert again.to_dict() == outcome.to_dict()
 
 
+def constant_metric(value: Any) -> Any:
+    return lambda output, example: value
+
+
 def test_find_heads_pairs_with_metric_reach_the_causal_level(model: hw.Transformer) -> None:
     outcome = hw.find_heads(model, partner_examples(30), metric=read_partner)
     assert outcome["0.0"].evidence_level == "causal"
@@ -420,6 +425,9 @@ def test_find_heads_pairs_with_metric_reach_the_causal_level(model: hw.Transform
     assert outcome["0.0"].cost_excess_interval[0] > 0
     with pytest.raises(HeadwiseError, match="must be a finite number"):
         hw.find_heads(model, partner_examples(16), job="effect", metric=lambda output, example: float("nan"))
+    for value in ("high", None, torch.ones(2)):
+        with pytest.raises(HeadwiseError, match="must return a number"):
+            hw.find_heads(model, partner_examples(16), job="effect", metric=constant_metric(value))
     with pytest.raises(HeadwiseError, match="output layer"):
         hw.find_heads(model, partner_examples(16), job="effect", metric="loss")
 

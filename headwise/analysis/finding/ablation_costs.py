@@ -32,8 +32,13 @@ def measure_metric(model: ModelProtocol, prepared: PreparedExample, metric: Metr
     """Return the metric of one example: a function of the output, minus the loss, or the log-probability of the answer."""
     if callable(metric):
         output = prepared.run(model, hidden=False)
-        value = metric(output[0] if isinstance(output, Tensor) else output, prepared.example)
-        value = float(value)
+        returned = metric(output[0] if isinstance(output, Tensor) else output, prepared.example)
+        try:
+            value = float(returned)
+        except (TypeError, ValueError, RuntimeError):
+            raise ArgumentError(
+                f"{prepared.where}: the metric must return a number. Got {type(returned).__name__} {returned!r:.60}."
+            ) from None
     elif metric == "loss":
         value = -_loss(model, prepared)
     elif metric == "answer":

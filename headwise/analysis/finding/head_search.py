@@ -125,6 +125,8 @@ def _check_options(job: str, metric: Metric | None, threshold: float | None, see
         raise ArgumentError(
             "metric: the job 'effect' needs one. Use 'loss', 'answer' or a function of (output, example)."
         )
+    if threshold is not None and not isinstance(threshold, int | float):
+        raise ArgumentError(f"threshold={threshold!r}: must be a number.")
     if threshold is not None and not 0 <= threshold < 1 and job != "effect":
         raise ArgumentError(f"threshold={threshold}: must be at least 0 and below 1.")
     if type(seed) is not int or seed < 0:
