@@ -81,8 +81,7 @@ def test_export_attached_pruned_to_other_engines(to: str, name: str, tmp_path: P
 
 
 def test_export_attached_unsupported_family_raises(tmp_path: Path) -> None:
-    for model_class, message in (("Granite", "family 'granite'"), ("Qwen3", "attention.qk_norm")):
-        attached = attach_llama(model_class)
-        with pytest.raises(hw.HeadwiseError, match=message):
-            hw.export(attached, tmp_path / "m.gguf", to="gguf")
+    attached = attach_llama("Granite")
+    with pytest.raises(hw.HeadwiseError, match="family 'granite'"):
+        hw.export(attached, tmp_path / "m.gguf", to="gguf")
     assert not (tmp_path / "m.gguf").exists()
