@@ -190,6 +190,15 @@ PRESETS: dict[str, PresetConfig] = {
         {"width": 4096, "heads": 32, "rotary": LLAMA3_ROTARY, "qk_norm": QKNorm(over="width")},
         "OLMo Team 2024, https://arxiv.org/abs/2501.00656",
     ),
+    "modernbert-base": PresetConfig(
+        2024,
+        {"kind": "encoder", "norm": "layer_no_bias", "activation": "geglu", "mlp_bias": False, "positions": "none",
+         "embed_norm": True, "first_norm": False, "output": "none", "vocab": 50368, "context": 8192, "layers": 22,
+         "mlp_width": 1152, "windows": (None, 65, 65), "rotaries": (Rotary(160000.0), Rotary(), Rotary()),
+         "output_activation": "gelu", "transform_bias": False},
+        {"width": 768, "heads": 12, "rotary": Rotary(160000.0)},
+        "Warner et al. 2024, https://arxiv.org/abs/2412.13663",
+    ),
     "smollm2-135m": PresetConfig(
         2025,
         {**LLAMA, "vocab": 49152, "context": 8192, "layers": 30, "mlp_width": 1536, "tied": True},
@@ -312,7 +321,12 @@ def describe_norms(spec: ModelSpec) -> str:
     >>> describe_norms(preset("qwen3-8b"))
     'RMSNorm, pre; q and k per head'
     """
-    kind = {"layer": "LayerNorm", "rms": "RMSNorm", "rms_plus_one": "RMSNorm 1 + w"}[spec.norm]
+    kind = {
+        "layer": "LayerNorm",
+        "layer_no_bias": "LayerNorm without bias",
+        "rms": "RMSNorm",
+        "rms_plus_one": "RMSNorm 1 + w",
+    }[spec.norm]
     norm = spec.attention.qk_norm
     over = "" if norm is None else "; q and k per head" if norm.over == "head" else "; q and k over all heads"
     return f"{kind}, {spec.norm_placement}{over}"

@@ -3,7 +3,7 @@
 import torch
 
 from headwise.model import Transformer
-from headwise.spec import AttentionSpec, ModelSpec, Rotary
+from headwise.spec import AttentionSpec, ModelSpec, QKNorm, QueryScaling, Rotary
 from headwise.text.build_tokenizers import byte_tokenizer
 
 
@@ -28,6 +28,17 @@ SPECS = {
     ),
     "two stacks": make_spec(AttentionSpec(width=36, heads=5, head_dim=7), kind="encoder-decoder", encoder_layers=2, layers=2),
     "slices": make_spec(AttentionSpec(width=36, heads=4, head_input="slice", softcap=5.0, window=5)),
+    "norms and gates": make_spec(
+        AttentionSpec(
+            width=36, heads=6, kv_heads=3, rotary=Rotary(), bias=True, qk_norm=QKNorm(weights="per_head"),
+            output_gate="channel", query_scaling=QueryScaling(0.3, 4),
+        ),
+        norm_placement="sandwich", rotaries=(Rotary(), None), windows=(4, None), logit_softcap=3.0, **LLAMA,
+    ),
+    "shared norms, first block without norm": make_spec(
+        AttentionSpec(width=36, heads=6, kv_heads=2, rotary=Rotary(), qk_norm=QKNorm("rms_plus_one")),
+        **LLAMA | {"norm": "layer_no_bias"}, embed_norm=True, first_norm=False,
+    ),
 }  # fmt: skip
 # Nine heads with three KV heads, five in the second layer, one in the last, for generation.
 GENERATING_SPEC = make_spec(

@@ -21,8 +21,14 @@ def test_shard_forward_and_gradients_equal_one_process(two: WorkerGroup, name: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=pytest.mark.slow if "norms" in name and size != 3 else ())
+        for name in SPECS
+        for size in (2, 3, 4)
+    ],
+)
 def test_shard_all_models_and_sizes_equal_one_process(several: dict[int, WorkerGroup], name: str, size: int) -> None:
     for double, tolerance in ((True, 1e-12), (False, 1e-5)):
         for differences in several[size].run(f"{CHECKS}:forward_and_gradients", name, double):
