@@ -106,7 +106,8 @@ class LinearizedNorm:
 
     def pull_back(self, direction: Tensor, x: Tensor) -> Tensor:
         """Map a direction after the norm to the direction before it, with the scale at x: (D,), (D,) → (D,) in float64."""
-        scaled = to_float64(direction).to(x.device) * self.gain.to(x.device) * self.scale(x)
+        scale = self.scale(x)  # on the CPU if the device has no float64
+        scaled = to_float64(direction).to(scale.device) * self.gain.to(scale.device) * scale
         return scaled - scaled.mean() if self.centered else scaled  # centering is symmetric
 
 

@@ -43,7 +43,7 @@ VARIANTS = {
 SPECS = {**MODELS, **SMALL_PRESETS, **VARIANTS}
 PATTERNS = ("{}0.1", "{}0.0-1", "{}1.*", "{}0.0-1,{}0.3,{}1.0", "{}0.*,{}1.1-3")  # the last leaves one head
 PRUNE_CASES = [(name, pattern.format(*[""] * 4)) for name, spec in SPECS.items() for pattern in PATTERNS
-        if spec.kind != "encoder-decoder" and not spec.kept_heads]  # fmt: skip
+        if spec.kind != "encoder-decoder" and not spec.kept_heads and not spec.shared_layers]  # fmt: skip
 PRUNE_CASES += [("decoder, cut", "0.3")]
 ENCODER_DECODER_PATTERNS = (
     "enc.0.1",
