@@ -11,8 +11,8 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
 MAX_LINE, MAX_IMAGE_WIDTH, MAX_BYTES = 48, 520, 300_000  # characters of code, pixels across, of a file
 
 
-def test_examples_are_the_four_notebooks() -> None:
-    assert [book.stem.split("-")[1] for book in NOTEBOOKS] == ["roles", "induction", "pruning", "molecules"]
+def test_examples_are_the_five_notebooks() -> None:
+    assert [book.stem.split("-")[1] for book in NOTEBOOKS] == ["roles", "induction", "pruning", "molecules", "circuits"]
 
 
 @pytest.mark.parametrize("book", NOTEBOOKS, ids=lambda book: book.stem)

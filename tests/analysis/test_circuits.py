@@ -321,6 +321,16 @@ def test_attribution_misses_saturated_attention_and_says_so() -> None:
     assert result.check.worst_node in GOLD
 
 
+@pytest.mark.slow
+def test_learned_gates_find_the_hand_built_circuit() -> None:
+    result = hw.find_circuit(
+        decoder(), word_pairs(32, words=FILLERS[1::2]), size=3, random_sets=0, ranking="gates", alternative=False
+    )
+    assert set(result.circuit.nodes) == GOLD
+    assert result.circuit.effect().faithfulness.value == pytest.approx(1, abs=0.02)
+    assert np.isnan(result.scores[0].stability)
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_random_model_has_no_circuit_better_than_random_sets(seed: int) -> None:
     model = hw.Transformer(replace(hw.preset("nano"), vocab=len(WORDS) + 1, layers=3)).eval()
@@ -421,8 +431,23 @@ def test_interrupted_search_resumes_with_equal_result(tmp_path: Path) -> None:
     result = hw.find_circuit(model, pairs, **options, out=path)
     assert result.to_dict() == expected.to_dict()
     assert 1 < stored < len(path.read_text().splitlines())
+    with_edges = hw.find_circuit(model, pairs, **options, edges=2, out=path)  # added to the finished run
+    assert with_edges.circuit == result.circuit
+    assert with_edges.edges
     with pytest.raises(HeadwiseError, match="other model, texts or settings"):
         hw.find_circuit(model, pairs, size=6, random_sets=9, min_accuracy=0.0, out=path)
+
+
+@pytest.mark.parametrize("ranking", ["exact", "attribution"])
+def test_progress_ends_at_its_total(ranking: str) -> None:
+    calls: list[tuple[int, int | None]] = []
+    hw.find_circuit(
+        small_model(), word_pairs(16), size=5, random_sets=19, min_accuracy=0.0, alternative=False, edges=2,
+        ranking=ranking, progress=lambda label, done, total: calls.append((done, total)),
+    )  # fmt: skip
+    done, total = calls[-1]
+    assert total is not None
+    assert done <= total <= done + 2
 
 
 def test_metric_and_resampling_partners_of_the_user() -> None:

@@ -213,6 +213,7 @@ def find_circuit(
     base = np.ones(len(search.nodes), bool)
     ranked = _rank(search, base, "first")
     members, size_points, notes = _choose_members(search, ranked, config.size, "first")
+    search.runner.expect(_count_steps(search.nodes, config, len(members)) + (edges > 0))
     circuit = _judge(search, members, "first", ())
     other = None
     if alternative:
@@ -262,7 +263,7 @@ def _prepare(
     digest = weights_digest(model)[:16] if out is not None else ""
     runner = StepRunner(
         out, {"prompts": identity, "config": asdict(config), "model": digest}, progress,
-        _count_steps(nodes, config), PROGRESS_LABEL,
+        _count_steps(nodes, config, config.size or MAX_DROPS), PROGRESS_LABEL,
     )  # fmt: skip
     splits = []
     for number, members in enumerate(indices):
@@ -331,11 +332,20 @@ def _first_of_each_template(pairs: Sequence[PromptPair], count: int) -> list[Pro
     return [pairs[i] for i in sorted(order[:count])]
 
 
-def _count_steps(nodes: ModelNodes, config: CircuitConfig) -> int:
-    """Estimate the number of steps, for the progress line."""
-    sweep = -(-(len(nodes.blocks) + 1) // LAYERS_PER_STEP) if config.ranking == "exact" else 1
-    judged = 4 + -(-config.random_sets // SETS_PER_STEP) + 3
-    return 3 + (sweep + 2 + judged) * (1 + config.alternative) + 6
+def _count_steps(nodes: ModelNodes, config: CircuitConfig, size: int) -> int:
+    """Return the number of steps of a search whose circuits have this size, for the progress line."""
+
+    def chunks(count: int) -> int:
+        return -(-count // SETS_PER_STEP)
+
+    sweep = (len(nodes.blocks) + LAYERS_PER_STEP) // LAYERS_PER_STEP
+    rank, grid = sweep if config.ranking == "exact" else 1, size_grid(len(nodes))
+    judge = 2 * len(ABLATIONS) + chunks(min(size, MAX_DROPS)) + chunks(config.random_sets)
+    search = rank + chunks(len(grid)) + judge
+    check = sweep if config.ranking in ("attribution", "eap-ig") else 0
+    curves = chunks(len({*grid, *mib_sizes(len(nodes))}) - 2) + 2
+    empty = 1 + len(ABLATIONS)  # all nodes replaced, on the size split and on the judged prompts
+    return len(SPLITS) + empty + search * (1 + config.alternative) + curves + check
 
 
 def _rank(search: CircuitSearch, base: np.ndarray, tag: str) -> RankedNodes:

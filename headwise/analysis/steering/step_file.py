@@ -54,8 +54,13 @@ class StepRunner:
             self._append({"step": step, "value": self.finished[step]})
         self.used.add(step)
         if self.progress is not None:
-            self.progress(self.label, len(self.used), self.total)
+            done = len(self.used)
+            self.progress(self.label, done, None if self.total is None else max(self.total, done))
         return self.finished[step]
+
+    def expect(self, total: int) -> None:
+        """Set the number of steps, if it is known only after the first of them."""
+        self.total = total
 
     def _append(self, line: dict[str, Any]) -> None:
         if self.path is None:
