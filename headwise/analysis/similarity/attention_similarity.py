@@ -16,7 +16,11 @@ from headwise.analysis.metrics.attention_call import AttentionCallContext, Atten
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.similarity.weight_similarity import pairwise_gram_squared_norms, pairwise_product_squared_norms
+from headwise.analysis.similarity.weight_similarity import (
+    pairwise_gram_squared_norms,
+    pairwise_product_squared_norms,
+    split_on_host,
+)
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall, HookPoint
 from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
@@ -226,9 +230,11 @@ def js_sums(rows: Tensor) -> np.ndarray:
     rows = rows[:, (rows > 0).any(0)]  # keys that no head attends to contribute nothing
     own, mixed = np.zeros(H), np.zeros((H, H))
     for part in rows.split(CHUNK_WEIGHTS, 1):
-        own += _p_log_p(part)
-        for a in range(H - 1):
-            mixed[a, a + 1 :] += _p_log_p((part[a] + part[a + 1 :]) * 0.5)
+        pairs = [_p_log_p((part[a] + part[a + 1 :]) * 0.5) for a in range(H - 1)]
+        own_part, *mixed_parts = split_on_host([_p_log_p(part), *pairs])
+        own += own_part
+        for a, sums in enumerate(mixed_parts):
+            mixed[a, a + 1 :] += sums
     upper = np.triu((own[:, None] + own) / 2 - mixed, 1).clip(min=0)  # negative only by rounding
     return upper + upper.T
 
@@ -238,20 +244,25 @@ def js_sums_of_head(rows: Tensor, head: int) -> np.ndarray:
     rows = rows[:, (rows > 0).any(0)]
     own, mixed = np.zeros(len(rows)), np.zeros(len(rows))
     for part in rows.split(CHUNK_WEIGHTS, 1):
-        own += _p_log_p(part)
-        mixed += _p_log_p((part + part[head]) * 0.5)
+        own_part, mixed_part = split_on_host([_p_log_p(part), _p_log_p((part + part[head]) * 0.5)])
+        own += own_part
+        mixed += mixed_part
     return ((own + own[head]) / 2 - mixed).clip(min=0)
 
 
 def _js_per_head(rows: Tensor, others: Tensor) -> np.ndarray:
     """Sum the Jensen–Shannon divergence of each head's rows with other rows: (H, n, S), (H, n, S) → (H,)."""
-    divergences = [(_p_log_p(p) + _p_log_p(q)) / 2 - _p_log_p((p + q) * 0.5) for p, q in zip(rows, others, strict=True)]
-    return np.array([row.sum() for row in divergences]).clip(min=0)
+    terms = [
+        part for p, q in zip(rows, others, strict=True) for part in (_p_log_p(p), _p_log_p(q), _p_log_p((p + q) * 0.5))
+    ]
+    sums = np.array([part.sum() for part in split_on_host(terms)]).reshape(-1, 3)
+    return ((sums[:, 0] + sums[:, 1]) / 2 - sums[:, 2]).clip(min=0)
 
 
-def _p_log_p(p: Tensor) -> np.ndarray:
+def _p_log_p(p: Tensor) -> Tensor:
+    """Return Σ p log p over the last axis, in the dtype of p."""
     logs = p.clamp(min=torch.finfo(p.dtype).tiny).log_()
-    return to_float64(logs.mul_(p).sum(-1)).cpu().numpy()
+    return logs.mul_(p).sum(-1)
 
 
 def cka(X: Tensor, Y: Tensor, debiased: bool = True) -> float:
@@ -305,8 +316,17 @@ def _pairwise_cka(X: Tensor, Y: Tensor, debiased: bool = True) -> np.ndarray:
         a, b = (to_float64(x).square().sum(-1).cpu().numpy() for x in (A, B))  # (H, n): each row with itself
         return cross - n / (n - 2) * a @ b.T + np.outer(a.sum(1), b.sum(1)) / (n - 1) / (n - 2)
 
-    own = [np.array([independence(x[None], x[None])[0, 0] for x in side]) for side in (X, Y)]
-    return _cosines(independence(X, Y), *own)
+    return _cosines(independence(X, Y), *(_own_independence(side, debiased) for side in (X, Y)))
+
+
+def _own_independence(X: Tensor, debiased: bool) -> np.ndarray:
+    """HSIC of each centered feature matrix with itself: (H, n, e) → (H,)."""
+    n = X.shape[1]
+    cross = np.concatenate(split_on_host([to_float64(x.mT @ x).square().sum()[None] for x in X]))
+    if not debiased:
+        return cross
+    rows = to_float64(X).square().sum(-1).cpu().numpy()  # (H, n)
+    return cross - n / (n - 2) * (rows**2).sum(1) + rows.sum(1) ** 2 / (n - 1) / (n - 2)
 
 
 def _cosines(products: np.ndarray, squares: np.ndarray, others: np.ndarray | None = None) -> np.ndarray:

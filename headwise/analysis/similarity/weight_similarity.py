@@ -137,8 +137,8 @@ def ov_copying(head: Head | HeadWeights | Circuit) -> float:
     1.0
     """
     values = (head if isinstance(head, Circuit) else head.OV).eigenvalues()
-    size = float(values.abs().sum())
-    return float(values.real.sum()) / size if size > 0 else float("nan")
+    size, real = torch.stack((values.abs().sum(), values.real.sum())).tolist()
+    return real / size if size > 0 else float("nan")
 
 
 def effective_rank(matrix: Tensor | Circuit) -> float:
@@ -216,12 +216,19 @@ def pairwise_product_squared_norms(left: Tensor, right: Tensor, upper: bool = Fa
     H, n, e = right.shape
     flat = right.transpose(0, 1).reshape(n, H * e)
     norms = np.zeros((len(left), H))
-    for a, matrix in enumerate(left):
-        first = a if upper else 0
-        norms[a, first:] = (
-            to_float64(matrix @ flat[:, first * e :]).square().unflatten(1, (-1, e)).sum((0, 2)).cpu().numpy()
-        )
+    rows = [
+        to_float64(matrix @ flat[:, (a if upper else 0) * e :]).square().unflatten(1, (-1, e)).sum((0, 2))
+        for a, matrix in enumerate(left)
+    ]
+    for a, row in enumerate(split_on_host(rows)):
+        norms[a, H - len(row) :] = row
     return norms
+
+
+def split_on_host(rows: Sequence[Tensor]) -> list[np.ndarray]:
+    """Return vectors as arrays in float64, with one copy from the device for all of them."""
+    values = to_float64(torch.cat(list(rows))).cpu().numpy() if rows else np.zeros(0)
+    return np.split(values, np.cumsum([len(row) for row in rows])[:-1])
 
 
 def pairwise_gram_squared_norms(matrices: Tensor) -> np.ndarray:
