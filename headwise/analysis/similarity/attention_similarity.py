@@ -316,10 +316,10 @@ def _pairwise_cka(X: Tensor, Y: Tensor, debiased: bool = True) -> np.ndarray:
         a, b = (to_float64(x).square().sum(-1).cpu().numpy() for x in (A, B))  # (H, n): each row with itself
         return cross - n / (n - 2) * a @ b.T + np.outer(a.sum(1), b.sum(1)) / (n - 1) / (n - 2)
 
-    return _cosines(independence(X, Y), *(_own_independence(side, debiased) for side in (X, Y)))
+    return _cosines(independence(X, Y), *(_own_independence(side, debiased=debiased) for side in (X, Y)))
 
 
-def _own_independence(X: Tensor, debiased: bool) -> np.ndarray:
+def _own_independence(X: Tensor, *, debiased: bool) -> np.ndarray:
     """HSIC of each centered feature matrix with itself: (H, n, e) → (H,)."""
     n = X.shape[1]
     cross = np.concatenate(split_on_host([to_float64(x.mT @ x).square().sum()[None] for x in X]))
