@@ -91,7 +91,7 @@ class ResidualParts:
             if attention_layer.b_O is not None:
                 biases = biases + after_post_norm(to_float64(attention_layer.b_O).to(biases.device).expand_as(biases))
             if post_norm is not None and post_norm.bias is not None:
-                biases = biases + to_float64(post_norm.bias)
+                biases = biases + to_float64(post_norm.bias).to(biases.device)
             yield f"mlp.{layer_index}", to_float64(capture.mlps[layer_index][positions])
         for layer_index, mlp in capture.mlps.items():  # layers without attention
             if layer_index < layer and all(
@@ -111,7 +111,7 @@ class ResidualParts:
         if norm is not None:
             parts = norm.center_and_apply_gain(parts) * norm.scale(parts.sum(0))
             if norm.bias is not None:
-                parts[names.index(BIASES)] += to_float64(norm.bias)
+                parts[names.index(BIASES)] += to_float64(norm.bias).to(parts.device)
         return names, parts
 
     def check_parts_sum(self, layer: int) -> None:

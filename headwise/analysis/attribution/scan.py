@@ -434,7 +434,7 @@ def _logit_lens(
     states = _residual_states(model, residual, components)  # (layers + 1, D) in float64
     norm = residual.norm
     normed = norm.center_and_apply_gain(states) * norm.scale(states)
-    normed = normed if norm.bias is None else normed + to_float64(norm.bias)
+    normed = normed if norm.bias is None else normed + to_float64(norm.bias).to(normed.device)
     weight = at_least_float32(residual.vocabulary.weight)  # (V, D)
     logits = to_float64(normed.to(weight) @ weight.mT) * residual.logit_scale  # (layers + 1, V)
     bias = getattr(residual.vocabulary, "bias", None)
@@ -463,7 +463,7 @@ def _residual_states(model: ModelProtocol, residual: ResidualStream, components:
         post_norm = residual.layers[hook_point.address.layer].post_norm
         if post_norm is not None:
             output = post_norm.center_and_apply_gain(output) * post_norm.scale(output)
-            output = output if post_norm.bias is None else output + to_float64(post_norm.bias)
+            output = output if post_norm.bias is None else output + to_float64(post_norm.bias).to(output.device)
         attention[hook_point.address.layer] = output
     states = [to_float64(components.embedding)]
     for layer_index in sorted(residual.layers):
