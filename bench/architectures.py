@@ -2,6 +2,7 @@
 
 python -m bench.architectures                 run all architectures without a result, then update the table of the docs
 python -m bench.architectures --only bert t5  run these architectures and print their full results
+python -m bench.architectures --only bert --checks quantized    run some checks only
 python -m bench.architectures --table         update the table from existing results
 
 Groups of architectures run in separate processes. An architecture that uses too much processor time counts as not built.
@@ -58,8 +59,13 @@ def _generates(name: str) -> bool:
     return any(name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}) for kind in GENERATING)
 
 
-def run_architecture(name: str, on_built: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """Run one architecture in this process. `on_built` is called after the model is built and before it is attached."""
+def run_architecture(
+    name: str, on_built: Callable[[], object] = lambda: None, checks: tuple[str, ...] | None = None
+) -> dict[str, Any]:
+    """Run one architecture in this process, with all checks or those named.
+
+    `on_built` is called after the model is built and before it is attached.
+    """
     import torch
     import transformers
 
@@ -73,7 +79,7 @@ def run_architecture(name: str, on_built: Callable[[], object] = lambda: None) -
         classes = getattr(transformers, kind), transformers.CONFIG_MAPPING[name]
     except Exception as error:
         return asdict(AttachReport(name, kind, "not built", f"{type(error).__name__}: {error}"[:200]))
-    return asdict(check_architecture(name, *classes, on_built))
+    return asdict(check_architecture(name, *classes, on_built, checks))
 
 
 def _serve(connection: Any) -> None:
@@ -238,12 +244,14 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--results", type=Path, default=RESULTS)
     options.add_argument("--only", nargs="+", default=[])
+    options.add_argument("--checks", nargs="+", help="with --only: names of checks, such as quantized. Default: all")
     options.add_argument("--max-seconds", type=float, default=MAX_SECONDS, help="processor time per architecture")
     options.add_argument("--table", action="store_true", help="only update the table")
     args = options.parse_args()
     if args.only:
         for name in args.only:
-            print(json.dumps(run_architecture(name), indent=2), flush=True)
+            checks = None if args.checks is None else tuple(args.checks)
+            print(json.dumps(run_architecture(name, checks=checks), indent=2), flush=True)
         return
     if not args.table:
         run_all(list(architectures()), args.results, args.max_seconds)

@@ -41,9 +41,13 @@ from bench.tried_with import (
 
 
 def check_architecture(
-    name: str, kind: Any, config_class: Any, on_built: Callable[[], object] = lambda: None
+    name: str,
+    kind: Any,
+    config_class: Any,
+    on_built: Callable[[], object] = lambda: None,
+    checks: tuple[str, ...] | None = None,
 ) -> AttachReport:
-    """Build one tiny model and run all checks. `on_built` is called in between."""
+    """Build one tiny model and run all checks, or those named. `on_built` is called in between."""
     report = AttachReport(name, kind.__name__)
     try:
         model, inputs = build(kind, config_class)
@@ -59,14 +63,16 @@ def check_architecture(
         return record_failure(report, "crash", error)
     parts = list(dict.fromkeys(layer.info.tower_path for layer in attached.attention_layers()))
     attached.detach()
-    if len(parts) > 1:
+    if len(parts) > 1 and checks is None:
         return _check_towers(report, model, inputs, parts)
-    return _check_all(report, model, model, inputs)
+    return _check_all(report, model, model, inputs, checks)
 
 
 def _check_towers(report: AttachReport, model: Any, inputs: dict[str, Tensor], parts: list[str]) -> AttachReport:
     """Check the full model for equal bits, silencing and pruning, then each tower alone."""
-    report = _check_all(report, model, model, inputs, ("bitwise", "silence", "copying", "prune", "per-head cache"))
+    report = _check_all(
+        report, model, model, inputs, ("bitwise", "silence", "copying", "prune", "per-head cache", "quantized")
+    )
     for path in parts:
         part = model.get_submodule(path)
         try:
