@@ -42,8 +42,11 @@ FORMAT = "headwise-attached-2"
 # Layouts of the rows of q, k and v.
 ROW_LAYOUTS = {"separate", "padded_per_head", "padded_at_end", "fused", "per_head", ""}
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-# Fields of a configuration that a uniformly pruned model changes.
-CONFIG_COUNTS = (*HEAD_COUNT_NAMES, *KV_COUNT_NAMES, "head_dim")
+# Fields of a configuration that a uniformly pruned model changes. Some configurations have names of their own for them.
+CONFIG_COUNTS = (
+    *HEAD_COUNT_NAMES, *KV_COUNT_NAMES, "head_dim", "attention_head_dim", "d_kv", "kv_channels", "attention_heads",
+    "encoder_attention_heads", "decoder_attention_heads",
+)  # fmt: skip
 PLANS_ATTRIBUTE = "_headwise_plans"  # attribute of a model that stores the plans by which it was pruned
 CACHE_ATTRIBUTE = "_headwise_cache"  # attribute of a model that stores the cache rules of its KV heads
 
@@ -155,7 +158,7 @@ def _save_with_metadata(model: Any, save_directory: str | Path, *args: Any, **kw
         layers = make_attached_layers(model)
         metadata = _prune_metadata(model, layers)
         fields = None if quantization_of(model)[0] or not is_pruned(layers) else uniform_config(model, layers)
-        if fields is not None:  # plain transformers can build the pruned model
+        if fields is not None and set(fields) <= set(CONFIG_COUNTS):  # plain transformers can build the pruned model
             config_file = Path(save_directory) / "config.json"
             config = json.loads(config_file.read_text(encoding="utf-8"))
             metadata["full_config"] = {name: config.get(name) for name in fields}

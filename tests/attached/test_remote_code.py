@@ -120,6 +120,31 @@ def test_uniformly_pruned_loads_in_plain_transformers(tmp_path: Path) -> None:
     assert torch.equal(loaded.model(ids)[0], expected)
 
 
+def test_uniformly_pruned_umt5_loads_with_its_own_names_of_sizes(tmp_path: Path) -> None:
+    """The configuration calls the head size `d_kv`, and does not derive it from the width."""
+    sizes = {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+        "vocab_size": VOCAB,
+    }
+    config = transformers.UMT5Config(**sizes, decoder_start_token_id=0)
+    pruned = hw.attach(transformers.UMT5ForConditionalGeneration(config).eval()).prune("enc.*.1,dec.*.1,cross.*.1")
+    pruned.save(tmp_path / "even")
+    inputs = {"input_ids": ids, "decoder_input_ids": ids}
+    with torch.no_grad():
+        expected = pruned.model(**inputs)[0]
+        loaded: Any = hw.load(tmp_path / "even")
+        assert loaded.spec.head_addresses == pruned.spec.head_addresses
+        assert torch.equal(loaded.model(**inputs)[0], expected)
+        plain = transformers.UMT5ForConditionalGeneration.from_pretrained(tmp_path / "even").eval()
+        assert plain.config.num_heads == 3
+        torch.testing.assert_close(plain(**inputs)[0], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_whole_kv_groups_pruned_load_in_plain_transformers(tmp_path: Path) -> None:
     pruned = hw.attach(build("qwen3")).prune("0-2.0-2")
     pruned.save(tmp_path / "even")
