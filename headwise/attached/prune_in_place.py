@@ -33,7 +33,7 @@ from headwise.attached.head_slices import (
 from headwise.attached.layer import AttachedLayer, is_quantized
 from headwise.attached.packed_weights import is_packed, packed_matrix
 from headwise.errors import HeadwiseError, UnsupportedModelError
-from headwise.kernels.rounding_tolerance import to_float64
+from headwise.kernels.rounding_tolerance import autocast_disabled, to_float64
 from headwise.model import eval_mode
 from headwise.spec import Address, AttentionSpec, LayerAddress
 
@@ -331,7 +331,11 @@ class PruneVerifier:
 
     def _run(self, layers: Sequence[AttachedLayer], inputs: dict[str, Tensor]) -> RunOutputs:
         projection_outputs: dict[str, list[Tensor]] = {}
-        with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(), eval_mode(self._model):
+        device = next(self._model.parameters()).device
+        with (
+            ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(), eval_mode(self._model),
+            autocast_disabled(device),  # the outputs are compared up to the rounding of the weights
+        ):  # fmt: skip
             for layer in layers:
                 info = layer.info
                 if info.output_module is not None and info.name in self._names:

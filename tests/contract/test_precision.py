@@ -106,6 +106,8 @@ def test_function_in_half_precision_equals_float32(name: str, function: str, mod
         return
     assert got.shape == want.shape
     assert (np.isfinite(got) == np.isfinite(want)).all()
+    if function == "scan":  # heads with nearly equal effects change places
+        got, want = np.sort(got), np.sort(want)
     if function not in JUMPING:
         got, want = np.nan_to_num(got), np.nan_to_num(want)
         size = np.abs(want[want != np.round(want)]).max(initial=1.0)
