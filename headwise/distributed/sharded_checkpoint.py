@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from headwise.distributed.distributed_checkpoint_reader import MODEL_PREFIX
 from headwise.distributed.head_partition import HeadPartition
 from headwise.distributed.model_partition import RankPartition, partition_model
 from headwise.distributed.model_shard import ShardedTransformer
 from headwise.distributed.parallelize_model import local_offset, local_tensor
 from headwise.distributed.process_group import ProcessGroup, call_collective
 from headwise.distributed.shard_axes import LAYER_KEY
-from headwise.distributed.sharded_reader import MODEL_PREFIX
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention
 from headwise.model.transformer import Transformer

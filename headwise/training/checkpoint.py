@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from headwise.distributed.distributed_checkpoint_reader import MODEL_PREFIX, tensor_names
 from headwise.distributed.parallelize_model import local_tensor
 from headwise.distributed.process_group import ProcessGroup
 from headwise.distributed.sharded_checkpoint import (
@@ -28,7 +29,6 @@ from headwise.distributed.sharded_checkpoint import (
     tensor_shards,
     weight_shards,
 )
-from headwise.distributed.sharded_reader import MODEL_PREFIX, tensor_names
 from headwise.errors import ArgumentError, FileFormatError
 from headwise.io.aligned_safetensors import read_tensors, write_tensors
 from headwise.io.atomic_write import atomic_folder

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.analysis.finding.gold_pair_scores import candidate_gold_masks, score_pairs
 from headwise.analysis.finding.head_search_result import HeadSearchResult
 from headwise.analysis.finding.job_examples import JobExample, read_examples, split_halves
-from headwise.analysis.finding.monotonic_path_scores import monotonic_path_weight
-from headwise.analysis.finding.pair_scores import candidate_gold_masks, score_pairs
+from headwise.analysis.finding.monotonic_alignment_scores import monotonic_path_weight
 from headwise.analysis.finding.prepared_example import prepare_example
 from headwise.errors import HeadwiseError
 from headwise.text.build_tokenizers import word_tokenizer

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from headwise.analysis.finding.gold_pair_scores import check_layers_called, listening, selected_map_rows
 from headwise.analysis.finding.job_examples import JobExample
-from headwise.analysis.finding.pair_scores import check_layers_called, listening, selected_map_rows
 from headwise.analysis.finding.per_input_scores import PerInputScores
 from headwise.analysis.finding.prepared_example import PreparedExample
 from headwise.analysis.recording.text_hash_split import REPORTING, SELECTION

@@ -12,6 +12,7 @@ from headwise.analysis.ablation.ablate import AblationMethod
 from headwise.analysis.finding.ablation_costs import HeadAblator, Metric, other_head_costs
 from headwise.analysis.finding.bundled_examples import bundled_examples
 from headwise.analysis.finding.class_scores import class_features, fit_class_probes
+from headwise.analysis.finding.gold_pair_scores import ExampleScores, score_pairs
 from headwise.analysis.finding.head_search_result import HeadSearchResult
 from headwise.analysis.finding.head_search_results_file import FORMAT, HeadSearchResultsWriter
 from headwise.analysis.finding.job_examples import (
@@ -19,8 +20,7 @@ from headwise.analysis.finding.job_examples import (
     read_examples,
     split_examples,
 )
-from headwise.analysis.finding.monotonic_path_scores import score_monotonic_path
-from headwise.analysis.finding.pair_scores import ExampleScores, score_pairs
+from headwise.analysis.finding.monotonic_alignment_scores import score_monotonic_alignment
 from headwise.analysis.finding.per_input_scores import (
     ALPHA,
     LEVELS,
@@ -219,7 +219,7 @@ class _Search:
             row = stored.get(index)
             if row is None:
                 if self.job == "alignment" and not item.example.pairs:
-                    row = score_monotonic_path(self.model, item, self.hook_points)
+                    row = score_monotonic_alignment(self.model, item, self.hook_points)
                 else:
                     row = score_pairs(self.model, item, self.hook_points, causal=causal, allow_self=allow_self)
                 row = _select_columns(row, self.columns)

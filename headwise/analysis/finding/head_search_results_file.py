@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headwise.analysis.finding.pair_scores import ExampleScores
+from headwise.analysis.finding.gold_pair_scores import ExampleScores
 from headwise.errors import FileFormatError, HeadwiseError
 from headwise.io.atomic_write import write_atomic
 from headwise.io.resolve_path import read_text

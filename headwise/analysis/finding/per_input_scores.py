@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headwise.analysis.finding.pair_scores import ExampleScores
+from headwise.analysis.finding.gold_pair_scores import ExampleScores
 from headwise.analysis.metrics.statistics import (
     bootstrap_difference_interval,
     bootstrap_interval,

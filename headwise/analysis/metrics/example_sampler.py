@@ -225,7 +225,7 @@ class ExampleSampler(AttentionObserver):
         return examples
 
 
-class ExampleRecorder(AttentionObserver):
+class ExampleAttentionRecorder(AttentionObserver):
     """Record the attention of heads at fixed positions: in sequences of repeated tokens, or in the prompts of a task."""
 
     supports_cross_attention = False

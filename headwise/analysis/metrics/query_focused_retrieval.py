@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.example_sampler import ExampleRecorder
+from headwise.analysis.metrics.example_sampler import ExampleAttentionRecorder
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec, RoleTarget, TokenFeature
 from headwise.analysis.metrics.prompt_metric import MAX_EXAMPLES, MIN_SAMPLES
 from headwise.analysis.metrics.role_examples import ExamplePosition, ExampleStore
@@ -114,7 +114,7 @@ class QueryFocusMetric(ControlledTextMetric):
         examples = ExampleStore(
             accumulator.heads, rows=tuple(self._example_position(model, sample) for sample in texts[:MAX_EXAMPLES])
         )
-        recorders = [ExampleRecorder(examples, self.score_spec.name)]
+        recorders = [ExampleAttentionRecorder(examples, self.score_spec.name)]
         run_task(model, self, accumulator, seed, observers=recorders, progress=progress)
         return TaskMetricResult(examples=examples)
 

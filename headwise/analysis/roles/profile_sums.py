@@ -15,7 +15,7 @@ import torch
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.batch_context import FeatureLayout
 from headwise.analysis.metrics.default_metrics import default_metrics
-from headwise.analysis.metrics.example_sampler import ExampleRecorder, ExampleSampler
+from headwise.analysis.metrics.example_sampler import ExampleAttentionRecorder, ExampleSampler
 from headwise.analysis.metrics.induction import InductionMetric, make_repeated_sequences
 from headwise.analysis.metrics.metric import Metric, MetricSpec, MetricSpecMixin
 from headwise.analysis.metrics.metric_runner import MetricRunner, points_in_layers
@@ -216,7 +216,7 @@ def collect(
     if process_group.size > 1:
         process_group.check_equal(texts.fingerprint, TEXTS_DIFFER_MESSAGE)  # tokenizers may differ too
         _merge_processes(process_group, accumulator, relation_metric, top_contexts, examples)
-    recorder = ExampleRecorder(examples)
+    recorder = ExampleAttentionRecorder(examples)
     run_task(
         model, selection.induction, accumulator, options.seed, observers=[recorder], progress=options.progress,
         layers=options.layers,

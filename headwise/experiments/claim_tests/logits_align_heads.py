@@ -23,7 +23,7 @@ DISTANCE, ROLES = "bits from the nearest of the teacher's heads", "share of head
 GAP, APPROACH = "nats of maps above logits", "bits nearer to the teacher's heads"
 
 
-def teacher_and_students_by_loss(experiment: TrainedModelProvider, seed: int) -> dict[str, ExperimentConfig]:
+def teacher_and_student_configs(experiment: TrainedModelProvider, seed: int) -> dict[str, ExperimentConfig]:
     """Return a teacher, and a student with half its layers and heads for each loss, with equal initialization and data."""
     steps = {"steps": max(8, int(experiment.size.steps * STEP_FRACTION))}
     teacher = replace(experiment.make_config(seed, layers=LAYERS[0], recipe=steps), checkpoint_steps=())
@@ -40,7 +40,7 @@ def teacher_and_students_by_loss(experiment: TrainedModelProvider, seed: int) ->
 
 def training_configs(experiment: TrainedModelProvider) -> Iterator[ExperimentConfig]:
     """Return the configurations of every seed, teachers first because students need them."""
-    families = [teacher_and_students_by_loss(experiment, seed) for seed in experiment.seeds]
+    families = [teacher_and_student_configs(experiment, seed) for seed in experiment.seeds]
     yield from (models["teacher"] for models in families)
     yield from (config for models in families for name, config in models.items() if name != "teacher")
 
@@ -50,7 +50,7 @@ def measure(experiment: TrainedModelProvider) -> StatisticTable:
     trained = [
         {
             name: experiment.train_or_load(config)
-            for name, config in teacher_and_students_by_loss(experiment, seed).items()
+            for name, config in teacher_and_student_configs(experiment, seed).items()
         }
         for seed in experiment.seeds
     ]

@@ -48,7 +48,7 @@ def draw_attention_diagram(spec: AttentionSpec | ModelSpec) -> FigureWithData:
     for at, width in ((CONCAT[0] + CONCAT[1], W_O[0]), (W_O[0] + W_O[1], OUTPUT[0])):
         _draw_arrow(axes, (at, middle), (width, middle), TEXT_COLOR)
     heads = f"{len(spec.head_ids)} heads" + (
-        f", {len(spec.kv_head_ids)} key/value heads" if kv_rows and _has_shared_kv(spec) else ""
+        f", {len(spec.kv_head_ids)} key/value heads" if kv_rows and _query_heads_share_kv(spec) else ""
     )
     axes.set_title(f"{heads}, head size {spec.head_dim}, width {spec.width}", fontsize=9, color=TEXT_COLOR, loc="left")
     column_names = (
@@ -134,7 +134,7 @@ def _heads_to_draw(heads: int) -> list[int | None]:
     return list(range(heads)) if heads <= MAX_DRAWN_HEADS else [*range(MAX_DRAWN_HEADS - 2), None, heads - 1]
 
 
-def _has_shared_kv(spec: AttentionSpec) -> bool:
+def _query_heads_share_kv(spec: AttentionSpec) -> bool:
     return len(spec.kv_head_ids) < len(spec.head_ids)
 
 

@@ -392,7 +392,7 @@ def decoder_mappings(*changes: Mapping[str, str]) -> tuple[TensorMapping, ...]:
         is_rotary = any(part in native for part in (".qkv.q_", ".qkv.k_", ".q_norm.", ".k_norm."))
         when = _has_own_output if native.startswith("output.") else _always
         mappings.append(TensorMapping(external, native, is_rotary=is_rotary, when=when))
-        condition = _bias_condition(native)
+        condition = _bias_predicate(native)
         if condition is not None:
             native_bias, external_bias = native.replace("weight", "bias"), external.replace(".weight", ".bias")
             mappings.append(TensorMapping(external_bias, native_bias, is_rotary=is_rotary, when=condition))
@@ -407,9 +407,9 @@ def _has_own_output(spec: ModelSpec) -> bool:
     return spec.output == "lm" and not spec.tied
 
 
-def _bias_condition(native: str) -> Callable[[ModelSpec], bool] | None:
-    if ".qkv." in native:
+def _bias_predicate(native_weight_name: str) -> Callable[[ModelSpec], bool] | None:
+    if ".qkv." in native_weight_name:
         return lambda spec: spec.attention.bias
-    if ".output_projection." in native:
+    if ".output_projection." in native_weight_name:
         return lambda spec: spec.attention.out_bias
-    return (lambda spec: spec.mlp_bias) if ".mlp." in native else None
+    return (lambda spec: spec.mlp_bias) if ".mlp." in native_weight_name else None

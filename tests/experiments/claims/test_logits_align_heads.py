@@ -16,7 +16,7 @@ from headwise.experiments.claim_tests.logits_align_heads import (
     MAP_PAIRINGS,
     STUDENT_LOSSES,
     measure,
-    teacher_and_students_by_loss,
+    teacher_and_student_configs,
 )
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.experiment_store import ExperimentStore
@@ -33,7 +33,7 @@ CASES = {
 
 
 def test_teacher_and_students_differ_only_in_loss(tmp_path) -> None:
-    teacher, *students = teacher_and_students_by_loss(TrainedModelProvider(ExperimentStore(tmp_path)), 3).values()
+    teacher, *students = teacher_and_student_configs(TrainedModelProvider(ExperimentStore(tmp_path)), 3).values()
     assert [student.distill_losses for student in students] == list(STUDENT_LOSSES.values())
     assert {replace(student, distill_losses="", teacher=None) for student in students} == {students[0]}
     assert all(student.teacher == teacher for student in students[1:])
@@ -53,7 +53,7 @@ def make_tiny_experiment(folder) -> TrainedModelProvider:
 
 def test_trained_student_trains_its_teacher_first(tmp_path) -> None:
     experiment = make_tiny_experiment(tmp_path)
-    configs = teacher_and_students_by_loss(experiment, 0)
+    configs = teacher_and_student_configs(experiment, 0)
     trained = experiment.train_or_load(configs["maps, first layers"])
     assert experiment.store.load_trained(configs["teacher"]) is not None, "it was trained on the way"
     assert trained.loss != experiment.train_or_load(configs["text"]).loss
@@ -64,7 +64,7 @@ def test_distillation_tiny_experiment_gives_statistics(tmp_path) -> None:
     experiment = make_tiny_experiment(tmp_path)
     statistics = measure(experiment)
     trained = {
-        name: experiment.train_or_load(config) for name, config in teacher_and_students_by_loss(experiment, 0).items()
+        name: experiment.train_or_load(config) for name, config in teacher_and_student_configs(experiment, 0).items()
     }
     assert statistics[LOSS, "qkv"].mean == trained["qkv"].loss
     for name in MAP_PAIRINGS:

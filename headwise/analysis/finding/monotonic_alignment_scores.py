@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.finding.pair_scores import ExampleScores, check_layers_called, listening, selected_map_rows
+from headwise.analysis.finding.gold_pair_scores import ExampleScores, check_layers_called, listening, selected_map_rows
 from headwise.analysis.finding.prepared_example import PreparedExample
 from headwise.analysis.metrics.row_blocks import value_output_norms
 from headwise.errors import ArgumentError
@@ -20,7 +20,7 @@ SHUFFLES = 16  # random orders of the rows
 SHUFFLED_ROWS = "shuffled rows"
 
 
-def score_monotonic_path(model: Any, prepared: PreparedExample, hook_points: Sequence[HookPoint]) -> ExampleScores:
+def score_monotonic_alignment(model: Any, prepared: PreparedExample, hook_points: Sequence[HookPoint]) -> ExampleScores:
     """Run one example and score all heads of these hook points."""
     queries = [token for tokens in prepared.queries.tokens for token in tokens]
     keys = [token for tokens in prepared.keys.tokens for token in tokens]
