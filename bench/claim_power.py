@@ -4,8 +4,8 @@
 
 For the primary quantity of a claim: the smallest number of seeds n at which the half width of its interval,
 t(n − 1) · sd / √n, is at most half the distance between the mean seen and the threshold. Standard deviations follow from
-the published intervals of four seeds (docs/claims.md): sd = half width · √4 / t(3) at the level of that interval. A mean
-and a standard deviation of four seeds are themselves uncertain (the sd by a factor of 0.57 to 3.7, 95%), so n is a plan
+the published intervals of four seeds (docs/research/claims): sd = half width · √4 / t(3) at the level of that interval. A
+mean and a standard deviation of four seeds are themselves uncertain (the sd by a factor of 0.57 to 3.7, 95%), so n is a plan
 and not a promise.
 """
 
