@@ -2,8 +2,8 @@
 
 If all layers of a pruned model have the same number of heads, its configuration can say so, and plain transformers loads
 the folder. Otherwise tensors are smaller than the configuration says: `hw.load` reads the metadata file and prunes before it
-loads the weights, and plain transformers needs a remote-code modeling file (`remote_code.py`). Both can load a model that was
-saved in its original shape, with zeros for pruned heads.
+loads the weights, and plain transformers needs a remote-code modeling file (`remote_code_export.py`). Both can load a model
+that was saved in its original shape, with zeros for pruned heads.
 """
 
 import inspect
@@ -29,7 +29,7 @@ from headwise.attached.offload import copy_to_memory, is_offloaded
 from headwise.attached.packed_weights import PackedMatrix, is_packed
 from headwise.attached.prune_in_place import expand_kv_groups, prune_layers
 from headwise.attached.quantize_in_place import quantization_of, quantize_in_place
-from headwise.attached.remote_code import check_remote_code, uniform_config, write_remote_code
+from headwise.attached.remote_code_export import check_remote_code, uniform_config, write_remote_code
 from headwise.attached.train_mode_and_checkpointing_mixin import blocks_with_attention
 from headwise.errors import ArgumentError, FileFormatError, HeadwiseError, MissingDependencyError, UnsupportedModelError
 from headwise.spec import CachePolicy, CacheRule, LayerAddress

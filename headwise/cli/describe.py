@@ -23,7 +23,7 @@ from headwise.cli.shell.common_options import (
 if TYPE_CHECKING:
     from headwise.ui.head_summary import HeadDescription
     from headwise.ui.head_summary_printer import HeadSummaryPrinter
-    from headwise.ui.stored_description import DescriptionStore
+    from headwise.ui.stored_head_descriptions import HeadDescriptionStore
 
 
 def run(
@@ -51,7 +51,7 @@ def run(
     from headwise.io.result_store import ResultStore
     from headwise.spec import Address
     from headwise.ui.head_summary_printer import HeadSummaryPrinter
-    from headwise.ui.stored_description import DescriptionStore
+    from headwise.ui.stored_head_descriptions import HeadDescriptionStore
 
     corpus_input: Any = None if not corpus else corpus[0] if len(corpus) == 1 else [Path(item) for item in corpus]
     printer, stored = HeadSummaryPrinter(Console(quiet=as_json)), None
@@ -62,7 +62,7 @@ def run(
         head = str(Address.parse(head))
         if not no_store:
             settings = {"prompts": prompts, "device": device, "dtype": dtype}
-            stored = DescriptionStore(ResultStore(), model, head, corpus_input, settings)
+            stored = HeadDescriptionStore(ResultStore(), model, head, corpus_input, settings)
             known_description = None if show_all else stored.read()
             if known_description is not None:
                 printer.print_lines(known_description.lines)
@@ -100,11 +100,13 @@ def _steps(
 
 
 def _measure(
-    steps: "Callable[..., Iterator[HeadDescription]]", stored: "DescriptionStore | None", printer: "HeadSummaryPrinter"
+    steps: "Callable[..., Iterator[HeadDescription]]",
+    stored: "HeadDescriptionStore | None",
+    printer: "HeadSummaryPrinter",
 ) -> "HeadDescription":
     """Measure the head and print each sentence as soon as it is known."""
     from headwise.ui.progress import show_progress
-    from headwise.ui.stored_description import StoredDescription
+    from headwise.ui.stored_head_descriptions import StoredHeadDescription
 
     description = None
     with show_progress() as progress:
@@ -112,7 +114,7 @@ def _measure(
             printer.print_lines(description.lines)
     assert description is not None
     if stored is not None:
-        stored.write(StoredDescription(printer.lines, list(description.errors), _to_dict(description)))
+        stored.write(StoredHeadDescription(printer.lines, list(description.errors), _to_dict(description)))
     return description
 
 

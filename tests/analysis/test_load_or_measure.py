@@ -23,7 +23,7 @@ from headwise.analysis.load_or_measure import (
 from headwise.cli import app
 from headwise.io.result_store import ResultStore
 from headwise.text.annotated_document import Document, Relation
-from headwise.ui.stored_description import DescriptionStore
+from headwise.ui.stored_head_descriptions import HeadDescriptionStore
 from tests.analysis.models import TEXTS, character_model
 from tests.contract.attached_models import cached_model
 from tests.contract.layers import MODELS
@@ -156,19 +156,19 @@ def test_describe_command_reads_the_second_time(folder: Path, tmp_path: Path, mo
 
 def test_description_key_changes_with_weights(folder: Path) -> None:
     store = ResultStore()
-    before = DescriptionStore(store, str(folder), "0.1", None).key
-    assert DescriptionStore(store, str(folder), "0.1", None).key == before
+    before = HeadDescriptionStore(store, str(folder), "0.1", None).key
+    assert HeadDescriptionStore(store, str(folder), "0.1", None).key == before
     others = [
-        DescriptionStore(store, str(folder), "0.2", None),
-        DescriptionStore(store, str(folder), "0.1", "the cat"),
-        DescriptionStore(store, str(folder), "0.1", None, {"prompts": True}),
+        HeadDescriptionStore(store, str(folder), "0.2", None),
+        HeadDescriptionStore(store, str(folder), "0.1", "the cat"),
+        HeadDescriptionStore(store, str(folder), "0.1", None, {"prompts": True}),
     ]
     model = hw.load(folder)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1.01)
     model.save(folder)
-    others.append(DescriptionStore(store, str(folder), "0.1", None))
+    others.append(HeadDescriptionStore(store, str(folder), "0.1", None))
     assert len({before, *(other.key for other in others)}) == 5
 
 

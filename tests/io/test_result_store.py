@@ -170,7 +170,7 @@ def test_source_digest_depends_on_weights_and_configuration(tmp_path: Path) -> N
 
 
 def test_store_needs_no_torch() -> None:
-    code = "import sys, headwise.ui.stored_description, headwise.cli.store; print('torch' in sys.modules)"
+    code = "import sys, headwise.ui.stored_head_descriptions, headwise.cli.store; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

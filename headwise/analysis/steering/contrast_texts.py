@@ -21,7 +21,7 @@ BATCH_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class ContrastText:
+class ContrastSetText:
     """A tokenized text of one of the two sets.
 
     Attributes:
@@ -59,7 +59,7 @@ class ContrastBatch:
     source_real_tokens: Tensor | None = None
 
 
-def tokenize_sets(model: ModelProtocol, positive: Sequence[Any], negative: Sequence[Any]) -> list[ContrastText]:
+def tokenize_sets(model: ModelProtocol, positive: Sequence[Any], negative: Sequence[Any]) -> list[ContrastSetText]:
     """Tokenize both sets. Sets of equal length are pairs by position. The prompt of an encoder-decoder is its source."""
     items = {"positive": _as_pairs("positive", positive), "negative": _as_pairs("negative", negative)}
     overlap = set(items["positive"]) & set(items["negative"])
@@ -88,13 +88,13 @@ def tokenize_sets(model: ModelProtocol, positive: Sequence[Any], negative: Seque
     return texts
 
 
-def _tokenize(model: ModelProtocol, name: str, prompt: str, completion: str, group: str) -> ContrastText:
+def _tokenize(model: ModelProtocol, name: str, prompt: str, completion: str, group: str) -> ContrastSetText:
     tokenizer, is_positive = tokenizer_of(model), name == "positive"
     if model.spec.kind != "encoder-decoder":
         first = 1 if model.spec.kind == "decoder" else 0
         ids = tokenizer.encode(prompt + completion)
         start = max(first, _common_prefix(tokenizer.encode(prompt), ids) if prompt else first)
-        return ContrastText(tuple(ids), start, is_positive, group)
+        return ContrastSetText(tuple(ids), start, is_positive, group)
     if not prompt.strip():
         raise ArgumentError(
             f"{name}: an encoder-decoder needs pairs (source, text). Got {completion!r:.60}. Pass pairs; on the command "
@@ -103,7 +103,7 @@ def _tokenize(model: ModelProtocol, name: str, prompt: str, completion: str, gro
     source, text = (tokenizer.encode(part, add_special_tokens=False) for part in (prompt, completion))
     source_ids, ids = tokenizer.wrap_pair(source, text, model.decoder_start_token)
     start = 1 + len(tokenizer.template_ids[0])
-    return ContrastText(tuple(ids), start, is_positive, group, tuple(source_ids))
+    return ContrastSetText(tuple(ids), start, is_positive, group, tuple(source_ids))
 
 
 def _as_pairs(name: str, items: Sequence[Any]) -> list[tuple[str, str]]:
@@ -141,7 +141,7 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     )
 
 
-def split_halves(texts: Sequence[ContrastText], seed: int) -> tuple[list[ContrastText], list[ContrastText]]:
+def split_halves(texts: Sequence[ContrastSetText], seed: int) -> tuple[list[ContrastSetText], list[ContrastSetText]]:
     """Return the selection half and the held-out half. Groups are kept together, and both halves have both sets."""
     groups = list(dict.fromkeys(text.group for text in texts))
     order = np.random.default_rng(seed).permutation(len(groups))
@@ -160,7 +160,7 @@ def split_halves(texts: Sequence[ContrastText], seed: int) -> tuple[list[Contras
     return halves
 
 
-def text_batches(texts: Sequence[ContrastText], device: torch.device) -> Iterator[tuple[list[int], ContrastBatch]]:
+def text_batches(texts: Sequence[ContrastSetText], device: torch.device) -> Iterator[tuple[list[int], ContrastBatch]]:
     """Yield indices of texts and their batch. Texts of similar lengths share a batch."""
 
     def length(i: int) -> int:
@@ -175,7 +175,7 @@ def text_batches(texts: Sequence[ContrastText], device: torch.device) -> Iterato
         group.append(i)
 
 
-def _make_batch(texts: Sequence[ContrastText], device: torch.device) -> ContrastBatch:
+def _make_batch(texts: Sequence[ContrastSetText], device: torch.device) -> ContrastBatch:
     ids, real_tokens = _pad([text.ids for text in texts])
     scored = real_tokens.clone()
     for row, text in enumerate(texts):
@@ -198,7 +198,7 @@ def _pad(rows: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def mean_outputs(
-    model: ModelProtocol, texts: Sequence[ContrastText], *, last_prompt_token: bool = False
+    model: ModelProtocol, texts: Sequence[ContrastSetText], *, last_prompt_token: bool = False
 ) -> tuple[dict[Address, np.ndarray], dict[str, np.ndarray]]:
     """Return the mean z of each head over each completion, (texts, e), and the mean residual stream of each layer.
 
@@ -280,7 +280,7 @@ def _hooked(module: nn.Module, listener: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def completion_log_probs(model: ModelProtocol, texts: Sequence[ContrastText]) -> list[float]:
+def completion_log_probs(model: ModelProtocol, texts: Sequence[ContrastSetText]) -> list[float]:
     """Return the sum of the log-probabilities of the completion tokens of each text, in nats."""
     sums = [0.0] * len(texts)
     assert model.output is not None
@@ -296,7 +296,7 @@ def completion_log_probs(model: ModelProtocol, texts: Sequence[ContrastText]) ->
     return sums
 
 
-def mean_sums(texts: Sequence[ContrastText], changes: Sequence[float]) -> tuple[np.ndarray, ...]:
+def mean_sums(texts: Sequence[ContrastSetText], changes: Sequence[float]) -> tuple[np.ndarray, ...]:
     """Return sums and counts of all texts per group, and zeros and ones, for an interval of the mean change per text."""
     groups = {group: i for i, group in enumerate(dict.fromkeys(text.group for text in texts))}
     tables = np.zeros((2, len(groups)))
@@ -305,7 +305,7 @@ def mean_sums(texts: Sequence[ContrastText], changes: Sequence[float]) -> tuple[
     return tables[0], tables[1], np.zeros(len(groups)), np.ones(len(groups))
 
 
-def change_sums_by_group(texts: Sequence[ContrastText], changes: Sequence[float]) -> tuple[np.ndarray, ...]:
+def change_sums_by_group(texts: Sequence[ContrastSetText], changes: Sequence[float]) -> tuple[np.ndarray, ...]:
     """Return sums and token counts of positive and of negative texts per group, for a paired interval of their difference."""
     groups = {group: i for i, group in enumerate(dict.fromkeys(text.group for text in texts))}
     tables = np.zeros((4, len(groups)))  # positive sums and counts, negative sums and counts

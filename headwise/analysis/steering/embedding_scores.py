@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 
 from headwise.analysis.recording.batching import make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.steering.contrast_texts import ContrastText, text_batches
+from headwise.analysis.steering.contrast_texts import ContrastSetText, text_batches
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 
@@ -37,7 +37,7 @@ class EmbeddingAxis:
 
 
 @torch.no_grad()
-def text_embeddings(model: ModelProtocol, texts: Sequence[ContrastText]) -> Tensor:
+def text_embeddings(model: ModelProtocol, texts: Sequence[ContrastSetText]) -> Tensor:
     """Return the mean hidden state over the completion of each text, scaled to length 1, (N, D), in float64."""
     vectors = torch.zeros(len(texts), model.spec.width, dtype=torch.float64, device="cpu")
     with eval_mode(model):
@@ -48,7 +48,7 @@ def text_embeddings(model: ModelProtocol, texts: Sequence[ContrastText]) -> Tens
     return normalize(vectors, dim=-1)
 
 
-def embedding_axis(model: ModelProtocol, texts: Sequence[ContrastText]) -> EmbeddingAxis:
+def embedding_axis(model: ModelProtocol, texts: Sequence[ContrastSetText]) -> EmbeddingAxis:
     """Return the axis from the negative to the positive texts."""
     embeddings = text_embeddings(model, texts)
     is_positive = torch.tensor([text.is_positive for text in texts], device="cpu")

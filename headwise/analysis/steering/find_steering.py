@@ -26,7 +26,7 @@ from headwise.analysis.recording.batching import make_batch
 from headwise.analysis.recording.recording import select_heads
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus, default_corpus
 from headwise.analysis.steering.contrast_texts import (
-    ContrastText,
+    ContrastSetText,
     change_sums_by_group,
     completion_log_probs,
     mean_outputs,
@@ -42,7 +42,7 @@ from headwise.analysis.steering.embedding_scores import (
     text_embeddings,
 )
 from headwise.analysis.steering.steering import Steering
-from headwise.analysis.steering.steering_result import SideEffect, SteeringEffect, SteeringPoint, SteeringResult
+from headwise.analysis.steering.steering_result import MeanEstimate, SideEffect, SteeringPoint, SteeringResult
 from headwise.analysis.steering.step_file import StepRunner
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError, suggest_names
 from headwise.heads.head import HeadPattern
@@ -64,7 +64,7 @@ class SteeringSearch:
 
     model: ModelProtocol
     method: Method
-    halves: tuple[list[ContrastText], list[ContrastText]]
+    halves: tuple[list[ContrastSetText], list[ContrastSetText]]
     others: tuple[TokenizedCorpus, TokenizedCorpus]
     strengths: tuple[float, ...]
     heads: tuple[Address, ...]
@@ -73,7 +73,7 @@ class SteeringSearch:
     axis: EmbeddingAxis | None
     max_divergence: float
 
-    def text_scores(self, texts: Sequence[ContrastText]) -> list[float]:
+    def text_scores(self, texts: Sequence[ContrastSetText]) -> list[float]:
         """Return the log-probability of each completion in nats, or the embedding margin of each text."""
         if self.axis is None:
             return completion_log_probs(self.model, texts)
@@ -329,7 +329,7 @@ def _head_scores(
     return scores
 
 
-def _folds(texts: Sequence[ContrastText]) -> np.ndarray:
+def _folds(texts: Sequence[ContrastSetText]) -> np.ndarray:
     """Return 0 or 1 for each text. Texts of a group have the same fold, and each set has both."""
     folds = {group: i % 2 for i, group in enumerate(dict.fromkeys(text.group for text in texts))}
     result = np.array([folds[text.group] for text in texts])
@@ -357,7 +357,7 @@ def _log_prob_changes(search: SteeringSearch, half: int, step: str, change: Any)
     return list(np.subtract(search.steps.run(f"{step}, texts {half}", compute), plain))
 
 
-def _effect_with_interval(search: SteeringSearch, half: int, changes: Sequence[float]) -> SteeringEffect:
+def _effect_estimate(search: SteeringSearch, half: int, changes: Sequence[float]) -> MeanEstimate:
     """Return the change of positive minus that of negative texts per token, with a 95% interval over groups.
 
     For an encoder it is the mean change over all texts, because a steering moves every text to the positive side.
@@ -373,7 +373,7 @@ def _effect_with_interval(search: SteeringSearch, half: int, changes: Sequence[f
         sums = change_sums_by_group(search.halves[half], changes)
     low, high = bootstrap_difference_interval(*sums)
     mean = sums[0].sum() / sums[1].sum() - sums[2].sum() / sums[3].sum()
-    return SteeringEffect(float(mean), float(low), float(high))
+    return MeanEstimate(float(mean), float(low), float(high))
 
 
 @torch.no_grad()
@@ -403,9 +403,9 @@ def _side_effect_summary(search: SteeringSearch, rows: Sequence[Sequence[float]]
     table = np.array(rows).reshape(-1, 3)
     zeros, ones = np.zeros(len(table)), np.ones(len(table))
 
-    def mean_of(column: int) -> SteeringEffect:
+    def mean_of(column: int) -> MeanEstimate:
         low, high = bootstrap_difference_interval(table[:, column], table[:, 2], zeros, ones)
-        return SteeringEffect(float(table[:, column].sum() / table[:, 2].sum()), float(low), float(high))
+        return MeanEstimate(float(table[:, column].sum() / table[:, 2].sum()), float(low), float(high))
 
     return SideEffect(distance=mean_of(1)) if search.axis is not None else SideEffect(mean_of(0), mean_of(1))
 
@@ -416,7 +416,7 @@ def _evaluate_strengths(search: SteeringSearch, steering: Steering) -> list[Stee
     for strength in search.strengths:
         change = partial(steering.applied, search.model, strength, check=False)
         effects = [
-            _effect_with_interval(search, half, _log_prob_changes(search, half, f"strength {strength}", change))
+            _effect_estimate(search, half, _log_prob_changes(search, half, f"strength {strength}", change))
             for half in (0, 1)
         ]
         sides = [
@@ -458,12 +458,12 @@ def _compare_with_baselines(
         random_changes.append(
             _log_prob_changes(search, 1, f"random {draw}", partial(random.applied, model, check=False))
         )
-    effects = [_effect_with_interval(search, 1, row).mean for row in random_changes]
+    effects = [_effect_estimate(search, 1, row).mean for row in random_changes]
     p = (sum(effect >= point.effect.mean for effect in effects) + 1) / (num_random + 1)
     residual, layer, residual_change = _residual_effect(search, steering, streams, is_positive)
     differences = [np.subtract(changes, np.mean(random_changes, 0))]
     differences += [] if residual_change is None else [np.subtract(changes, residual_change)]
-    compared = [_effect_with_interval(search, 1, list(row)) for row in differences]
+    compared = [_effect_estimate(search, 1, list(row)) for row in differences]
     return SteeringResult(
         steering=steering,
         points=tuple(points),
@@ -483,7 +483,7 @@ def _compare_with_baselines(
 
 def _residual_effect(
     search: SteeringSearch, steering: Steering, streams: dict[str, np.ndarray], is_positive: np.ndarray
-) -> tuple[SteeringEffect | None, str, list[float] | None]:
+) -> tuple[MeanEstimate | None, str, list[float] | None]:
     """Return the held-out effect of the residual-stream direction chosen on the selection half, its layer and changes."""
     written: Tensor | None = None
     try:
@@ -501,13 +501,13 @@ def _residual_effect(
         if not bool(difference.any()):
             continue
         change = partial(_added_to_residual_stream, search.model, name, difference / difference.norm() * norm)
-        mean = _effect_with_interval(search, 0, _log_prob_changes(search, 0, f"residual {name}", change)).mean
+        mean = _effect_estimate(search, 0, _log_prob_changes(search, 0, f"residual {name}", change)).mean
         if best is None or mean > best[0]:
             best = mean, name, change
     if best is None:
         return None, "", None
     changes = _log_prob_changes(search, 1, f"residual {best[1]}", best[2])
-    return _effect_with_interval(search, 1, changes), best[1], changes
+    return _effect_estimate(search, 1, changes), best[1], changes
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from headwise.analysis.metrics.statistics import bootstrap_interval, holm_correc
 from headwise.analysis.steering.contrast_texts import random_directions
 from headwise.analysis.steering.find_steering import find_steering
 from headwise.analysis.steering.steering import Steering
-from headwise.analysis.steering.steering_result import SteeringEffect, SteeringResult
+from headwise.analysis.steering.steering_result import MeanEstimate, SteeringResult
 from headwise.analysis.steering.step_file import StepRunner
 from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
 from headwise.model import ModelProtocol, eval_mode
@@ -182,8 +182,8 @@ class SteeringCaseResult:
     name: str
     search: SteeringResult
     scores: dict[str, float]
-    above_plain: SteeringEffect
-    above_random: SteeringEffect
+    above_plain: MeanEstimate
+    above_random: MeanEstimate
     p_value: float
     prompts: tuple[str, ...]
     continuations: dict[str, list[str]]
@@ -357,8 +357,8 @@ def run_steering_case(
         case,
         search,
         means,
-        _mean_with_interval(scores["steered"] - scores["plain"]),
-        _mean_with_interval(above),
+        _mean_estimate(scores["steered"] - scores["plain"]),
+        _mean_estimate(above),
         float(sign_flip_test(above, np.ones(len(above)))),
         texts.prompts,
         continuations,
@@ -412,6 +412,6 @@ def _greedy_continuations(model: ModelProtocol, prompts: Sequence[str], steering
     return [tokenizer.decode(ids[len(row) :]) for row, ids in zip(rows, generated, strict=True)]
 
 
-def _mean_with_interval(values: np.ndarray) -> SteeringEffect:
+def _mean_estimate(values: np.ndarray) -> MeanEstimate:
     low, high = bootstrap_interval(values, np.ones(len(values)))
-    return SteeringEffect(float(values.mean()), float(low), float(high))
+    return MeanEstimate(float(values.mean()), float(low), float(high))

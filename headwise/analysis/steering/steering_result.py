@@ -12,7 +12,7 @@ from headwise.io.atomic_write import write_atomic
 
 
 @dataclass(frozen=True)
-class SteeringEffect:
+class MeanEstimate:
     """A mean with its 95% interval over texts.
 
     Attributes:
@@ -39,12 +39,12 @@ class SideEffect:
         distance: Cosine distance between the steered and the plain embedding of a text.
     """
 
-    loss: SteeringEffect | None = None
-    kl: SteeringEffect | None = None
-    distance: SteeringEffect | None = None
+    loss: MeanEstimate | None = None
+    kl: MeanEstimate | None = None
+    distance: MeanEstimate | None = None
 
     @property
-    def divergence(self) -> SteeringEffect:
+    def divergence(self) -> MeanEstimate:
         """KL divergence of a decoder, distance of an encoder."""
         divergence = self.kl or self.distance
         assert divergence is not None
@@ -69,9 +69,9 @@ class SteeringPoint:
     """
 
     strength: float
-    selection_effect: SteeringEffect
+    selection_effect: MeanEstimate
     selection_divergence: float
-    effect: SteeringEffect
+    effect: MeanEstimate
     side_effect: SideEffect
 
 
@@ -100,14 +100,14 @@ class SteeringResult:
 
     steering: Steering
     points: tuple[SteeringPoint, ...]
-    effect: SteeringEffect
+    effect: MeanEstimate
     side_effect: SideEffect
     random_effects: tuple[float, ...]
     p_value: float
-    above_random: SteeringEffect
-    residual_effect: SteeringEffect | None
+    above_random: MeanEstimate
+    residual_effect: MeanEstimate | None
     residual_layer: str
-    above_residual: SteeringEffect | None
+    above_residual: MeanEstimate | None
     num_texts: tuple[int, int]
     max_divergence: float
     unit: str = "nats per token"
@@ -189,5 +189,5 @@ class SteeringResult:
         return write_atomic(path, buffer.getvalue().encode())
 
 
-def _columns(name: str, effect: SteeringEffect) -> dict[str, float]:
+def _columns(name: str, effect: MeanEstimate) -> dict[str, float]:
     return {name: effect.mean, f"{name}_low": effect.low, f"{name}_high": effect.high}

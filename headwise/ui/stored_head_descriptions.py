@@ -13,7 +13,7 @@ DESCRIPTION = "description"
 
 
 @dataclass(frozen=True)
-class StoredDescription:
+class StoredHeadDescription:
     """Description of a head as plain data.
 
     Attributes:
@@ -27,7 +27,7 @@ class StoredDescription:
     data: dict[str, Any]
 
 
-class DescriptionStore:
+class HeadDescriptionStore:
     """Description of one head in a store, by the digest of the model's files, the corpus, the settings and the version.
 
     Args:
@@ -52,15 +52,15 @@ class DescriptionStore:
             }
         )  # fmt: skip
 
-    def read(self) -> StoredDescription | None:
+    def read(self) -> StoredHeadDescription | None:
         """Return the stored description. None if it is missing or damaged."""
         content = self.store.read(DESCRIPTION, self.key)
         try:
-            return None if content is None else StoredDescription(**json.loads(content))
+            return None if content is None else StoredHeadDescription(**json.loads(content))
         except (TypeError, ValueError):
             return None
 
-    def write(self, description: StoredDescription) -> None:
+    def write(self, description: StoredHeadDescription) -> None:
         """Store a description."""
         content = json.dumps(vars(description)).encode()
         self.store.write(DESCRIPTION, self.key, content, self.summary)
