@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise.text.smiles import is_atom, split_smiles
+from headwise.text.smiles_tokenization import is_atom, split_smiles
 
 REACTIONS = """
 CC(=O)O.OCCC>>CC(=O)OCCC | CC(=O)Cl.NCc1ccccc1>>CC(=O)NCc1ccccc1 | O=C(O)c1ccccc1.CO>>O=C(OC)c1ccccc1

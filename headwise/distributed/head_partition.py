@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.distributed.process_group import ProcessGroupOps
-from headwise.heads.head import WeightAttributeProtocol
+from headwise.heads.head import OutputProjectionProtocol
 from headwise.heads.hook_point import AttentionCall, Edit, HookPoint, Listener, expand_like
 from headwise.kernels import Bias, Mask, ScoreParams, ScoreRequest
 from headwise.kernels.score_bias import DenseBias
@@ -213,7 +213,7 @@ class GatheredLayer(HookPoint):
         return GatheredLayer(*copy.deepcopy((self.layer, self.local_hook_point), memo), self.partition)
 
     @property
-    def output_projection(self) -> WeightAttributeProtocol:
+    def output_projection(self) -> OutputProjectionProtocol:
         """The output projection of the local heads, for its dtype and device. `W_O` has all heads."""
         return self.layer.output_projection
 

@@ -41,7 +41,7 @@ class QKVWeightsProtocol(Protocol):
         ...
 
 
-class WeightAttributeProtocol(Protocol):
+class OutputProjectionProtocol(Protocol):
     """An output projection. `HookPoint.W_O` holds the weights of its heads."""
 
     @property
@@ -69,7 +69,7 @@ class AttentionLayerProtocol(Protocol):
         ...
 
     @property
-    def output_projection(self) -> WeightAttributeProtocol:
+    def output_projection(self) -> OutputProjectionProtocol:
         """The output projection, for its dtype and device."""
         ...
 

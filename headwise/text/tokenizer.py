@@ -178,7 +178,10 @@ class Tokenizer:
         text = _read_text(path)
         if path.suffix == ".txt":
             vocab = text.removesuffix("\n").split("\n")  # only at \n: other Unicode line ends may be tokens
-            from headwise.text.smiles import is_smiles_vocabulary, smiles_tokenizer  # which imports this module
+            from headwise.text.smiles_tokenization import (  # which imports this module
+                is_smiles_vocabulary,
+                smiles_tokenizer,
+            )
 
             if is_smiles_vocabulary(vocab):
                 return partial(smiles_tokenizer, vocab)

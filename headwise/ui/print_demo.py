@@ -33,7 +33,7 @@ GRID_LEGEND = (
 )
 
 
-class StageTimer:
+class StagePrinter:
     """Prints a numbered heading, the elapsed seconds and one sentence at the start of each stage.
 
     Attributes:

@@ -15,7 +15,7 @@ from headwise.compression import PruneRequest
 from headwise.ui.demo_training import MAX_LOSS_INCREASE, DemoTrainResult, run_train_prune_demo
 from headwise.ui.head_summary import summary_lines
 from headwise.ui.pretrained_model_demo import PretrainedModelDemo, search_mapper_heads
-from headwise.ui.print_demo import MAX_STAGE_LINES, StageTimer, show_demo_head, show_demo_roles, show_demo_search
+from headwise.ui.print_demo import MAX_STAGE_LINES, StagePrinter, show_demo_head, show_demo_roles, show_demo_search
 from tests.runner import run_command
 
 
@@ -107,12 +107,12 @@ def test_demo_stages_run_on_real_models(tmp_path: Path) -> None:
     ]
     many_roles = replace(head_profile, evidence=[evidence, *head_profile.evidence[1:]])
     console = Console(file=StringIO(), width=80)
-    timer = StageTimer(console, 3)
-    timer.print_stage("Roles of all heads", "A sentence. " * 13)
+    stages = StagePrinter(console, 3)
+    stages.print_stage("Roles of all heads", "A sentence. " * 13)
     show_demo_roles(many_roles, Path("headwise-demo/minilm/profile.npz"), console)
-    timer.print_stage("One head in words", "A sentence. " * 13)
+    stages.print_stage("One head in words", "A sentence. " * 13)
     show_demo_head(many_roles, many_roles["0.0"], Path("report.html"), console)
-    timer.print_stage("Heads that do a job", "A sentence. " * 13)
+    stages.print_stage("Heads that do a job", "A sentence. " * 13)
     search = search_mapper_heads()
     assert {head.split(".")[1] for head in search.supported_heads} == {"5"}
     show_demo_search(search, console)

@@ -13,7 +13,7 @@ from headwise.analysis.finding.bundled_examples import ATOM_MAPS
 from headwise.analysis.finding.job_examples import read_examples
 from headwise.compression import PruneRequest
 from headwise.errors import HeadwiseError
-from headwise.text.smiles import atom_map_example, is_smiles_tokenizer, smiles_tokenizer, split_smiles
+from headwise.text.smiles_tokenization import atom_map_example, is_smiles_tokenizer, smiles_tokenizer, split_smiles
 
 REACTION = "CC(C)S.Fc1ncccc1F>>CC(C)Sc1ncccc1F"
 

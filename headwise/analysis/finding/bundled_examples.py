@@ -10,7 +10,7 @@ ATOM_MAPS = Path(__file__).with_name("rxnmapper-atom-maps.jsonl")
 
 def bundled_examples(model: ModelProtocol) -> Path:
     """Return the examples that come with a model. Raise if there are none."""
-    from headwise.text.smiles import is_smiles_tokenizer
+    from headwise.text.smiles_tokenization import is_smiles_tokenizer
 
     if is_smiles_tokenizer(model.tokenizer):
         return ATOM_MAPS

@@ -209,7 +209,7 @@ class Metric(MetricSpecMixin):
     Attributes:
         features: Token features that the metric needs.
         key_targets: Key targets that the metric needs.
-        needs_full_detail: Whether the metric needs every attention weight (`PerKeyRowStats`). Such a metric is not
+        needs_full_detail: Whether the metric needs every attention weight (`FullDetailRowStats`). Such a metric is not
             computed with `detail="light"`.
     """
 

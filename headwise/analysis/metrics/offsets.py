@@ -5,7 +5,7 @@ from torch import Tensor
 
 from headwise.analysis.metrics.batch_context import ALL, FIRST, WINDOW
 from headwise.analysis.metrics.metric import Metric, MetricSpec, RoleTarget
-from headwise.analysis.metrics.row_stats import DISTANCE_EDGES, PerKeyRowStats, RowStats
+from headwise.analysis.metrics.row_stats import DISTANCE_EDGES, FullDetailRowStats, RowStats
 
 OFFSETS = tuple(range(WINDOW - 1, -WINDOW, -1))  # farthest back first, in the order of the diagonals
 _LOCAL_COLUMNS = [OFFSETS.index(offset) for offset in (3, 2, 1, -1, -2, -3)]
@@ -107,7 +107,7 @@ class DistanceBinMetric(Metric):
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
         """Compute the sums of each bin, (B, H, bins), and the number of rows, (B, 1, bins)."""
-        assert isinstance(rows, PerKeyRowStats)
+        assert isinstance(rows, FullDetailRowStats)
         far = rows.far_bins
         remainder = rows.feature_sum(ALL) - rows.near.sum(-1) - far.sum(-1)  # (B, H, n)
         has_remainder = rows.remainder_bin >= 0
@@ -127,7 +127,7 @@ class LongRangeMetric(Metric):
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
         """Compute the weight, the baseline and the value-weighted score, (B, H, 3)."""
-        assert isinstance(rows, PerKeyRowStats)
+        assert isinstance(rows, FullDetailRowStats)
         back, ahead = _tokens_around(rows)
         norms, first = rows.value_output_norms, rows.batch_context.batch.first_token_positions
         far_first = ((back >= WINDOW) & rows.counted).to(norms)[

@@ -129,7 +129,7 @@ class RowStats:
 
 
 @dataclass(frozen=True, eq=False)
-class PerKeyRowStats(RowStats):
+class FullDetailRowStats(RowStats):
     """Row statistics that also include those which need every attention weight.
 
     Attributes:
@@ -169,7 +169,7 @@ class PerKeyRowStats(RowStats):
 
 def blockwise_row_stats(
     call: AttentionCallContext, row_stride: int = 1, listeners: Sequence[BlockListener] = ()
-) -> PerKeyRowStats:
+) -> FullDetailRowStats:
     """Compute the statistics of a call block by block.
 
     Args:
@@ -225,7 +225,7 @@ def blockwise_row_stats(
             _add_max_value_weighted(block, norms, value_weighted_max[:, :, heads, slot])
         for listener in listeners:
             listener(block)
-    return PerKeyRowStats(
+    return FullDetailRowStats(
         attention_call, batch_context, call.output_gram, norms, **visibility, sees_future_keys=ahead, total=total,
         energy=energy,
         feature_sums=features, square=square.square_(), near=near, distance_ahead=beyond, target_weights=target_weights,

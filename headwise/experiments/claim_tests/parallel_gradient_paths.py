@@ -9,7 +9,11 @@ import torch
 from headwise.analysis import TokenizedCorpus, default_corpus
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.gradient_paths import convolution_branches, head_branches, measure_gradient_independence
+from headwise.experiments.gradient_independence import (
+    convolution_branches,
+    head_branches,
+    measure_gradient_independence,
+)
 from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol, Transformer
 from headwise.spec import AttentionSpec, ModelSpec

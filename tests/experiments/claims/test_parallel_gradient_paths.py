@@ -4,7 +4,11 @@ import torch
 from headwise.experiments.claim_tests.parallel_gradient_paths import CLAIM, CONVOLUTION, measure, measure_model
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import StatisticTable
-from headwise.experiments.gradient_paths import convolution_branches, head_branches, measure_gradient_independence
+from headwise.experiments.gradient_independence import (
+    convolution_branches,
+    head_branches,
+    measure_gradient_independence,
+)
 from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
