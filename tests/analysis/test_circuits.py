@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import headwise as hw
 from headwise.analysis.ablation.recorded_head_outputs import record_z
@@ -259,6 +259,49 @@ def test_eap_ig_of_the_embedding_sums_to_the_total_effect() -> None:
     few, many = (gradient_effects(evaluator, base, steps)[0] for steps in (50, 100))
     # The error of the sum is proportional to 1 / steps, so it cancels in this difference.
     assert 2 * many - few == pytest.approx(total, abs=0.02 * np.abs(total).max())
+
+
+def test_qk_fix_is_exact_if_everything_after_attention_is_linear() -> None:
+    model = small_model()
+    for block in model.blocks:
+        block.norm_mlp = nn.Identity()
+        block.mlp = nn.Identity()
+    model.norm = nn.Identity()
+    evaluator = NodeEvaluator(model, nodes := ModelNodes.of(model), encode(model, word_pairs(4)))
+    base = np.ones(len(nodes), bool)
+    rows = nodes.index(["2.kv0", "2.kv1"])  # nothing after them but the output layer
+    exact = exact_effects(evaluator, rows, base)
+    fixed, plain = (gradient_effects(evaluator, base, qk_fix=qk_fix) for qk_fix in (True, False))
+    assert fixed[rows] == pytest.approx(exact, rel=1e-9, abs=1e-12)
+    assert np.abs(plain[rows] - exact).max() > 0.05 * np.abs(exact).max()
+    heads = nodes.index(["1.0", "2.3", "embedding"])
+    assert fixed[heads] == pytest.approx(plain[heads], rel=1e-12)
+
+
+def test_grad_drop_equals_backward_passes_with_detached_layers() -> None:
+    model = small_model()
+    prompts = encode(model, word_pairs(1))
+    evaluator = NodeEvaluator(model, nodes := ModelNodes.of(model), prompts)
+    effects = gradient_effects(evaluator, np.ones(len(nodes), bool), grad_drop=True)[:, 0]
+    clean_ids, corrupted_ids = (torch.tensor(rows) for rows in (prompts[0].clean_rows, prompts[0].corrupted_rows))
+    address = model.hook_points()[0].address
+    difference = record_z(model, clean_ids).z[address] - record_z(model, corrupted_ids).z[address]
+    difference[:, [0, 2, 3]] = 0
+    values = []
+    for dropped in (None, 1, 2):
+        amount = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        with ExitStack() as stack:
+            if dropped is not None:
+                block: Any = model.blocks[dropped]
+                for module in (block.attention, block.mlp):
+                    detach = module.register_forward_hook(lambda module, args, output: output.detach())
+                    stack.callback(detach.remove)
+            stack.enter_context(model.hook_points()[0].replaced(lambda z: z + amount * difference))  # noqa: B023
+            log_probs = model(clean_ids)[0, prompts[0].num_tokens - 1].log_softmax(-1)
+            metric = log_probs[prompts[0].answers[0][0]] - log_probs[prompts[0].answers[1][0]]
+        values.append(float(torch.autograd.grad(metric, amount)[0]))
+    expected = np.sign(values[0]) * (abs(values[1]) + abs(values[2])) / 2
+    assert effects[nodes.index(["0.1"])[0]] == pytest.approx(expected, rel=1e-9)
 
 
 # Models whose circuit is known.

@@ -34,12 +34,19 @@ class NodeTensorHook:
         layer: Number of the layer. −1 for the embedding.
         nodes: Indices of the nodes on the node axis.
         opened: Returns a context in which an edit of the tensor is applied in every forward pass.
+        kv_nodes: Index of the KV node that each head reads, at hooks of z. Empty if KV heads are not nodes.
     """
 
     key: str
     layer: int
     nodes: tuple[int, ...]
     opened: Opener
+    kv_nodes: tuple[int, ...] = ()
+
+    @property
+    def is_kv(self) -> bool:
+        """True at hooks of keys or values."""
+        return self.key.endswith((".k", ".v"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,11 +109,14 @@ class ModelNodes:
             hook_point: HookPoint = attention.hook_point
             layer, stack = hook_point.address.layer, hook_point.address.stack
             spec = attention.spec
-            if hook_point.head_addresses:
-                heads = add("head", layer, [str(head) for head in hook_point.head_addresses])
-                hooks.append(NodeTensorHook(f"{layer}.z", layer, heads, partial(_edit_z, hook_point)))
-            if 0 < len(spec.kv_head_ids) < len(spec.head_ids):
-                kv = add("kv", layer, [str(KVAddress(stack, layer, number)) for number in spec.kv_head_ids])
+            is_grouped = 0 < len(spec.kv_head_ids) < len(spec.head_ids)
+            heads = add("head", layer, [str(head) for head in hook_point.head_addresses])
+            kv_names = [str(KVAddress(stack, layer, number)) for number in spec.kv_head_ids] if is_grouped else []
+            kv = add("kv", layer, kv_names)
+            if heads:
+                kv_nodes = tuple(kv[index] for index in spec.kv_of_head) if is_grouped else ()
+                hooks.append(NodeTensorHook(f"{layer}.z", layer, heads, partial(_edit_z, hook_point), kv_nodes))
+            if is_grouped:
                 opener = _edit_native_kv if model.is_native else _edit_projection
                 hooks += [NodeTensorHook(f"{layer}.{p}", layer, kv, partial(opener, attention, p)) for p in "kv"]
             mlp = add("mlp", layer, [str(MLPAddress(stack, layer))])

@@ -4,6 +4,8 @@ exact:        the node is replaced in a forward pass of its own.
 attribution:  one backward pass, (clean − corrupted) · gradient (attribution patching, https://arxiv.org/abs/2310.10348).
 eap-ig:       the gradient is averaged over inputs between the corrupted and the clean embedding
               (https://arxiv.org/abs/2403.17806).
+              Both gradient methods take two corrections of AtP* (https://arxiv.org/abs/2403.00745): the QK fix computes the
+              attention to replaced keys exactly, and GradDrop repeats the backward pass without one layer at a time.
 gates:        hard-concrete gates between the live and the corrupted value of each node, trained jointly so that few open
               gates keep the metric of the full model (https://arxiv.org/abs/1712.01312).
 """
@@ -45,7 +47,13 @@ def exact_effects(
 
 
 def gradient_effects(
-    evaluator: NodeEvaluator, base: np.ndarray, steps: int = 1, report: Report | None = None
+    evaluator: NodeEvaluator,
+    base: np.ndarray,
+    steps: int = 1,
+    report: Report | None = None,
+    *,
+    qk_fix: bool = False,
+    grad_drop: bool = False,
 ) -> np.ndarray:
     """Return the first-order effect of every node on every prompt, (N, P).
 
@@ -55,46 +63,114 @@ def gradient_effects(
         steps: Number of inputs between the corrupted embedding (not included) and the clean one (included). 1 is attribution
             patching.
         report: Called with the number of finished prompts.
+        qk_fix: Compute z of the readers of a KV head exactly for its corrupted keys and values. Only the effect of this
+            change of z is then of first order.
+        grad_drop: Mean absolute effect over backward passes without the outputs of one layer, with the sign of the effect in
+            the complete pass. Effects of different signs along different paths cannot cancel in all of them.
     """
     result = np.zeros((len(evaluator.nodes), len(evaluator.prompts)))
     with gradients_enabled(evaluator.model), frozen_weights(evaluator.model), eval_mode(evaluator.model):
         for b in range(len(evaluator.batches)):
-            batch, corrupted = evaluator.batches[b], evaluator.corrupted_values(b)
-            clean = evaluator.record(batch, corrupted=False)
-            for step in range(1, steps + 1):
-                gradient = _gradients(evaluator, b, (clean, corrupted), base, step / steps)  # (N, P)
-                result[:, list(batch.indices)] += gradient.cpu().numpy() / steps
+            directions = _GradientEvaluator(evaluator, b, base, qk_fix=qk_fix)
+            effects = directions.mean_over_inputs(steps)  # (P, N)
+            if grad_drop:
+                effects = effects.sign() * directions.without_layers(steps)
+            result[:, list(evaluator.batches[b].indices)] = effects.mT.cpu().numpy()
             if report is not None:
-                report(len(batch.indices))
+                report(len(evaluator.batches[b].indices))
     result[~base] = 0.0
     return result
 
 
-def _gradients(
-    evaluator: NodeEvaluator, batch_index: int, values: tuple[NodeValues, NodeValues], base: np.ndarray, fraction: float
-) -> Tensor:
-    """Return the derivative of each prompt's metric in the direction clean − corrupted of each node, (N, P)."""
-    batch, (clean, corrupted) = evaluator.batches[batch_index], values
-    N = len(evaluator.nodes)
-    amounts = torch.zeros(len(batch.ids), N, device=evaluator.model.device, requires_grad=True)
-    live_mask = torch.from_numpy(base).to(amounts.device)[None]  # (1, N)
+class _GradientEvaluator:
+    """Derivatives of each prompt's metric in the direction clean − corrupted of each node, for one batch."""
 
-    def edit_of(hook: NodeTensorHook) -> NodeEdit:
-        difference = clean[hook.key] - corrupted[hook.key]  # (R, n, T, c)
+    def __init__(self, evaluator: NodeEvaluator, batch_index: int, base: np.ndarray, *, qk_fix: bool) -> None:
+        self.evaluator, self.batch = evaluator, evaluator.batches[batch_index]
+        self.nodes = evaluator.nodes
+        self.live_mask = torch.from_numpy(base).to(evaluator.model.device)[None]  # (1, N)
+        self.corrupted = evaluator.corrupted_values(batch_index)
+        clean = evaluator.record(self.batch, corrupted=False)
+        self.directions = {key: clean[key] - self.corrupted[key] for key in clean}  # (R, n, T, c) by hook
+        self.z_directions = self._reader_changes() if qk_fix else {}
 
-        def edit(live: Tensor) -> Tensor:
-            if hook.key == EMBEDDING:
-                live = corrupted[hook.key] + fraction * difference
-            moved = live + amounts[:, hook.nodes, None, None].to(live) * difference
-            return replace_nodes(moved, live_mask[:, hook.nodes], corrupted[hook.key])
+    def mean_over_inputs(self, steps: int, dropped_layer: int | None = None) -> Tensor:
+        """Return the derivatives, averaged over inputs, (P, N).
 
-        return edit
+        Args:
+            steps: Number of inputs between the corrupted embedding and the clean one.
+            dropped_layer: Layer whose outputs are constants in the backward pass.
+        """
+        total = sum(self._gradient(step / steps, dropped_layer) for step in range(1, steps + 1))
+        assert isinstance(total, Tensor)
+        return total / steps
 
-    with opened_hooks(evaluator.nodes.hooks, edit_of):
-        hidden = forward_copies(evaluator.model, batch.ids, None, None, None, 1)
-    scores = batch.scores(evaluator.model, hidden)[0]  # (P,); prompts do not interact
-    (gradient,) = torch.autograd.grad(scores.sum(), amounts)  # (R, N)
-    return sum_rows_by_prompt(to_float64(gradient), [len(prompt.clean_rows) for prompt in batch.prompts]).mT
+    def without_layers(self, steps: int) -> Tensor:
+        """Return the mean absolute derivative over passes without one of the other layers, (P, N)."""
+        layers = torch.tensor(self.nodes.layers, device=self.live_mask.device)
+        distinct = sorted({layer for layer in self.nodes.layers if layer >= 0})
+        total = sum(self.mean_over_inputs(steps, layer).abs() for layer in distinct)
+        assert isinstance(total, Tensor)
+        others = len(distinct) - (layers >= 0).to(total)  # a node of the dropped layer has no effect in that pass
+        return total / others.clamp(min=1)
+
+    def _gradient(self, fraction: float, dropped_layer: int | None) -> Tensor:
+        amounts = torch.zeros(
+            len(self.batch.ids), len(self.nodes), device=self.live_mask.device, requires_grad=True,
+            dtype=torch.promote_types(torch.float32, self.directions[EMBEDDING].dtype),
+        )  # fmt: skip
+
+        def edit_of(hook: NodeTensorHook) -> NodeEdit:
+            def edit(live: Tensor) -> Tensor:
+                if hook.key == EMBEDDING:
+                    live = self.corrupted[hook.key] + fraction * self.directions[hook.key]
+                moved = self._move(live, hook, amounts)
+                return moved.detach() if hook.layer == dropped_layer and not hook.is_kv else moved
+
+            return edit
+
+        with opened_hooks(self.nodes.hooks, edit_of):
+            hidden = forward_copies(self.evaluator.model, self.batch.ids, None, None, None, 1)
+        scores = self.batch.scores(self.evaluator.model, hidden)[0]  # (P,); prompts do not interact
+        (gradient,) = torch.autograd.grad(scores.sum(), amounts)  # (R, N)
+        return sum_rows_by_prompt(to_float64(gradient), [len(prompt.clean_rows) for prompt in self.batch.prompts])
+
+    def _move(self, live: Tensor, hook: NodeTensorHook, amounts: Tensor) -> Tensor:
+        """Add the directions, times the amounts (R, N), to the values of nodes, and replace those outside the base."""
+        if hook.key in self.z_directions:  # heads that read KV nodes
+            live = live + amounts[:, hook.kv_nodes, None, None].to(live) * self.z_directions[hook.key]
+        if not (hook.is_kv and self.z_directions):
+            live = live + amounts[:, hook.nodes, None, None].to(live) * self.directions[hook.key]
+        return replace_nodes(live, self.live_mask[:, hook.nodes], self.corrupted[hook.key])
+
+    @torch.no_grad()
+    def _reader_changes(self) -> NodeValues:
+        """Return z minus z with corrupted keys and values and the queries as they are, (R, H, T, e) by hook of z."""
+        computed: NodeValues = {}
+        changes: NodeValues = {}
+
+        def record_edit(hook: NodeTensorHook) -> NodeEdit:
+            def edit(live: Tensor) -> Tensor:
+                if hook.kv_nodes:
+                    computed[hook.key] = live
+                return replace_nodes(live, self.live_mask[:, hook.nodes], self.corrupted[hook.key])
+
+            return edit
+
+        def change_edit(hook: NodeTensorHook) -> NodeEdit:
+            def edit(live: Tensor) -> Tensor:
+                if hook.kv_nodes:
+                    changes[hook.key] = computed[hook.key] - live
+                    live = computed[hook.key]  # later layers read the same values as in the other pass
+                mask = self.live_mask[:, hook.nodes] & (not hook.is_kv)
+                return replace_nodes(live, mask, self.corrupted[hook.key])
+
+            return edit
+
+        for edit_of in (record_edit, change_edit):
+            with opened_hooks(self.nodes.hooks, edit_of):
+                forward_copies(self.evaluator.model, self.batch.ids, None, None, None, 1)
+        return changes
 
 
 def sum_rows_by_prompt(values: Tensor, rows: Sequence[int]) -> Tensor:
