@@ -101,7 +101,7 @@ def _wordpiece(fields: Mapping[str, Any]) -> Tokenizer:
     for i, token in enumerate(fields["tokenizer.ggml.tokens"]):
         is_literal = i in special_ids or (len(token) > 2 and token[0] == "[" and token[-1] == "]")
         pieces.append(token if is_literal else token[1:] if token.startswith("▁") else f"##{token}")
-    return Tokenizer.from_wordpiece(pieces)
+    return Tokenizer.from_wordpiece(pieces, lowercase=bool(fields.get("tokenizer.ggml.normalizer.lowercase", True)))
 
 
 def _add_special_tokens(backend: Backend, fields: Mapping[str, Any], add_bos: bool) -> Tokenizer:

@@ -46,11 +46,13 @@ from headwise.weights.families.gguf_decoders import (
     decoder_spec_from_gguf,
     gguf_mappings,
 )
+from headwise.weights.families.gguf_gpt2_bert import bert_spec_from_gguf, gpt2_spec_from_gguf
 from headwise.weights.families.llama_meta_and_gguf import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import MappedTensor, TensorMapping, check_names_and_shapes, expand_mappings, find_prefix
 from headwise.weights.save import PLANS_FILE, shared_tensor_name, write_metadata
 
 T = TypeVar("T", bound=Transformer)
+LEARNED_POSITIONS = {"gpt2": gpt2_spec_from_gguf, "bert": bert_spec_from_gguf}  # architectures of GGUF files
 
 
 @dataclass(frozen=True)
@@ -391,9 +393,9 @@ def _open_gguf(file: Path) -> PretrainedCheckpoint:
     if not is_decoder and "gguf" not in family.other_mappings:
         raise UnsupportedModelError(
             f"{file}: contains a {family.name} model, but GGUF files are read only for llama, qwen2, "
-            f"{', '.join(DECODER_FORMATS)}. Use the model in Hugging Face's format."
+            f"{', '.join((*DECODER_FORMATS, *LEARNED_POSITIONS))}. Use the model in Hugging Face's format."
         )
-    to_spec = decoder_spec_from_gguf if is_decoder else spec_from_gguf
+    to_spec = decoder_spec_from_gguf if is_decoder else LEARNED_POSITIONS.get(name, spec_from_gguf)
     mappings = gguf_mappings(name) if is_decoder else family.other_mappings["gguf"]
     spec = _parse_spec(partial(to_spec, reader=reader), fields, file)
     tokenizer = partial(tokenizer_from_gguf, fields) if "tokenizer.ggml.model" in fields else None

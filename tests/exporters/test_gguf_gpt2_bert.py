@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.errors import UnsupportedModelError
 from headwise.exporters.engine_parity import EncoderParityReport
 from headwise.exporters.gguf_export import BERT, GPT2, LLAMA
 from headwise.exporters.llama_cpp import embeddings, is_available, tokenize
@@ -110,6 +111,61 @@ def test_export_gguf_other_decoders_match_llama_cpp(spec: ModelSpec, tmp_path: P
     assert exported.parity.agrees
 
 
+ENCODER = {"kind": "encoder", "norm_placement": "post", "output": "none", "embed_norm": True, "activation": "gelu"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        small_spec(),
+        small_spec(
+            tied=False, attention=AttentionSpec(width=32, heads=4, kv_heads=2, out_bias=True, scale=1.0), windows=(None, 64)
+        ),
+        small_spec(**ENCODER, token_types=2),
+        small_spec(**ENCODER, token_types=1, position_offset=2),
+        small_spec(**ENCODER),
+    ],
+    ids=["GPT-2", "as GPT-Neo, grouped, untied", "BERT", "RoBERTa", "DistilBERT"],
+)  # fmt: skip
+@torch.no_grad()
+def test_load_gguf_equals_exported_model(spec: ModelSpec, tmp_path: Path) -> None:
+    model = make_model(spec)
+    small = hw.prune(model, heads="0.1", fold_mean=False)
+    ids = torch.arange(40).reshape(2, 20)
+    for exported, name in ((model, "full"), (small, "pruned")):
+        hw.export(exported, tmp_path / f"{name}.gguf", to="gguf")
+        loaded = hw.load(tmp_path / f"{name}.gguf")
+        assert isinstance(loaded, Transformer)
+        torch.testing.assert_close(loaded(ids), exported(ids), rtol=1e-5, atol=1e-5)
+        assert loaded.spec.kind == spec.kind
+        assert loaded.spec.tied or not spec.tied
+    assert loaded.spec.context == spec.context  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def test_load_gguf_gpt2_equals_transformers_with_its_tokenizer(gpt2: Transformer, tmp_path: Path) -> None:
+    hw.export(gpt2, tmp_path / "m.gguf", to="gguf")
+    loaded = hw.load(tmp_path / "m.gguf")
+    assert isinstance(loaded, Transformer)
+    assert loaded.tokenizer is not None
+    assert gpt2.tokenizer is not None
+    assert [loaded.tokenizer.encode(text) for text in TEXTS] == [gpt2.tokenizer.encode(text) for text in TEXTS]
+    assert loaded.spec.norm_eps == pytest.approx(gpt2.spec.norm_eps, rel=1e-6)  # stored in float32
+    assert replace(loaded.spec, norm_eps=gpt2.spec.norm_eps) == gpt2.spec
+    assert loaded.generate(TEXTS[0], max_new_tokens=5) == gpt2.generate(TEXTS[0], max_new_tokens=5)
+
+
+def test_load_gguf_other_attention_raises(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "bert")
+    writer.add_bool("bert.attention.causal", True)
+    writer.add_tensor("token_types.weight", torch.zeros(1, 4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=r"bert\.attention\.causal is True"):
+        hw.load(tmp_path / "m.gguf")
+
+
 @engine
 def test_export_gguf_minilm_matches_llama_cpp(tmp_path: Path) -> None:
     model = hw.load("minilm")
@@ -123,6 +179,10 @@ def test_export_gguf_minilm_matches_llama_cpp(tmp_path: Path) -> None:
     assert (actual - expected).abs().max() < 3e-3
     assert model.tokenizer is not None
     assert tokenize(tmp_path / "m.gguf", texts) == [model.tokenizer.encode(text) for text in texts]
+    loaded = hw.load(tmp_path / "m.gguf")
+    assert loaded.tokenizer is not None
+    assert [loaded.tokenizer.encode(text) for text in texts] == [model.tokenizer.encode(text) for text in texts]
+    assert (hw.embed(loaded, texts, normalize=False) - expected).abs().max() < 1e-5
 
 
 @engine
@@ -148,6 +208,9 @@ def test_export_gguf_wordpiece_casing_tokenizes_equally(tmp_path: Path) -> None:
         tokenizer = model.tokenizer = hw.Tokenizer.from_wordpiece(pieces, lowercase=lower)
         hw.export(model, tmp_path / "m.gguf", to="gguf")
         assert tokenize(tmp_path / "m.gguf", [text]) == [tokenizer.encode(text)]
+        loaded = hw.load(tmp_path / "m.gguf").tokenizer
+        assert loaded is not None
+        assert loaded.encode(text) == tokenizer.encode(text)
 
 
 def test_export_gguf_unsupported_layer_norm_spec_raises(tmp_path: Path) -> None:

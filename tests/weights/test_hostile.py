@@ -297,7 +297,13 @@ def test_load_gguf_invalid_header_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "message"), [("mamba", "Supported: gpt2"), ("gpt2", "read only for llama, qwen2, qwen3")]
+    ("arch", "message"),
+    [
+        ("mamba", "Supported: gpt2"),
+        ("t5", "read only for llama, qwen2, qwen3"),
+        ("gpt2", "'attention.layer_norm_epsilon' is missing"),
+        ("bert", "token_types.weight"),
+    ],
 )
 def test_load_gguf_unsupported_architecture_raises(arch: str, message: str, tmp_path: Path) -> None:
     write_gguf(make_llama(), tmp_path / "m.gguf", arch=arch)

@@ -17,6 +17,7 @@ from headwise.weights.families.family import (
     setting_or_default,
     translate_setting,
 )
+from headwise.weights.families.gguf_gpt2_bert import BERT_MAPPINGS
 from headwise.weights.keymap import TensorMapping
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -156,6 +157,7 @@ FAMILY = ModelFamilySpec(
     spec_from_config=spec_from_config,
     config_from_spec=config_from_spec,
     mappings=MAPPINGS,
+    other_mappings={"gguf": BERT_MAPPINGS},
     storage="q,k,v",
     adjust=adjust_to_tensors,
     prefixes=("bert.", ""),

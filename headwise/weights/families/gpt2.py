@@ -17,6 +17,7 @@ from headwise.weights.families.family import (
     setting_or_default,
     translate_setting,
 )
+from headwise.weights.families.gguf_gpt2_bert import GPT2_MAPPINGS
 from headwise.weights.keymap import TensorMapping
 
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
@@ -123,6 +124,7 @@ FAMILY = ModelFamilySpec(
     spec_from_config=spec_from_config,
     config_from_spec=config_from_spec,
     mappings=MAPPINGS,
+    other_mappings={"gguf": GPT2_MAPPINGS},
     storage="qkv",
     prefixes=("transformer.", ""),
     export_prefix=lambda spec: "transformer.",
