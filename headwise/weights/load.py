@@ -395,7 +395,7 @@ def _open_gguf(file: Path) -> PretrainedCheckpoint:
             f"{file}: contains a {family.name} model, but GGUF files are read only for llama, qwen2, "
             f"{', '.join((*DECODER_FORMATS, *LEARNED_POSITIONS))}. Use the model in Hugging Face's format."
         )
-    to_spec = decoder_spec_from_gguf if is_decoder else LEARNED_POSITIONS.get(name, spec_from_gguf)
+    to_spec = decoder_spec_from_gguf if is_decoder else LEARNED_POSITIONS.get(str(name), spec_from_gguf)
     mappings = gguf_mappings(name) if is_decoder else family.other_mappings["gguf"]
     spec = _parse_spec(partial(to_spec, reader=reader), fields, file)
     tokenizer = partial(tokenizer_from_gguf, fields) if "tokenizer.ggml.model" in fields else None
