@@ -69,14 +69,14 @@ def empty_result_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def closed_hooks() -> Iterator[None]:
-    """Fail a test that leaves an edit or a listener open, because later tests of the process would see it."""
+    """Start each test without edits and listeners, and fail a test that leaves one open."""
     from headwise.heads.hook_point import HOOKS, set_open_hooks
 
-    before = HOOKS.now
+    set_open_hooks(HOOKS)
     yield
     after = HOOKS.now
-    set_open_hooks(before)
-    assert after is before, "the test left an edit or a listener open"
+    set_open_hooks(HOOKS)
+    assert after is HOOKS, "the test left an edit or a listener open"
 
 
 def pytest_unconfigure() -> None:
