@@ -1,7 +1,7 @@
 """Atom-mapping heads with gold maps that do not come from RXNMapper, in RXNMapper and in the three BERTs of rxnfp.
 
     pip install rdkit && pip download --no-deps rxnfp==0.1.0        # unpack the wheel
-    python -m bench.atom_maps [F
+    python -m bench.atom_maps [FOLDER_OF_RXNFP]
     python -m bench.atom_maps --fresh
 
 The gold map of a reaction is the maximum common substructure of its product and its reactants, found by rdkit. Atoms that are

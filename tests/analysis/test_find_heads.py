@@ -114,7 +114,7 @@ def test_find_heads_shuffled_gold_is_the_baseline_of_a_head_that_ignores_the_que
     for item in partner_examples(20):
         key = item["pairs"][0][1]
         rows.append(item | {"pairs": [[item["pairs"][0][0], key], [item["pairs"][1][0], key]]})
-    example = prepare_example(model, read_examples(rows, "pairs")[0], "example")
+    example = prepare_example(model, read_examples(rows, "pairs")[0])
     scores = score_pairs(model, example, model.hook_points(), causal=False, allow_self=False)
     assert scores.baselines["shuffled gold"][0] == pytest.approx(scores.scores[0])
     assert scores.count == 2
@@ -135,7 +135,7 @@ def test_find_heads_causal_model_skips_pairs_it_cannot_see() -> None:
     rows = [item | {"pairs": [[2, 5], [6, 3], [7, 0]]} for item in partner_examples(12)]
     outcome = hw.find_heads(decoder, rows)
     assert outcome.metadata["skipped_pairs"] == 24  # the later token, and the first token
-    example = prepare_example(decoder, read_examples(rows, "pairs")[0], "example")
+    example = prepare_example(decoder, read_examples(rows, "pairs")[0])
     masks = candidate_gold_masks(example, 8, 8, causal=True, allow_self=False)
     assert masks.candidates[0].tolist() == [False, True, True, True, True, True, False, False]
 
@@ -243,7 +243,7 @@ def test_head_search_plot_saves_picture_and_data(result: HeadSearchResult, tmp_p
 
 def test_find_heads_words_may_be_given_as_text() -> None:
     example = JobExample(text="w1 w2 w1", unit="word", pairs=(("w2", ("w1",)),))
-    prepared = prepare_example(lookup_model(), example, "examples[0]")
+    prepared = prepare_example(lookup_model(), example)
     with pytest.raises(HeadwiseError, match="occurs 2 times"):
         candidate_gold_masks(prepared, 3, 3, causal=False, allow_self=False)
 
@@ -282,12 +282,27 @@ def test_find_heads_wrong_options_raise_clear_errors(model: hw.Transformer) -> N
         ({"threshold": 2.0}, "threshold"),
         ({"threshold": "high"}, "must be a number"),
         ({"job": "classes"}, "no label"),
+        ({"metric": "los"}, "did you mean loss"),
+        ({"ablation": "medain"}, "did you mean mean"),
     ]
     for options, message in cases:
         with pytest.raises(HeadwiseError, match=message):
             hw.find_heads(model, rows, **options)
     with pytest.raises(HeadwiseError, match="no examples come with this model"):
         hw.find_heads(model)
+
+
+def test_find_heads_metric_that_does_not_fit_raises_before_the_search(model: hw.Transformer) -> None:
+    with pytest.raises(HeadwiseError, match="output layer"):
+        hw.find_heads(model, partner_examples(12), metric="loss", progress=pytest.fail)
+
+
+def test_find_heads_errors_name_the_line_of_the_file(model: hw.Transformer, tmp_path: Path) -> None:
+    rows = [*partner_examples(12), {"text": "w1 w2", "pairs": [[0, 9]]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) + "\n" for row in rows))  # empty lines between them
+    with pytest.raises(HeadwiseError, match=r"rows.jsonl, line 25: position 9"):
+        hw.find_heads(model, path)
 
 
 def test_monotonic_path_weight_equals_exhaustive_search() -> None:
@@ -377,6 +392,26 @@ def test_find_heads_classes_finds_the_head_whose_output_tells_them_apart(model: 
     assert "0.1" not in outcome.supported_heads
     assert outcome["0.1"].detail in ("output direction", "attention to the span")
     assert outcome.metadata["family_size"] >= 3
+
+
+def test_find_heads_classes_resumes_after_interrupt_with_the_same_result(model: hw.Transformer, tmp_path: Path) -> None:
+    rows, out = [row | {"span": [0, 1]} for row in class_examples()], tmp_path / "classes.jsonl"
+
+    def stop(label: str, done: int, total: int | None) -> None:
+        if done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hw.find_heads(model, rows, job="classes", out=out, progress=stop)
+    assert len(out.read_text().splitlines()) == 8
+    resumed = hw.find_heads(model, rows, job="classes", out=out)
+    expected = hw.find_heads(model, rows, job="classes").to_dict()
+    assert resumed.to_dict() | {"model": ""} == expected
+    assert len(out.read_text().splitlines()) == 1 + len(rows)
+    lines = out.read_text().splitlines()
+    out.write_text("\n".join([lines[0], lines[1].replace('"z": "', '"z": "A')]))
+    with pytest.raises(HeadwiseError, match="damaged"):
+        hw.find_heads(model, rows, job="classes", out=out)
 
 
 def test_find_heads_classes_input_length_is_a_baseline(model: hw.Transformer) -> None:

@@ -22,14 +22,29 @@ from headwise.heads.hook_point import AttentionCall, HookPoint
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol
 
-METRICS = ("loss", "answer")
+METRICS, ABLATIONS = ("loss", "answer"), ("mean", "zero")
 MAX_MASKED = 32  # masked tokens per example of a masked language model
 OutputMetric = Callable[[Any, JobExample], float]
 Metric = OutputMetric | str
 
 
+def check_metric(metric: Metric | None) -> None:
+    """Raise if a metric is neither None, nor a function, nor the name of a metric."""
+    if metric is not None and not callable(metric) and metric not in METRICS:
+        raise ArgumentError(
+            f"metric={metric!r}: unknown metric; {suggest_names(str(metric), METRICS)} Or pass a function."
+        )
+
+
+def check_ablation(ablation: str) -> None:
+    """Raise if the replacement of head outputs is unknown."""
+    if ablation not in ABLATIONS:
+        raise ArgumentError(f"ablation={ablation!r}: unknown; {suggest_names(str(ablation), ABLATIONS)}")
+
+
 def measure_metric(model: ModelProtocol, prepared: PreparedExample, metric: Metric) -> float:
     """Return the metric of one example: a function of the output, minus the loss, or the log-probability of the answer."""
+    check_metric(metric)
     if callable(metric):
         output = prepared.run(model, hidden=False)
         returned = metric(output[0] if isinstance(output, Tensor) else output, prepared.example)
@@ -39,14 +54,8 @@ def measure_metric(model: ModelProtocol, prepared: PreparedExample, metric: Metr
             raise ArgumentError(
                 f"{prepared.where}: the metric must return a number. Got {type(returned).__name__} {returned!r:.60}."
             ) from None
-    elif metric == "loss":
-        value = -_loss(model, prepared)
-    elif metric == "answer":
-        value = _answer_log_prob(model, prepared)
     else:
-        raise ArgumentError(
-            f"metric={metric!r}: unknown metric; {suggest_names(str(metric), METRICS)} Or pass a function."
-        )
+        value = -_loss(model, prepared) if metric == "loss" else _answer_log_prob(model, prepared)
     if not np.isfinite(value):
         raise ArgumentError(f"{prepared.where}: the metric is {value}. It must be a finite number for every example.")
     return value
@@ -142,8 +151,7 @@ class HeadAblator:
         metric: Metric,
         ablation: AblationMethod = "mean",
     ) -> None:
-        if ablation not in ("mean", "zero"):
-            raise ArgumentError(f"ablation={ablation!r}: must be 'mean' or 'zero'.")
+        check_ablation(ablation)
         self.model, self.prepared, self.metric = model, prepared, metric
         self.ablation: AblationMethod = ablation
         self.means = mean_over_examples(model, prepared, hook_points) if ablation == "mean" else None

@@ -7,7 +7,9 @@ leave-one-out predictions within the selection half. Both classes have the same 
 Baselines: the length of the input as the only feature, and the same probe fitted on shuffled labels.
 """
 
+import base64
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from headwise.analysis.finding.job_examples import JobExample
 from headwise.analysis.finding.per_input_scores import PerInputScores
 from headwise.analysis.finding.prepared_example import PreparedExample
 from headwise.analysis.recording.text_hash_split import REPORTING, SELECTION
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, FileFormatError
 from headwise.heads.hook_point import AttentionCall, HookPoint
 from headwise.kernels.rounding_tolerance import to_float64
 
@@ -27,10 +29,49 @@ SHUFFLES = 20  # shuffled labels of the baseline
 OUTPUT, SPAN = "output direction", "attention to the span"
 
 
-def class_features(
-    model: Any, prepared: PreparedExample, hook_points: Sequence[HookPoint]
-) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Run one example. Return z (H, e), the attention to the span (H,) or None, and the number of tokens."""
+@dataclass(frozen=True, eq=False)
+class ClassFeatures:
+    """Features of one example.
+
+    Attributes:
+        z: Head outputs in float32, (H, e).
+        span: Attention to the marked span, (H,), or None.
+        length: Number of tokens.
+    """
+
+    z: np.ndarray
+    span: np.ndarray | None
+    length: int
+
+    def select(self, heads: Sequence[int]) -> "ClassFeatures":
+        """Return the features of some heads, by index."""
+        return ClassFeatures(self.z[heads], None if self.span is None else self.span[heads], self.length)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return plain data for a result file. z is stored without rounding, in base64."""
+        span = None if self.span is None else self.span.tolist()
+        return {
+            "z": base64.b64encode(self.z.astype("<f4").tobytes()).decode(), "shape": list(self.z.shape), "span": span,
+            "length": self.length,
+        }  # fmt: skip
+
+    @staticmethod
+    def from_record(record: dict[str, Any], num_heads: int) -> "ClassFeatures":
+        """Return the features of one record of a result file."""
+        try:
+            z = np.frombuffer(base64.b64decode(record["z"], validate=True), "<f4").reshape(record["shape"])
+            span = None if record["span"] is None else np.array(record["span"], float)
+            if z.ndim != 2 or len(z) != num_heads or (span is not None and span.shape != (num_heads,)):
+                raise ValueError
+            return ClassFeatures(z.astype(np.float32), span, int(record["length"]))
+        except (KeyError, TypeError, ValueError):
+            raise FileFormatError(
+                "out: a result in this file is damaged. Delete the file and repeat the search."
+            ) from None
+
+
+def class_features(model: Any, prepared: PreparedExample, hook_points: Sequence[HookPoint]) -> ClassFeatures:
+    """Run one example and return the features of all heads."""
     results: dict[Any, tuple[np.ndarray, np.ndarray | None]] = {}
     lengths: list[int] = []
     is_decoder = model.spec.kind == "decoder"
@@ -49,7 +90,7 @@ def class_features(
         raise ArgumentError(f"{prepared.where}: head outputs are NaN or infinite. Check the input.")
     spans = [results[point.address][1] for point in hook_points]
     attention = None if prepared.example.span is None else np.concatenate([span for span in spans if span is not None])
-    return pooled, attention, lengths[0]
+    return ClassFeatures(pooled.astype(np.float32), attention, lengths[0])
 
 
 def _pad_features(z: np.ndarray, hook_points: Sequence[HookPoint], results: dict[Any, Any]) -> np.ndarray:
@@ -78,7 +119,7 @@ def _span_attention(call: AttentionCall, prepared: PreparedExample) -> np.ndarra
 
 def fit_class_probes(
     examples: Sequence[JobExample],
-    features: Sequence[tuple[np.ndarray, np.ndarray | None, int]],
+    features: Sequence[ClassFeatures],
     half_of: dict[str, int],
     seed: int = 0,
 ) -> tuple[PerInputScores, list[str]]:
@@ -87,16 +128,16 @@ def fit_class_probes(
     indices = sorted(first.values())
     labels = np.array([bool(examples[index].label) for index in indices])
     halves = np.array([half_of[examples[index].key] for index in indices])
-    z = np.stack([features[index][0] for index in indices], 1)  # (H, n, e)
-    has_span = all(features[index][1] is not None for index in indices)
+    z = np.stack([features[index].z for index in indices], 1).astype(float)  # (H, n, e)
+    has_span = all(features[index].span is not None for index in indices)
     blocks, details = [z], [OUTPUT] * len(z)
     if has_span:
-        attentions = [attention for index in indices if (attention := features[index][1]) is not None]
+        attentions = [attention for index in indices if (attention := features[index].span) is not None]
         span = np.stack(attentions, 1)[..., None]  # (H, n, 1)
         blocks.append(span)
         details += [SPAN] * len(span)
     weights = _class_weights(labels, halves)
-    length = np.array([[[features[index][2]] for index in indices]], float)
+    length = np.array([[[features[index].length] for index in indices]], float)
     rng = np.random.default_rng(seed)
     shuffled = [_shuffle_within_halves(labels, halves, rng) for _ in range(SHUFFLES)]
     scores, by_chance = [], []

@@ -9,7 +9,14 @@ import numpy as np
 import torch
 
 from headwise.analysis.ablation.ablate import AblationMethod
-from headwise.analysis.finding.ablation_costs import HeadAblator, Metric, other_head_costs
+from headwise.analysis.finding.ablation_costs import (
+    HeadAblator,
+    Metric,
+    check_ablation,
+    check_metric,
+    measure_metric,
+    other_head_costs,
+)
 from headwise.analysis.finding.bundled_examples import bundled_examples
 from headwise.analysis.finding.class_scores import class_features, fit_class_probes
 from headwise.analysis.finding.gold_pair_scores import ExampleScores, score_pairs
@@ -109,18 +116,22 @@ def find_heads(
     """
     progress = callback_of(progress)
     check_model(model)
-    _check_options(job, metric, threshold, seed)
+    _check_options(job, metric, ablation, threshold, seed)
     source = bundled_examples(model) if examples is None else examples
     parsed = read_examples(source, job, partial(convert_audio_example, model))
     with eval_mode(model):
-        prepared = [prepare_example(model, item, f"examples[{index}]") for index, item in enumerate(parsed)]
+        prepared = [prepare_example(model, item) for item in parsed]
         search = _Search(
             model, prepared, SearchOptions(job, heads, metric, ablation, seed, out, progress or _ignore_progress)
         )
         return search.run(threshold if threshold is not None else 0.0 if job == "effect" else THRESHOLD)
 
 
-def _check_options(job: str, metric: Metric | None, threshold: float | None, seed: int) -> None:
+def _check_options(
+    job: str, metric: Metric | None, ablation: AblationMethod, threshold: float | None, seed: int
+) -> None:
+    check_metric(metric)
+    check_ablation(ablation)
     if job == "effect" and metric is None:
         raise ArgumentError(
             "metric: the job 'effect' needs one. Use 'loss', 'answer' or a function of (output, example)."
@@ -181,6 +192,8 @@ class _Search:
 
     def run(self, threshold: float) -> HeadSearchResult:
         """Measure, test and return the result."""
+        if self.metric is not None and self.job != "effect" and not self.file.records:
+            measure_metric(self.model, self.prepared[0], self.metric)  # raises before the search, not after it
         if self.job == "effect":
             return self._ablate_each_head(threshold)
         skipped = 0
@@ -229,11 +242,16 @@ class _Search:
         return rows
 
     def _probe_class_examples(self) -> tuple[PerInputScores, list[str]]:
+        """Compute the features of every example, continuing with those in the result file, and test the probes."""
+        stored = self.file.stored_features(len(self.columns))
         features = []
         for index, item in enumerate(self.prepared):
             self.progress("examples", index, len(self.prepared))
-            z, span, length = class_features(self.model, item, self.hook_points)
-            features.append((z[self.columns], None if span is None else span[self.columns], length))
+            row = stored.get(index)
+            if row is None:
+                row = class_features(self.model, item, self.hook_points).select(self.columns)
+                self.file.append({"features": index} | row.to_record())
+            features.append(row)
         self.progress("examples", len(self.prepared), len(self.prepared))
         return fit_class_probes(self.examples, features, self.half_of, self.seed)
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class JobExample:
         wrong_answer: Text that should not follow.
         name: Label of the example. It is part of its identity.
         data: The example as it was given, for metrics of the user.
+        where: File and line, or index, for errors.
     """
 
     text: str = ""
@@ -64,6 +65,7 @@ class JobExample:
     wrong_answer: str | None = None
     name: str = ""
     data: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
 
     @cached_property
     def key(self) -> str:
@@ -100,11 +102,13 @@ def read_examples(examples: Any, job: str, convert_audio: AudioConverter | None 
     if job not in JOBS:
         raise ArgumentError(f"job={job!r}: unknown job; {suggest_names(str(job), JOBS)}")
     parsed = [
-        item if isinstance(item, JobExample) else _parse_example(_with_inputs(item, where, convert_audio), where)
+        replace(item, where=where)
+        if isinstance(item, JobExample)
+        else _parse_example(_with_inputs(item, where, convert_audio), where)
         for where, item in _iterate(examples)
     ]
-    for number, example in enumerate(parsed, 1):
-        _check_example(example, job, f"examples[{number - 1}]")
+    for example in parsed:
+        _check_example(example, job)
     _check_count(parsed, job)
     return parsed
 
@@ -187,7 +191,7 @@ def _parse_example(item: Any, where: str) -> JobExample:
         unit=unit, pairs=_parse_pairs(item.get("pairs") or (), where),
         candidates=_tuple_or_none(item.get("candidates")), label=_parse_label(item.get("label"), where),
         span=_parse_span(item.get("span"), where), answer=item.get("answer"), wrong_answer=item.get("wrong_answer"),
-        name=item.get("name") or "", data=item,
+        name=item.get("name") or "", data=item, where=where,
     )  # fmt: skip
 
 
@@ -251,7 +255,8 @@ def _parse_span(span: Any, where: str) -> tuple[int, int] | None:
     return (span[0], span[1])
 
 
-def _check_example(example: JobExample, job: str, where: str) -> None:
+def _check_example(example: JobExample, job: str) -> None:
+    where = example.where
     if not example.text and example.image is None and example.inputs is None:
         raise ArgumentError(f"{where}: has no input. Give text, image or inputs.")
     for name, value in {"image": example.image, **(example.inputs or {})}.items():

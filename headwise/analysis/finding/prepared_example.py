@@ -84,8 +84,9 @@ class PreparedExample:
         return model(self.ids, hidden=hidden) if source is None else model(self.ids, source=source, hidden=hidden)
 
 
-def prepare_example(model: ModelProtocol, example: JobExample, where: str) -> PreparedExample:
+def prepare_example(model: ModelProtocol, example: JobExample) -> PreparedExample:
     """Tokenize one example and find the tokens of its units."""
+    where = example.where
     empty = torch.zeros(1, 0, dtype=torch.long, device="cpu")
     if example.inputs is not None:
         return _prepare_inputs(example, empty, where)
