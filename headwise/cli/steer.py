@@ -30,7 +30,9 @@ def run(
         str, typer.Option(help="Heads to choose from: 5.1, 5.*, 0-3.*", autocompletion=completion.complete_heads)
     ] = "*",
     num_heads: Annotated[int, typer.Option(help="Number of heads to steer.", min=1)] = 16,
-    strengths: Annotated[str, typer.Option(help="Strengths to try, comma-separated.")] = "1,2,4,8",
+    strengths: Annotated[
+        str | None, typer.Option(help="Strengths to try, comma-separated. Default: 0.5,1,2,4,8; for a case 1,2,4,8.")
+    ] = None,
     max_kl: Annotated[
         float,
         typer.Option(
@@ -43,7 +45,7 @@ def run(
     corpus: Annotated[
         Path | None, typer.Option(help="Other text for side effects. Default: the embedded probe set.")
     ] = None,
-    max_texts: Annotated[int, typer.Option(help="Maximum number of other texts.", min=2)] = 16,
+    max_texts: Annotated[int, typer.Option(help="Maximum number of other texts.", min=2)] = 24,
     max_length: Annotated[int, typer.Option(help="Maximum number of tokens per other text.", min=2)] = 48,
     num_random: Annotated[int, typer.Option(help="Number of random baselines.", min=1)] = 19,
     seed: Annotated[int, typer.Option(help="Seed of the halves and of the random baselines.", min=0)] = 0,
@@ -76,25 +78,25 @@ def run(
     for path, suffixes in ((plot, None), (save, (".json", ".csv"))):
         if path is not None:
             check_path(path, *(() if suffixes is None else (suffixes,)))
-    values = _parse_strengths(strengths)
     texts = [_read_texts(path) for path in (positive, negative) if path is not None]
-    if case is not None and (method != "mean_difference" or heads != "*" or corpus is not None or name):
-        raise ArgumentError("case: fixes method, heads, corpus and name. Leave these options out, or pass two files.")
-    loaded: Any = load(model, device=device, dtype=dtype)
-    common: dict[str, Any] = {
-        "num_heads": num_heads, "strengths": values, "num_random": num_random, "seed": seed, "steps": steps,
+    searched: dict[str, Any] = {
+        "method": method, "heads": heads, "max_kl": max_kl, "max_distance": max_distance, "corpus": corpus,
+        "max_texts": max_texts, "max_length": max_length, "name": name,
     }  # fmt: skip
+    if case is not None:
+        _check_case_options(searched)
+    common: dict[str, Any] = {
+        "num_heads": num_heads, "num_random": num_random, "seed": seed, "steps": steps,
+    }  # fmt: skip
+    common |= {} if strengths is None else {"strengths": _parse_strengths(strengths)}
+    loaded: Any = load(model, device=device, dtype=dtype)
     with resume_hint_on_interrupt() if steps is not None else nullcontext(), show_progress(transient=True) as progress:
         if case is not None:
             case_result = run_steering_case(loaded, case, progress=progress, **common)
             result, data = case_result.search, case_result.to_dict()
         else:
             case_result = None
-            result = find_steering(
-                loaded, texts[0], texts[1], method=method, heads=heads, max_kl=max_kl, max_distance=max_distance,  # pyright: ignore[reportArgumentType]
-                corpus=corpus, max_texts=max_texts, max_length=max_length,
-                name=name, progress=progress, **common,
-            )  # fmt: skip
+            result = find_steering(loaded, texts[0], texts[1], progress=progress, **searched, **common)
             data = result.to_dict()
     if out is not None:
         result.steering.save(out)
@@ -111,6 +113,17 @@ def run(
     if out is not None:
         print(f"Saved in {out}. Try it: headwise view {model} --steering {out}")
         print(f"Or write a model with the steering in its weights: headwise export {model} FOLDER --steering {out}")
+
+
+def _check_case_options(searched: dict[str, Any]) -> None:
+    """Raise if an option that a case fixes was given."""
+    from inspect import signature
+
+    from headwise.errors import ArgumentError
+
+    parameters = signature(run).parameters
+    if changed := [key for key in searched if searched[key] != parameters[key].default]:
+        raise ArgumentError(f"case: fixes {', '.join(changed)}. Leave these options out, or pass two files.")
 
 
 def _read_texts(path: Path) -> list[Any]:

@@ -151,7 +151,10 @@ def _field_differences(spec: ModelSpec, architecture: GgufArchitecture) -> list[
             if required_value is not ANY_VALUE and value != required_value:
                 problems.append(f"{prefix}{field.name} is {value!r}, but must be {required_value!r}")
     if spec.attention.out_bias and architecture.attention_fields["out_bias"] is False and not spec.attention.bias:
-        problems.append("the output bias comes from folded means; prune with fold_mean=False")
+        problems.append(
+            "the output bias comes from folded means or a folded steering; prune with fold_mean=False, or export the model "
+            "without steering"
+        )
     return problems
 
 

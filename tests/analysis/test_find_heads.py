@@ -294,7 +294,7 @@ def test_find_heads_wrong_options_raise_clear_errors(model: hw.Transformer) -> N
 
 def test_find_heads_metric_that_does_not_fit_raises_before_the_search(model: hw.Transformer) -> None:
     with pytest.raises(HeadwiseError, match="output layer"):
-        hw.find_heads(model, partner_examples(12), metric="loss", progress=pytest.fail)
+        hw.find_heads(model, partner_examples(12), metric="loss", progress=lambda *step: pytest.fail("searched"))
 
 
 def test_find_heads_errors_name_the_line_of_the_file(model: hw.Transformer, tmp_path: Path) -> None:

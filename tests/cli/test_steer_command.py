@@ -1,6 +1,7 @@
 """headwise steer: table, JSON output, saved steering and wrong input, on a small saved decoder."""
 
 import json
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.cli.steer import run
 from headwise.text.build_tokenizers import word_tokenizer
 from tests.runner import run_command
 
@@ -91,6 +93,19 @@ def test_steer_prints_verdict_and_next_command(folder: Path, tmp_path: Path) -> 
 )
 def test_steer_wrong_input_is_one_line(folder: Path, positive: str, options: dict[str, str], message: str) -> None:
     assert message in run_command(*arguments(folder, positive, **options)).error_line
+
+
+def test_steer_case_with_an_option_that_it_fixes_raises(folder: Path) -> None:
+    for option, value in (("--max-kl", "0.1"), ("--max-texts", "8"), ("--heads", "1.*")):
+        line = run_command("steer", folder / "model", "--case", "tense", option, value).error_line
+        assert f"case: fixes {option[2:].replace('-', '_')}" in line
+
+
+def test_steer_defaults_equal_those_of_find_steering() -> None:
+    command, function = (signature(item).parameters for item in (run, hw.find_steering))
+    shared = set(command) & set(function) - {"positive", "negative", "model", "steps", "strengths"}
+    assert {"max_texts", "max_length", "num_heads", "num_random", "max_kl"} <= shared
+    assert {name: command[name].default for name in shared} == {name: function[name].default for name in shared}
 
 
 @pytest.fixture(scope="module")

@@ -83,3 +83,20 @@ def test_folded_native_model_exports_to_transformers_or_says_why(name: str, row:
         torch.testing.assert_close(logits(plain), logits(folded), rtol=0, atol=1e-4)
     folded.save(tmp_path / "saved")
     assert torch.equal(logits(hw.load(tmp_path / "saved")), logits(folded))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi3", "qwen3", "olmo2", "gemma3_text"])
+@pytest.mark.parametrize("pruned", [False, True], ids=["full", "pruned"])
+def test_folded_model_computes_its_logits_in_llama_cpp_or_says_why(name: str, pruned: bool, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    model: Any = hw.load(MODELS[name].save(tmp_path / "model"))
+    model = model.prune(str(list(model.heads)[2].address)) if pruned else model
+    folded = hw.fold_steering(model, make_steering(model, strength=1.7))
+    if name in ("gpt2", "llama", "phi3"):  # llama.cpp reads attn_output.bias
+        result = hw.export(folded, tmp_path / "model.gguf", to="gguf", check=True, tokenizer=False)
+        assert result.parity is not None
+        assert result.parity.max_difference < 1e-3
+    else:
+        with pytest.raises(HeadwiseError, match="folded steering"):
+            hw.export(folded, tmp_path / "model.gguf", to="gguf", tokenizer=False)
