@@ -115,7 +115,7 @@ CLASS_NOUNS = frozenset(
     checkpoints choice chunk circuit claim collector command comparison components config context contexts converter
     copy corpus cost costs curve curves data demo description details difference display distance document drop
     dropout edge effect effects embedding emergence encoder ensemble entropy entry error estimate estimator evaluation
-    evaluator evidence example executor experiment extractor facts family feature file files flops focus folder
+    evaluator evidence example executor experiment extractor facts family feature features file files flops focus folder
     footprint forward fraction fragment function gate gates gather generation grad grid group groups guard head heads
     history hook hooks image importance index info input key kl labels language latent layer layout line linear log logits
     loop loss map mapping maps mark mask match matching matrices matrix means measurement mentions metric mixin mlp
