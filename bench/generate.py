@@ -12,6 +12,7 @@ it least. With --out F.json results are stored and reused.
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -21,15 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import headwise as hw
 import headwise.heads.projections as projections
 import headwise.kernels.matmul_tuner as products
 from bench import engines
-from bench.measure import machine
+from bench.measure import BenchmarkReport, add_json_option, add_parts, machine
 from headwise.io.atomic_write import write_atomic
-from headwise.ui.terminal_table import make_table
 
 BITS = (16, 8, 4)
 PROMPT, TOKENS = 64, 256
@@ -121,6 +120,7 @@ def compare(name: str, rounds: int, tokens: int, others: dict[str, Callable[[], 
     weights = sum(p.numel() * p.element_size() for p in native.parameters()) / 1e9
     return {
         "per token": {label: min(times) for label, times in seconds.items()},
+        "medians": {label: statistics.median(times) for label, times in seconds.items()},
         "ratios": {
             label: sorted(b / own for b, own in zip(seconds["transformers float32"], times, strict=True))
             for label, times in seconds.items()
@@ -164,20 +164,19 @@ def overhead(rounds: int, steps: int = 32) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "what", nargs="*", default=["smollm2", "gpt2", "overhead"], choices=[*MODELS, "overhead", "engines"]
-    )
+    add_parts(parser, [*MODELS, "overhead", "engines"], default=["smollm2", "gpt2", "overhead"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--folder", type=Path, help="folder of the other engines and their models")
     parser.add_argument("--out", type=Path, help="JSON file in which results are stored and reused")
+    add_json_option(parser)
     args = parser.parse_args()
-    if "engines" in args.what and args.folder is None:
+    if "engines" in args.parts and args.folder is None:
         parser.error("engines are installed somewhere: give --folder")
     torch.set_num_threads(1)
-    console = Console(file=sys.stdout, width=120)
+    report = BenchmarkReport("generate", args.json)
     results = json.loads(args.out.read_text()) if args.out and args.out.is_file() else {}
-    for benchmark in args.what:
+    for benchmark in args.parts:
         if benchmark not in results:
             if benchmark == "overhead":
                 results[benchmark] = overhead(args.rounds)
@@ -193,22 +192,36 @@ def main() -> None:
             if args.out:
                 write_atomic(args.out, json.dumps(results, indent=1).encode())
         if benchmark == "overhead":
-            console.print(f"A step of SmolLM2 without matrix products: {results[benchmark]:.1f} ms; {machine()}.")
+            title = f"A step of SmolLM2 without matrix products; {machine()}"
+            report.add("overhead", title, ["", "ms"], [["headwise float32", results[benchmark]]])
         else:
-            print_results(console, benchmark, results[benchmark])
+            report_results(report, benchmark, results[benchmark])
+    report.write()
 
 
-def print_results(console: Console, name: str, result: dict[str, Any]) -> None:
+def report_results(report: BenchmarkReport, name: str, result: dict[str, Any]) -> None:
     rows = []
     for label, seconds in result["per token"].items():
         ratios, base = result["ratios"][label], result["per token"]["transformers float32"]
         spread = f"{ratios[0]:.2f} – {ratios[-1]:.2f}"
-        rows.append([label, 1e3 * seconds, 1 / seconds, base / seconds, spread, 1 / seconds / result["bound"]])
-    columns = ["who", "ms", "tokens/s", "times transformers", "least – most", "share of float32's bound"]
+        median = result["medians"][label]
+        rows.append(
+            [label, 1e3 * seconds, 1e3 * median, base / seconds, spread, f"{1 / seconds / result['bound']:.0%}"]
+        )
+    columns = [
+        "",
+        "best ms per token",
+        "median ms",
+        "times transformers",
+        "lowest – highest",
+        "of float32's bandwidth bound",
+    ]
     title = f"{name}, {machine()}; weights {result['weights']:.2f} GB, bound {result['bound']:.1f} tokens/s"
-    console.print(f"{title}; float32 tokens equal to those of transformers: {'yes' if result['same'] else 'no'}")
-    console.print("matrix products:", ", ".join(f"{shape}: {kernel}" for shape, kernel in result["chosen"].items()))
-    console.print(make_table(f"CPU time, one thread, {result['tokens']} tokens after {PROMPT}", columns, rows))
+    report.console.print(f"{title}; float32 tokens equal to those of transformers: {'yes' if result['same'] else 'no'}")
+    report.console.print(
+        "matrix products:", ", ".join(f"{shape}: {kernel}" for shape, kernel in result["chosen"].items())
+    )
+    report.add(name, f"CPU time, one thread, {result['tokens']} tokens after {PROMPT}", columns, rows)
 
 
 if __name__ == "__main__":

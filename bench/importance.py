@@ -5,21 +5,18 @@ python -m bench.importance --rounds 5   faster
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor
 
 import headwise as hw
-from bench.measure import interleaved_timing, machine
+from bench.measure import BenchmarkReport, add_json_option, interleaved_timing, machine
 from headwise.analysis.ablation.ablate import ablated, make_replacement_fn
 from headwise.analysis.ablation.ablation_sweep import ablation_sweep, sweep_cost
 from headwise.analysis.ablation.eval_targets import TargetBatch
 from headwise.model.chunked_cross_entropy import IGNORE_INDEX
-from headwise.ui.terminal_table import make_table
 
 B, T = 4, 128
 SPEC = hw.ModelSpec(vocab=2000, context=T, layers=6, attention=hw.AttentionSpec(width=256, heads=8))
@@ -68,7 +65,9 @@ def naive_sweep(model: hw.Transformer, batch: TargetBatch) -> Callable[[], Tenso
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=15)
-    rounds = arguments.parse_args().rounds
+    add_json_option(arguments)
+    options = arguments.parse_args()
+    rounds, report = options.rounds, BenchmarkReport("importance", options.json, width=110)
     torch.manual_seed(0)
     model = hw.Transformer(SPEC).eval()
     ids = torch.randint(SPEC.vocab, (B, T + 1))
@@ -94,12 +93,12 @@ def main() -> None:
                 f"{max_difference:.0e}",
             ]
         )
-    console = Console(file=sys.stdout, width=110)
     heads = len(SPEC.head_addresses)
-    console.print(f"{machine()}. share below 1: faster than {NAIVE}.")
+    report.console.print(f"{machine()}. share below 1: faster than {NAIVE}.")
     title = f"all {heads} heads, batch {B}, {T} tokens, width {SPEC.width}, vocabulary {SPEC.vocab} ({rounds} rounds)"
     columns = ["metric", "naive ms", "sweep ms", "share", "quartiles", "share of FLOPs", "apart, nats"]
-    console.print(make_table(title, columns, rows))
+    report.add("sweep", title, columns, rows)
+    report.write()
 
 
 if __name__ == "__main__":

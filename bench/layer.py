@@ -1,17 +1,16 @@
 """Time and peak memory of the attention layer compared with other libraries, forward and backward.
 
 Two comparisons, each between layers that do the same work: layers that return the output, and layers that return the output
-and the attention maps of all heads. The outputs and the maps of both libraries are checked to be equal.
+and the attention maps of all heads, with and without biases. The outputs and maps of both libraries are checked to be equal.
 
-python -m bench.layer              all sizes, 31 rounds per size
+python -m bench.layer              all parts, 31 rounds per size
+python -m bench.layer maps         one part: maps, layers (without maps) or memory
 python -m bench.layer --rounds 7   faster
-python -m bench.layer --maps       only the layers that return maps
 python -m bench.layer --busy       one thread and processor time, for a machine with other work
 """
 
 import argparse
 import importlib.util
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,17 +19,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor, nn
 
 import headwise as hw
-from bench.measure import Timing, interleaved_timing, machine, process_peak_memory
+from bench.measure import (
+    BenchmarkReport,
+    Timing,
+    add_json_option,
+    add_parts,
+    interleaved_timing,
+    machine,
+    process_peak_memory,
+    ratio_text,
+)
 from headwise.experiments.engine.peak_memory import peak_memory
-from headwise.ui.terminal_table import make_table
 
 SIZES = [(8, 128, 512, 8), (4, 512, 768, 12), (1, 2048, 768, 12), (1, 8192, 768, 12)]  # (B, T, width, heads)
 LENGTHS = [1024, 2048, 4096, 8192]
 BASE = "headwise"
+PARTS = ("maps", "layers", "memory")
 
 
 class HandWritten(nn.Module):
@@ -96,10 +103,12 @@ if importlib.util.find_spec("transformers"):
 KERNEL_BUILDERS = {name: partial(headwise_layer, backend=name) for name in ("fused", "blockwise", "batched")}
 
 
-def maps_layer(layer_class: Callable[..., Any], width: int, heads: int, T: int, causal: bool) -> Any:
+def maps_layer(
+    layer_class: Callable[..., Any], width: int, heads: int, T: int, *, causal: bool, bias: bool = False
+) -> Any:
     """Return a layer whose forward returns (output, maps of all heads), with torch's weights of seed 0."""
     torch.manual_seed(0)
-    layer = layer_class(width, heads, bias=False, batch_first=True)
+    layer = layer_class(width, heads, bias=bias, batch_first=True)
     options = {"attn_mask": nn.Transformer.generate_square_subsequent_mask(T)} if causal else {}
     call = layer.forward
     layer.forward = lambda x: call(x, x, x, need_weights=True, average_attn_weights=False, **options)
@@ -117,36 +126,45 @@ MAPS_BUILDERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def time_maps(rounds: int, console: Console, clock: Callable[[], float]) -> None:
-    """Print the time of layers that return the output and the maps of all heads."""
-    for (B, T, width, heads), causal in product(SIZES[:3], (True, False)):
-        layers = {name: maps_layer(build, width, heads, T, causal) for name, build in MAPS_BUILDERS.items()}
+def time_maps(rounds: int, report: BenchmarkReport, clock: Callable[[], float]) -> None:
+    """Report the time of layers that return the output and the maps of all heads."""
+    summary = []
+    for (B, T, width, heads), causal, bias in product(SIZES[:3], (True, False), (False, True)):
+        layers = {
+            name: maps_layer(build, width, heads, T, causal=causal, bias=bias) for name, build in MAPS_BUILDERS.items()
+        }
         x = torch.randn(B, T, width)
         with torch.inference_mode():
             for actual, expected in zip(*(layer.eval()(x) for layer in layers.values()), strict=True):
                 torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
         passes = {
             "forward": {name: forward(layer, x) for name, layer in layers.items()},
-            "forward + backward through output and maps": {
+            "and backward": {
                 name: backward(layer, partial(squares_of_results, layer), x) for name, layer in layers.items()
             },
         }
+        setting = f"{'causal mask' if causal else 'no mask'}, {'biases' if bias else 'no biases'}"
         for mode, candidates in passes.items():
             for layer in layers.values():
                 layer.train(mode != "forward")
-            mask = "causal mask" if causal else "no mask"
-            title = f"Output and maps, {mode}, {mask}, batch {B}, {T} tokens, width {width}, {heads} heads"
-            print_timings(title, interleaved_timing(candidates, BASE, rounds, clock), console)
+            timings = interleaved_timing(candidates, BASE, rounds, clock)
+            title = f"Output and maps, {mode}, {setting}, batch {B}, {T} tokens, width {width}, {heads} heads"
+            report_timings(f"maps {T} {setting} {mode}", title, timings, report)
+            summary.append(
+                [f"({B}, {T}, {width}, {heads})", setting, mode, ratio_text(timings["nn.MultiheadAttention"])]
+            )
+    columns = ["(batch, tokens, width, heads)", "", "", "nn.MultiheadAttention"]
+    report.keep("maps", "Time of layers that return output and maps, as a multiple of Headwise's", columns, summary)
 
 
-def maps_memory(console: Console) -> None:
-    """Print the peak memory of the layers that return maps, forward, causal mask, in separate processes."""
+def maps_memory(report: BenchmarkReport) -> None:
+    """Report the peak memory of the layers that return maps, forward, causal mask, in separate processes."""
     rows = [
         [name, *(process_peak_memory("bench.layer", "--maps-memory-of", name, str(T)) for T in LENGTHS[:2])]
         for name in MAPS_BUILDERS
     ]
     title = "Peak memory above the idle process, MB, forward with maps, causal mask, batch 1, width 768, 12 heads"
-    console.print(make_table(title, ["layer", *(f"T={T}" for T in LENGTHS[:2])], rows))
+    report.add("maps memory", title, ["", *(f"{T} tokens" for T in LENGTHS[:2])], rows)
 
 
 def maps_memory_of(name: str, T: int) -> float:
@@ -171,15 +189,17 @@ def backward(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> 
     return step
 
 
-def print_timings(title: str, timings: dict[str, Timing], console: Console) -> None:
+def report_timings(name: str, title: str, timings: dict[str, Timing], report: BenchmarkReport) -> None:
     rows = [
-        [name, 1e3 * t.best, 1e3 * t.median, 1 / t.speed, f"{1 / t.high:.2f} – {1 / t.low:.2f}"]
-        for name, t in timings.items()
+        [layer, 1e3 * t.best, 1e3 * t.median, 1 / t.speed, f"{1 / t.high:.2f} – {1 / t.low:.2f}"]
+        for layer, t in timings.items()
     ]
-    console.print(make_table(title, ["layer", "best ms", "median ms", "times ours", "quartiles"], rows))
+    report.add(name, title, ["layer", "best ms", "median ms", "times ours", "quartiles"], rows)
 
 
-def time_layers(rounds: int, console: Console, clock: Callable[[], float]) -> None:
+def time_layers(rounds: int, report: BenchmarkReport, clock: Callable[[], float]) -> None:
+    """Report the time of layers that return the output only."""
+    summary = []
     for B, T, width, heads in SIZES:
         torch.manual_seed(0)
         layers = {name: build(width, heads, T) for name, build in BUILDERS.items()}
@@ -187,24 +207,29 @@ def time_layers(rounds: int, console: Console, clock: Callable[[], float]) -> No
         num_rounds = rounds if T < 8192 else max(5, rounds // 3)
         passes = {
             "forward": {name: forward(call, x) for name, (_, call) in layers.items()},
-            "forward + backward": {name: backward(module, call, x) for name, (module, call) in layers.items()},
+            "and backward": {name: backward(module, call, x) for name, (module, call) in layers.items()},
         }
         for mode, candidates in passes.items():
             for module, _ in layers.values():
                 module.train(mode != "forward")
             timings = interleaved_timing(candidates, BASE, num_rounds, clock)
             title = f"{mode}, batch {B}, {T} tokens, width {width}, {heads} heads ({num_rounds} rounds)"
-            print_timings(title, timings, console)
+            report_timings(f"layers {T} {mode}", title, timings, report)
+            ratios = [ratio_text(timing) for name, timing in timings.items() if name != BASE]
+            summary.append([f"({B}, {T}, {width}, {heads})", mode, *ratios])
+    columns = ["(batch, tokens, width, heads)", "", *list(BUILDERS)[1:]]
+    report.keep("layers", "Time of layers as a multiple of Headwise's", columns, summary)
 
 
-def memory(console: Console) -> None:
-    """Print the peak memory of forward plus backward at width 768, 12 heads, batch 1, in separate processes."""
-    names = [*KERNEL_BUILDERS, *list(BUILDERS)[1:]]
+def memory(report: BenchmarkReport) -> None:
+    """Report the peak memory of forward plus backward at width 768, 12 heads, batch 1, in separate processes."""
+    names = {f"headwise, {name}": name for name in KERNEL_BUILDERS} | {name: name for name in list(BUILDERS)[1:]}
     rows = [
-        [name, *(process_peak_memory("bench.layer", "--memory-of", name, str(T)) for T in LENGTHS)] for name in names
+        [label, *(process_peak_memory("bench.layer", "--memory-of", name, str(T)) for T in LENGTHS)]
+        for label, name in names.items()
     ]
     title = "Peak memory above the idle process, MB, forward + backward, batch 1, width 768, 12 heads"
-    console.print(make_table(title, ["layer", *(f"T={T}" for T in LENGTHS)], rows))
+    report.add("memory", title, ["", *(f"{T} tokens" for T in LENGTHS)], rows)
 
 
 def memory_of(name: str, T: int) -> float:
@@ -218,10 +243,11 @@ def memory_of(name: str, T: int) -> float:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_parts(arguments, PARTS)
     arguments.add_argument("--rounds", type=int, default=31)
     arguments.add_argument("--memory-of", nargs=2, metavar=("LAYER", "T"), help=argparse.SUPPRESS)
     arguments.add_argument("--maps-memory-of", nargs=2, metavar=("LAYER", "T"), help=argparse.SUPPRESS)
-    arguments.add_argument("--maps", action="store_true", help="only the layers that return maps")
+    add_json_option(arguments)
     arguments.add_argument("--busy", action="store_true", help="one thread and processor time")
     args = arguments.parse_args()
     for option, measure in ((args.memory_of, memory_of), (args.maps_memory_of, maps_memory_of)):
@@ -231,13 +257,16 @@ def main() -> None:
     if args.busy:
         torch.set_num_threads(1)
     clock = time.process_time if args.busy else time.perf_counter
-    console = Console(file=sys.stdout, width=110)
-    console.print(f"{machine()}. 'times ours' above 1: slower than Headwise.")
-    time_maps(args.rounds, console, clock)
-    maps_memory(console)
-    if not args.maps:
-        time_layers(args.rounds, console, clock)
-        memory(console)
+    report = BenchmarkReport("layer", args.json, width=110)
+    report.console.print(f"{machine()}. 'times ours' above 1: slower than Headwise.")
+    if "maps" in args.parts:
+        time_maps(args.rounds, report, clock)
+    if "layers" in args.parts:
+        time_layers(args.rounds, report, clock)
+    if "memory" in args.parts:
+        maps_memory(report)
+        memory(report)
+    report.write()
 
 
 if __name__ == "__main__":

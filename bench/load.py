@@ -17,14 +17,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig
 
 import headwise as hw
-from bench.measure import machine
+from bench.measure import BenchmarkReport, add_json_option, machine
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.io.resolve_path import resolve_model_path
-from headwise.ui.terminal_table import make_table
 
 SMOLLM2 = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -70,12 +68,14 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    add_json_option(arguments)
     args = arguments.parse_args()
     if args.measure:
         print(json.dumps(measure_load(*args.measure)))
         return
-    console = Console(file=sys.stdout, width=110)
-    console.print(f"{machine()}, {args.rounds} rounds; ratios above 1: headwise is faster or uses less memory.")
+    report = BenchmarkReport("load", args.json, width=110)
+    report.console.print(f"{machine()}, {args.rounds} rounds; ratios above 1: headwise is faster or uses less memory.")
+    columns, summary = [], []
     with tempfile.TemporaryDirectory() as scratch:
         folders = {kind: str(Path(scratch) / f"tiny-{kind}") for kind in TINY}
         for kind, config in TINY.items():
@@ -88,7 +88,11 @@ def main() -> None:
             ("SmolLM2", llama, "llama"),
             ("MiniLM", resolve_model_path("minilm"), "bert"),
         ):
-            console.print(make_table(name, *_compare(str(folder), folders[kind], args.rounds)))
+            columns, rows = _compare(str(folder), folders[kind], args.rounds)
+            report.add(name, name, columns, rows)
+            summary += [[name, *row] for row in rows]
+    report.keep("summary", "Loading equal files", ["", *columns], summary)
+    report.write()
 
 
 def _compare(folder: str, tiny: str, rounds: int) -> tuple[list[str], list[list]]:

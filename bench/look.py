@@ -1,6 +1,7 @@
 """Time and memory of measuring every head, compared with a forward pass without measurement.
 
 python -m bench.look                       512, 2048 and 4096 tokens
+python -m bench.look ratios                one part: ratios, memory, or long (32768 tokens, one block of rows in 16)
 python -m bench.look --rounds 3            faster
 python -m bench.look --headwise-only       without dense maps and TransformerLens, which take most of the time
 python -m bench.look --cpu-time            CPU time of one thread, for a machine with other work
@@ -15,11 +16,18 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import headwise as hw
-from bench.measure import interleaved_timing, machine, process_peak_memory
+from bench.measure import (
+    BenchmarkReport,
+    add_json_option,
+    add_parts,
+    interleaved_timing,
+    machine,
+    process_peak_memory,
+    ratio_text,
+)
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.default_metrics import default_metrics
 from headwise.analysis.metrics.metric_runner import MetricRunner
@@ -28,10 +36,11 @@ from headwise.analysis.metrics.top_contexts import TopContexts
 from headwise.analysis.recording.batching import TextSample, TokenBatch
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.heads.hook_point import AttentionCall
-from headwise.ui.terminal_table import make_table
 
 LENGTHS = (512, 2048, 4096)
-GOALS = {512: "≤ 1.30", 2048: "≤ 1.45", 4096: "≤ 1.70"}
+GOALS = {512: "≤ 1.20", 2048: "≤ 1.32", 4096: "≤ 1.45"}
+PARTS = ("ratios", "memory", "long")
+LONG = 32768  # tokens
 VOCAB, HEADS = 1000, 144
 BASE = "fused forward"
 
@@ -63,12 +72,12 @@ def make_flags() -> Tensor:
     return flags
 
 
-def profile_pass(
-    model: hw.Transformer, batch: TokenBatch, row_stride: int = 1, detail: str = "full"
-) -> Callable[[], None]:
-    """Return a pass with all surface metrics in row blocks, or with the metrics of the fused kernel."""
+def profile_pass(model: hw.Transformer, batch: TokenBatch, row_stride: int = 1) -> Callable[[], None]:
+    """Return a pass with all surface metrics in row blocks."""
     metrics, observers = default_metrics(make_flags()), [TopContexts(HEADS)]
-    runner = MetricRunner(Accumulator(HEADS), metrics, row_stride, detail, observers)  # one runner for the full corpus
+    runner = MetricRunner(
+        Accumulator(HEADS), metrics, row_stride, observers=observers
+    )  # one runner for the full corpus
 
     def work() -> None:
         runner.reset_batch()  # each text is a new batch
@@ -139,14 +148,13 @@ def print_memory(mode: str, T: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_parts(parser, PARTS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
-    parser.add_argument(
-        "--long", type=int, default=32768, help="tokens of one long text, measured with row stride 16; 0: skip"
-    )
     parser.add_argument("--headwise-only", action="store_true", help="skip the other implementations")
     parser.add_argument("--cpu-time", action="store_true", help="measure the CPU time of one thread")
-    parser.add_argument("--memory", nargs=2)
+    parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
+    add_json_option(parser)
     options = parser.parse_args()
     if options.memory:
         print_memory(options.memory[0], int(options.memory[1]))
@@ -155,43 +163,50 @@ def main() -> None:
     if options.cpu_time:
         torch.set_num_threads(1)
         clock = time.process_time
-    console = Console()
-    console.print(f"Model of the size of GPT-2 small without output layer, one text; {machine()}", highlight=False)
-    rows = []
+    report = BenchmarkReport("look", options.json)
+    report.console.print(
+        f"Model of the size of GPT-2 small without output layer, one text; {machine()}", highlight=False
+    )
+    if "ratios" in options.parts:
+        time_passes(options, report, clock)
+    if "memory" in options.parts:
+        max_tokens = max(options.lengths)
+        rows = [
+            [mode, process_peak_memory("bench.look", "--memory", mode, str(max_tokens))] for mode in ("forward", "full")
+        ]
+        report.add("memory", f"Memory beyond the model, MB, {max_tokens} tokens (goal ≤ 260)", ["", "MB"], rows)
+    if "long" in options.parts:
+        model, batch = make_model(LONG), make_batch(LONG)
+        start = time.perf_counter()
+        profile_pass(model, batch, row_stride=16)()
+        title = f"{LONG} tokens, one block of rows in 16"
+        report.add("long", title, ["", "seconds"], [["full profile", time.perf_counter() - start]])
+    report.write()
+
+
+def time_passes(options: argparse.Namespace, report: BenchmarkReport, clock: Callable[[], float]) -> None:
+    """Report the time of all passes as a multiple of the plain forward pass."""
+    rows, summary = [], []
     for T in options.lengths:
         model, batch = make_model(T), make_batch(T)
         candidates: dict[str, Callable[[], object]] = {
             BASE: plain_pass(model, batch),
             "full profile": profile_pass(model, batch),
         }
-        candidates["light profile"] = profile_pass(model, batch, detail="light")
         if T <= 2048 and not options.headwise_only:
             candidates["dense maps, the same measures"] = dense_pass(model, batch)
             if find_spec("transformer_lens"):
                 candidates["TransformerLens, patterns kept"] = transformer_lens_pass(batch)
-        for name, timing in interleaved_timing(
-            candidates, BASE, options.rounds if T < 4096 else max(2, options.rounds // 2), clock
-        ).items():
+        rounds = options.rounds if T < 4096 else max(2, options.rounds // 2)
+        for name, timing in interleaved_timing(candidates, BASE, rounds, clock).items():
             goal = GOALS.get(T, "") if name == "full profile" else ""
-            rows.append([T, name, timing.best, 1 / timing.speed, f"{1 / timing.high:.2f}–{1 / timing.low:.2f}", goal])
-    console.print(
-        make_table(
-            "Time, as a multiple of the forward pass", ["tokens", "", "seconds", "ratio", "quartiles", "goal"], rows
-        )
+            rows.append([T, name, timing.best, timing.median, ratio_text(timing), goal])
+            if name != BASE:
+                summary.append([T, name, ratio_text(timing)])
+    report.add(
+        "ratios", "Time, as a multiple of the forward pass", ["tokens", "", "best s", "median s", "ratio", "goal"], rows
     )
-    max_tokens = max(options.lengths)
-    memory_rows = [
-        [mode, process_peak_memory("bench.look", "--memory", mode, str(max_tokens))] for mode in ("forward", "full")
-    ]
-    console.print(make_table(f"Memory beyond the model, MB, {max_tokens} tokens (goal ≤ 250)", ["", "MB"], memory_rows))
-    if options.long:
-        model, batch = make_model(options.long), make_batch(options.long)
-        start = time.perf_counter()
-        profile_pass(model, batch, row_stride=16)()
-        console.print(
-            f"{options.long} tokens, light on all rows, full on one block in 16: {time.perf_counter() - start:.0f} s",
-            highlight=False,
-        )
+    report.keep("looking", "Time, as a multiple of the forward pass", ["tokens", "", "ratio"], summary)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import ctypes
 import importlib.util
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,13 +20,12 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import headwise as hw
-from bench.measure import interleaved_timing, machine, process_peak_memory
+from bench.measure import BenchmarkReport, add_json_option, interleaved_timing, machine, process_peak_memory
 from headwise.distributed.parallelize_model import ParallelStrategy
 from headwise.distributed.process_group import ProcessGroup
 from headwise.experiments.engine.peak_memory import peak_memory
@@ -39,7 +37,6 @@ from headwise.training.recipe import Recipe
 from headwise.training.run_setup import RunSetup
 from headwise.training.token_file import TokenFiles
 from headwise.training.training_losses import LanguageLoss
-from headwise.ui.terminal_table import make_table
 
 BASE, GPT2 = "headwise", "transformers GPT-2"
 FORMS = ("eager", "compiled")
@@ -198,7 +195,7 @@ def repeat_step(step: Callable[[], object], times: int) -> Callable[[], None]:
     return turn
 
 
-def time_training(name: str, form: str, rounds: int, console: Console) -> None:
+def time_training(name: str, form: str, rounds: int, report: BenchmarkReport) -> None:
     size = SIZES[name]
     candidates = {label: build(size, form == "compiled") for label, build in BUILDERS.items()}
     check_same(candidates)
@@ -217,7 +214,7 @@ def time_training(name: str, form: str, rounds: int, console: Console) -> None:
              goal, round(memory, 1)]
         )  # fmt: skip
     columns = ["who", "parameters", "tokens/s best", "median", "times ours", "quartiles", "goal", "step MB"]
-    console.print(make_table(f"{form}, {size} ({rounds} rounds of {size.steps} steps)", columns, rows))
+    report.add(f"{name} {form}", f"{form}, {size} ({rounds} rounds of {size.steps} steps)", columns, rows)
 
 
 def memory_of(label: str, name: str, form: str) -> float:
@@ -237,16 +234,18 @@ def main() -> None:
     arguments.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     arguments.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     arguments.add_argument("--memory-of", nargs=3, metavar=("WHO", "SIZE", "FORM"), help=argparse.SUPPRESS)
+    add_json_option(arguments)
     args = arguments.parse_args()
     logging.disable_progress_bar()
     if args.memory_of:
         print(memory_of(*args.memory_of))
         return
-    console = Console(file=sys.stdout, width=120)
-    console.print(f"{machine()}. 'times ours' is time beside ours: above 1, ours is quicker.")
+    report = BenchmarkReport("train", args.json)
+    report.console.print(f"{machine()}. 'times ours' above 1: slower than Headwise.")
     for name in args.sizes:
         for form in args.forms:
-            time_training(name, form, args.rounds, console)
+            time_training(name, form, args.rounds, report)
+    report.write()
 
 
 if __name__ == "__main__":

@@ -1,26 +1,29 @@
 """Size, number of DOM nodes and response time of the page in a browser, compared with the model view of BertViz.
 
     python -m bench.view
+    python -m bench.view --timeout 60   seconds after which a page that is not ready is given up
 
 Requires Chromium or Chrome (make browser). The page of BertViz loads three libraries from the network; here they come from
 installed packages, so that only the drawing is measured.
 """
 
+import argparse
 import re
 import tempfile
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser, Error, Page, Route, sync_playwright
 
+from bench.measure import BenchmarkReport, add_json_option
 from headwise.errors import HeadwiseError
 from headwise.ui.report import write_report
 from tests.ui.browser import find_browser
 from tests.ui.report_fixtures import TEXT, make_maps, make_report_data, make_sentence
 
 RUNS = 5
-TIMEOUT_MS = 180_000
 WATCH = """
 window.long = [];
 new PerformanceObserver((list) => window.long.push(...list.getEntries().map((one) => one.duration)))
@@ -41,36 +44,42 @@ window.require.config = () => {};
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--timeout", type=float, default=180, help="seconds until a page is given up")
+    add_json_option(parser)
+    options = parser.parse_args()
     path = find_browser()
     if path is None:
         raise HeadwiseError("Chromium or Chrome: not found. Run make browser.")
+    report, rows, timeout_ms = BenchmarkReport("view", options.json), [], 1e3 * options.timeout
     with sync_playwright() as play, tempfile.TemporaryDirectory() as folder:
         browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        print(f"{'':34}{'MB':>8}{'nodes':>11}{'ready, s':>10}{'longest task while hovering, ms':>34}")
         for layers, heads, tokens in ((12, 12, 32), (12, 12, 128), (32, 32, 512)):
             headwise_page = write_report(
                 make_report_data(layers, heads, [make_sentence(layers, heads, tokens)]), Path(folder) / "ours.html"
             )
-            print_row(
-                f"Headwise {layers}×{heads}, {tokens} tokens",
-                headwise_page,
-                best_run([measure_page(browser, headwise_page) for _ in range(RUNS)]),
-            )
-            if heads == 12:
+            size = f"{layers} × {heads} heads, {tokens} tokens"
+            runs = [measure_page(browser, headwise_page, timeout_ms) for _ in range(RUNS)]
+            rows.append(table_row(f"Headwise, {size}", headwise_page, best_run(runs), options.timeout))
+            if heads == 12 and find_spec("bertviz"):
                 bertviz_page = write_bertviz(Path(folder) / "theirs.html", layers, heads, tokens)
-                runs = [measure_page(browser, bertviz_page, hover=False) for _ in range(RUNS if tokens < 100 else 1)]
-                print_row(f"BertViz {layers}×{heads}, {tokens} tokens", bertviz_page, best_run(runs))
+                num_runs = RUNS if tokens < 100 else 1
+                runs = [measure_page(browser, bertviz_page, timeout_ms, hover=False) for _ in range(num_runs)]
+                rows.append(table_row(f"BertViz, {size}", bertviz_page, best_run(runs), options.timeout))
         browser.close()
+    columns = ["", "MB", "DOM nodes", "ready, s", "longest task while hovering, ms"]
+    report.add("pages", "Report pages", columns, rows)
+    report.write()
 
 
-def measure_page(browser: Browser, path: Path, hover: bool = True) -> dict[str, Any]:
+def measure_page(browser: Browser, path: Path, timeout_ms: float, *, hover: bool = True) -> dict[str, Any]:
     """Open a file once. Return the time until ready, the number of nodes, and the longest task while hovering."""
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.add_init_script(WATCH)
     page.route(re.compile("^https://"), serve_library)
     try:
-        page.goto(path.as_uri(), timeout=TIMEOUT_MS)
-        page.wait_for_selector("html[data-ready]", timeout=TIMEOUT_MS)
+        page.goto(path.as_uri(), timeout=timeout_ms)
+        page.wait_for_selector("html[data-ready]", timeout=timeout_ms)
         timing = page.evaluate("({ ready: window.readyAt / 1000, nodes: document.querySelectorAll('*').length })")
         return {**timing, "longest": longest_hover_task(page) if hover else None}
     except Error as error:
@@ -140,15 +149,16 @@ def best_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def print_row(name: str, path: Path, result: dict[str, Any]) -> None:
-    size = path.stat().st_size / 1e6
+def table_row(name: str, path: Path, result: dict[str, Any], timeout: float) -> list[object]:
+    """Return the row of a page."""
+    size = f"{path.stat().st_size / 1e6:.1f}"
     if "failed" in result:
-        print(f"{name:34}{size:8.2f}  {result['failed']}", flush=True)
-        return
+        reason = f"not ready within {timeout:.0f} s" if "Timeout" in result["failed"] else result["failed"]
+        return [name, size, reason, "–", "–"]
     task_text = (
         "–" if result["longest"] is None else "below 50" if result["longest"] == 0 else f"{result['longest']:.0f}"
     )
-    print(f"{name:34}{size:8.2f}{result['nodes']:11,}{result['ready']:10.2f}{task_text:>34}", flush=True)
+    return [name, size, f"{result['nodes']:,}", f"{result['ready']:.2f}", task_text]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,12 +23,18 @@ def process(_: int) -> int:
     return os.getpid()
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, at most ten minutes."""
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def process_of_two(folder: str, _: int) -> int:
     """Return the process of the job. It waits until two processes have started a job."""
     (Path(folder) / str(os.getpid())).touch()
-    deadline = time.monotonic() + 600
-    while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: len(os.listdir(folder)) >= 2)
     return os.getpid()
 
 
@@ -45,13 +52,15 @@ def append_mark(folder: str, index: int) -> int:
 
 
 def die_once(folder: str, index: int) -> int:
-    """Kill the worker of the third job at its first start."""
+    """Kill the worker of the third job at its first start, while the fourth job runs."""
     append_mark(folder, index)
     mark = Path(folder) / "killed"
     if index == 2 and not mark.exists():
+        wait_for((Path(folder) / "3").exists)
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.3)
+    if index == 3:
+        wait_for(mark.exists)
     return index
 
 

@@ -1,7 +1,6 @@
 """Every family gives the same logits and attention maps as transformers. `python -m tests.parity` prints the differences."""
 
 import threading
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -157,16 +156,19 @@ def test_tokenizer_smollm2_splits_digits(reader: hw.Tokenizer, text: str) -> Non
 
 
 def test_make_once_many_threads_convert_once(tmp_path: Path) -> None:
-    calls = []
+    calls, starts = [], threading.Barrier(4)
 
     def make(folder: Path) -> None:
         calls.append(folder)
         (folder / "first").write_text("a")
         assert not (tmp_path / "made").exists()  # no partial folder is visible
-        time.sleep(0.1)
         (folder / "second").write_text("b")
 
-    threads = [threading.Thread(target=real.make_once, args=(tmp_path / "made", make)) for _ in range(4)]
+    def call_at_once() -> None:
+        starts.wait(60)
+        real.make_once(tmp_path / "made", make)
+
+    threads = [threading.Thread(target=call_at_once) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
