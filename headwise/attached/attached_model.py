@@ -51,6 +51,7 @@ from headwise.attached.save_load import (
     save_attached,
 )
 from headwise.attached.simulated_streaming_forward import AttachedSimulatedStreamingForward
+from headwise.attached.tokenizer import wrap_tokenizer
 from headwise.attached.train_mode_and_checkpointing_mixin import TrainModeAndCheckpointingMixin
 from headwise.attached.transformers_forward import AttachedLMHead, call_transformers_model, forward_tokens, validate_ids
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
@@ -71,7 +72,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
 
     Attributes:
         model: The transformers model.
-        tokenizer: Tokenizer, or None.
+        tokenizer: Tokenizer, or None. A tokenizer of transformers is converted when it is set.
         preprocessor: Preprocessing of images, or None.
         family: `model_type` of the model's configuration.
     """
@@ -80,7 +81,8 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         self, model: Any, layers: list[AttachedLayer], tokenizer: Any, preprocessor: ImagePreprocessor | None = None
     ) -> None:
         super().__init__()
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
+        self.tokenizer = tokenizer
         self.preprocessor = preprocessor
         self.family: str | None = getattr(getattr(model, "config", None), "model_type", None)
         self._entered = 0  # number of open `with` blocks of this handle
@@ -95,6 +97,15 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         for layer in layers:  # analysis compares layers on different devices
             layer.hook_point.listener_device = self.device if len(devices) > 1 else None
         self._attachment = self._attach(layers)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer, or None."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = wrap_tokenizer(tokenizer)
 
     def _attach(self, layers: list[AttachedLayer]) -> Any:
         """Add marks and hooks to the model."""

@@ -68,7 +68,9 @@ def per_head_cache(attached: "AttachedModel", plan: Plan | CachePolicies | None 
     >>> cache.nbytes, 2 * 2 * (64 + 16) * 8 * 4  # layers, keys and values, tokens of the two KV heads, channels, bytes
     (10240, 10240)
     """
-    return attached_model(attached).cache("dynamic" if plan is None else plan)
+    handle = attached_model(attached)
+    _check_plan_type(plan)
+    return handle.cache("dynamic" if plan is None else plan)
 
 
 @contextmanager
@@ -124,12 +126,17 @@ def spec_with_cache(attached: "AttachedModel", plan: Plan | CachePolicies | None
             return attached.spec
         check_plan(plan, attached)
         return plan.cache_spec()
-    if not isinstance(plan, Mapping):
-        raise ArgumentError(
-            f"plan: must be a Plan, or map KV heads to cache policies. Got {type(plan).__name__}. Use, for example, "
-            f"{{'5.1': CachePolicy(sink_tokens=4, window=128)}}."
-        )
+    _check_plan_type(plan)
     return attached.spec.with_cache(plan)
+
+
+def _check_plan_type(plan: object) -> None:
+    """Raise an error if an argument is neither a plan nor a mapping nor None."""
+    if plan is not None and not isinstance(plan, Plan | Mapping):
+        raise ArgumentError(
+            f"plan: must be a Plan, or map KV heads to cache policies. Got {plan!r}. Use, for example, "
+            f"{{'5.1': hw.CachePolicy(sink_tokens=4, window=128)}}, or read a saved plan: hw.Plan.load(path)."
+        )
 
 
 def make_cache(attached: "AttachedModel", spec: ModelSpec) -> Any:

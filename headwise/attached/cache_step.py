@@ -109,8 +109,13 @@ class TextOffsets:
         return self._canonical[key][1]
 
 
-def advance_starts(starts: Tensor | None, allowed: Tensor | None, length: int, T: int) -> Tensor | None:
-    """Return the first real token of each row after T more tokens, or None if no row is padded."""
+def advance_starts(
+    starts: Tensor | None, allowed: Tensor | None, length: int, T: int, *, is_last: bool = False
+) -> Tensor | None:
+    """Return the first real token of each row after T more tokens, or None if no row is padded on the left.
+
+    `is_last`: no tokens follow these, so rows may be padded on the right: no real token counts that padding.
+    """
     if allowed is None:
         return starts
     queries = torch.arange(T, device=allowed.device)
@@ -119,7 +124,8 @@ def advance_starts(starts: Tensor | None, allowed: Tensor | None, length: int, T
         return None
     starts = is_real.new_zeros(len(is_real), dtype=torch.long) if starts is None else starts
     is_padding = (starts == length)[:, None] & (~is_real).cumprod(1).bool()  # padding so far: (B, T)
-    if bool((~is_real & ~is_padding).any()):
+    real_follows = is_real.flip(1).cummax(1).values.flip(1) if is_last else torch.ones_like(is_real)
+    if bool((~is_real & ~is_padding & real_follows).any()):
         raise ArgumentError(
             "attention_mask: with a per-head cache, padding must be on the left of all tokens, because streaming heads count "
             "tokens. Got padding after a token. Set tokenizer.padding_side = 'left'."
@@ -246,7 +252,7 @@ def _attend_without_cache(layer: "AttachedLayer", q: Tensor, k: Tensor, v: Tenso
     """Attend to all tokens of a call, masking those that its heads would have evicted."""
     policies = policies_of_keys(layer, k.shape[1])
     check_full_call(layer, q.shape[2], k.shape[2])
-    starts = advance_starts(None, visible_keys_of_mask(params.mask), 0, q.shape[2])
+    starts = advance_starts(None, visible_keys_of_mask(params.mask), 0, q.shape[2], is_last=True)
     spec = replace(layer.spec, cache=(), window=None)
     request = ScoreRequest(params.mask, policies=policies, row_starts=starts, num_keys=k.shape[2])
     request.layer = AttentionScoringLayer(spec, params)
@@ -286,9 +292,8 @@ def mask_scores(layer: "AttachedLayer", scores: Tensor, allowed: Tensor) -> Tens
     elif layer.spec.cache:
         T, S = scores.shape[-2:]
         check_full_call(layer, T, S)
-        not_evicted = streaming_mask(
-            layer.spec.cache_policies, layer.spec.kv_of_head, S, advance_starts(None, allowed, 0, T)
-        )
+        starts = advance_starts(None, allowed, 0, T, is_last=True)
+        not_evicted = streaming_mask(layer.spec.cache_policies, layer.spec.kv_of_head, S, starts)
         visible = None if not_evicted is None else not_evicted.dense(T, S, scores.device)
     else:
         return None

@@ -398,6 +398,15 @@ def is_quantized(module: nn.Module) -> bool:
     return has_codes or (isinstance(weight, Tensor) and not _is_dense_float(weight))
 
 
+def check_no_adapters(module: nn.Module, name: str, operation: str) -> None:
+    """Raise an error if a projection has adapters. `operation` is a participle, such as "pruned"."""
+    if hasattr(module, "base_layer"):
+        raise UnsupportedModelError(
+            f"{name}: a projection with adapters (peft) cannot be {operation}. Merge them into the weights and attach the "
+            f"result: hw.attach(peft_model.merge_and_unload(), tokenizer)."
+        )
+
+
 def _is_dense_float(weight: Tensor) -> bool:
     return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
 

@@ -30,7 +30,7 @@ from headwise.attached.head_slices import (
     set_head_counts,
     shares_position_bias,
 )
-from headwise.attached.layer import AttachedLayer, is_quantized
+from headwise.attached.layer import AttachedLayer, check_no_adapters, is_quantized
 from headwise.attached.packed_weights import is_packed, packed_matrix
 from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.kernels.rounding_tolerance import autocast_disabled, to_float64
@@ -132,6 +132,7 @@ def _check_layer(layer: AttachedLayer) -> None:
                 f"{info.name}: its heads cannot be pruned, because its weights ({type(module).__name__}) are quantized. Load "
                 f"the model without quantization to prune it. {hint}"
             )
+        check_no_adapters(module, info.name, "pruned")
     if info.output_module is None or layer.z_path not in ("plain", "gated"):
         raise UnsupportedModelError(
             f"heads of {name} cannot be pruned: no test could confirm that the output of each head reaches W_O separately. "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attached.discover import is_conv1d
-from headwise.attached.layer import AttachedLayer
+from headwise.attached.layer import AttachedLayer, check_no_adapters
 from headwise.attached.packed_weights import PackedMatrix, is_packed, pack_weight, unpack_weight
 from headwise.errors import UnsupportedModelError
 from headwise.spec import ModelSpec
@@ -123,11 +123,12 @@ def _kv_number(head: int, count: int, bits_count: int) -> int:
 
 def _check_plain(module: nn.Module, name: str) -> None:
     """Raise an error if the weight of a module cannot be replaced."""
+    check_no_adapters(module, name, "quantized")
     weight = module._parameters.get("weight")
-    if is_packed(module) or hasattr(module, "base_layer") or weight is None or not weight.is_floating_point():
+    if is_packed(module) or weight is None or not weight.is_floating_point():
         raise UnsupportedModelError(
-            f"{name}: a weight of type {type(module).__name__} cannot be quantized, because it is quantized already, has "
-            f"adapters or is computed. Use a model with plain weights."
+            f"{name}: a weight of type {type(module).__name__} cannot be quantized, because it is quantized already or "
+            f"computed. Use a model with plain weights."
         )
 
 

@@ -36,8 +36,8 @@ class AttentionPatternScores:
         expected = {head.layer for head in heads}
         if expected != set(range(layers)) or len(heads) != sum(map(len, self.scores)):
             raise ArgumentError(
-                f"pattern: it has {layers} layers of {max(counts, default=0)} KV heads, but the model has {len(expected)} "
-                f"layers and {len(heads)} KV heads. Use the pattern of this model."
+                f"pattern: it has {layers} layers and {layers * max(counts, default=0)} KV heads, but the model has "
+                f"{len(expected)} layers and {len(heads)} KV heads. Use the pattern of this model."
             )
         indices = {layer: [head for head in heads if head.layer == layer] for layer in expected}
         return {head: self.scores[head.layer][indices[head.layer].index(head)] for head in heads}
@@ -50,9 +50,11 @@ def read_attention_pattern(path: str | Path) -> AttentionPatternScores:
         path: A table of numbers, a line per layer and a tab-separated column per KV head.
 
     Raises:
-        FileFormatError: The file is not such a table.
+        FileFormatError: The file does not exist or is not such a table.
     """
     path = Path(path)
+    if not path.is_file():
+        raise FileFormatError(f"{path}: no such file. Use the file full_attention_heads.tsv of an attention pattern.")
     if path.stat().st_size > MAX_BYTES:
         raise FileFormatError(
             f"{path}: has {path.stat().st_size} bytes, too many for a score per KV head. Check the file."

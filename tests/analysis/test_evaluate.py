@@ -202,10 +202,17 @@ def variants() -> dict[str, Any]:
         "quantized": hw.quantize(model, 4),
         "streaming": model.prune((), cache={"0.0": hw.CachePolicy(sink_tokens=1, window=3)}),
         "half precision": native_model().to(torch.bfloat16),
+        "attached, streaming": attached_streaming_model(),
     }
 
 
-@pytest.mark.parametrize("name", ["pruned", "quantized", "streaming", "half precision"])
+def attached_streaming_model() -> Any:
+    """Return an attached model, one KV head of which streams in every call."""
+    attached = hw.attach(build_llama(), TOKENIZER)
+    return hw.apply(hw.plan_pruning(attached, cache={"0.0": hw.CachePolicy(sink_tokens=1, window=3)}), attached)
+
+
+@pytest.mark.parametrize("name", ["pruned", "quantized", "streaming", "half precision", "attached, streaming"])
 def test_changed_models_score_like_their_forward_pass(name: str) -> None:
     model = variants()[name]
     arguments = [("", pair["good"]) for pair in minimal_pairs()[:6]]

@@ -426,10 +426,31 @@ def test_per_head_cache_wrong_uses_raise(model: Any) -> None:
     encoder = hw.attach(BY_NAME["bert"].build())
     with pytest.raises(hw.HeadwiseError, match="encoder"):
         hw.per_head_cache(encoder)
+    with pytest.raises(hw.HeadwiseError, match=r"plan: must be a Plan.*Got 'plan\.json'.*hw\.Plan\.load"):
+        hw.per_head_cache(attached, "plan.json")  # pyright: ignore[reportArgumentType]
     cache = hw.per_head_cache(attached, POLICIES)
     attached.detach()
     with pytest.raises(hw.HeadwiseError, match="not attached"):
         model(prompt(), past_key_values=cache)
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("llama", 1e-10), ("gptj", 1e-6)])
+def test_cache_plan_without_a_cache_accepts_padding_on_both_sides(name: str, tolerance: float) -> None:
+    """GPT-J computes its scores itself, in float32 for all dtypes."""
+    full = llama() if name == "llama" else BY_NAME[name].build().double()
+    attached = hw.attach(full)
+    changed = hw.apply(hw.plan_pruning(attached, cache={"*": hw.CachePolicy(sink_tokens=1, window=4)}), attached)
+    ids, mask = prompt(17, rows=3) % 29 + 2, torch.ones(3, 17, dtype=torch.bool)
+    mask[0, 11:] = False
+    mask[1, :5] = mask[1, 14:] = False
+    with torch.no_grad():
+        batched = changed(ids, attention_mask=mask)
+        for row, real in enumerate(mask):
+            alone = changed(ids[row : row + 1, real])[0]
+            assert (batched[row, real] - alone).abs().max() < tolerance
+    mask[2, 8] = False  # a hole: streaming heads would count it as a token
+    with pytest.raises(hw.HeadwiseError, match="padding must be on the left"):
+        changed(ids, attention_mask=mask)
 
 
 def test_apply_cache_plan_masks_every_call_and_generates_with_per_head_cache(model: Any, tmp_path: Path) -> None:

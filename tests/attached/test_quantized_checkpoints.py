@@ -176,6 +176,25 @@ def test_peft_model_is_attached_with_its_adapters() -> None:
         hw.attach(peft.get_peft_model(_llama(), prompts))
 
 
+def test_pruning_and_quantizing_a_peft_model_advise_merged_weights_which_work() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["o_proj", "q_proj"], init_lora_weights=False)
+    peft_model = peft.get_peft_model(_llama(), config).eval()
+    before, attached = peft_model(IDS).logits, hw.attach(peft_model)
+    advice = r"hw\.attach\(peft_model\.merge_and_unload\(\), tokenizer\)"
+    with pytest.raises(HeadwiseError, match=f"cannot be pruned.*{advice}"):
+        hw.prune(attached, heads="0.1", fold_mean=False)
+    with pytest.raises(HeadwiseError, match=f"cannot be quantized.*{advice}"):
+        hw.quantize(attached, 8)
+    with attached.heads["0.1"].silenced():
+        silenced = attached(IDS)
+    attached.detach()
+    merged = hw.attach(peft_model.merge_and_unload(), None)
+    assert torch.allclose(merged(IDS), before, atol=1e-5)
+    assert torch.allclose(hw.prune(merged, heads="0.1", fold_mean=False)(IDS), silenced, atol=1e-5)
+    assert not torch.equal(hw.quantize(merged, 8)(IDS), before)
+
+
 @pytest.mark.parametrize(("version", "is_supported"), [
     ("4.57.1", False), ("5.0.0", False), ("5.21.3", False), ("5.22.0", True), ("5.22.2", True), ("5.30.0.dev0", True),
     ("6.0.0", False), ("6.1", False),

@@ -55,5 +55,9 @@ def test_pattern_of_other_model_raises(tmp_path: Path) -> None:
             hw.plan_streaming(model, StreamingRequest.from_pattern(write_pattern(tmp_path, text)))
     with pytest.raises(hw.HeadwiseError, match="Set both or neither"):
         StreamingRequest(0.5, ranking="pattern")
+    with pytest.raises(hw.HeadwiseError, match=r"missing\.tsv: no such file"):
+        StreamingRequest.from_pattern(tmp_path / "missing.tsv")
+    with pytest.raises(hw.HeadwiseError, match="2 layers and 2 KV heads, but the model has 2 layers and 4 KV heads"):
+        hw.plan_streaming(model, StreamingRequest.from_pattern(write_pattern(tmp_path, "1\n1\n")))
     with pytest.raises(hw.HeadwiseError, match="Set both or neither"):
         StreamingRequest(0.5, pattern="x.tsv")

@@ -125,3 +125,16 @@ def test_advised_calls_do_not_raise(name: str, tmp_path: Path) -> None:
             assert operation.startswith("save "), "native models are saved in one way only"
     if "quantized" in name:
         assert any("hw.dequantize(model)" in advice for advice in advised), "the errors of this model were collected"
+
+
+def test_model_without_a_tokenizer_advises_attaching_with_one_which_works() -> None:
+    tokenizer = byte_tokenizer()
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, eos_token="<end>")
+    attached = hw.attach(attach().detach())
+    with pytest.raises(hw.HeadwiseError, match=r"Attach it with one: hw\.attach\(model, tokenizer\)"):
+        hw.attention_maps(attached, "to be")
+    expected = hw.attention_maps(attach(), "to be").words
+    assert hw.attention_maps(hw.attach(attached.model, wrapped), "to be").words == expected
+    attached.tokenizer = None
+    attached.tokenizer = wrapped
+    assert hw.attention_maps(attached, "to be").words == expected

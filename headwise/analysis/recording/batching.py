@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.analysis.recording.model_calls import reads_calls
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import HookPoint
 from headwise.heads.head import HeadPattern
@@ -181,7 +182,12 @@ def tokenizer_of(model: ModelProtocol) -> Tokenizer:
             "hw.record support images."
         )
     if not isinstance(model.tokenizer, Tokenizer):
-        raise UnsupportedModelError("this model has no tokenizer, so it cannot read text. Set model.tokenizer.")
+        advice = "Set model.tokenizer."
+        if reads_calls(model):
+            advice = "Call your module inside hw.record(attached)."
+        elif hasattr(model, "is_attached"):
+            advice = "Attach it with one: hw.attach(model, tokenizer)."
+        raise UnsupportedModelError(f"model: it has no tokenizer, so it cannot read text. {advice}")
     return model.tokenizer
 
 
