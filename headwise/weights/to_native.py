@@ -100,6 +100,11 @@ def _family_of(attached: Any) -> ModelFamilySpec:
     for family in FAMILIES:
         if attached.family in family.model_types:
             return family
+    if attached.family is None:
+        raise UnsupportedModelError(
+            f"model: {type(attached.model).__name__} cannot be converted into Headwise's own class, because it is a torch "
+            f"module of no known family. Save the module itself: torch.save(attached.model.state_dict(), file)."
+        )
     supported = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise UnsupportedModelError(
         f"model: {type(attached.model).__name__} cannot be converted into Headwise's own class, because its family "

@@ -268,6 +268,8 @@ def test_profile_covers_detr_with_cross_attention_of_other_lengths() -> None:
     [
         (lambda attached: attached.generate("a"), "generate: not available"),
         (lambda attached: attached.save("x"), "torch.save"),
+        (lambda attached: hw.to_native(attached), r"torch module.*torch\.save"),
+        (lambda attached: hw.export(attached, "x.gguf", to="gguf"), r"torch module.*torch\.save"),
         (lambda attached: attached.residual_stream(), "not available"),
         (lambda attached: hw.profile(attached, ["a text"], control="shuffled"), "control"),
         (lambda attached: hw.profile(attached, "a text"), "list of calls"),
@@ -280,6 +282,21 @@ def test_functions_of_language_models_say_what_is_missing(function: Any, fragmen
     attached = hw.attach(randomize(ViT()))
     with pytest.raises(HeadwiseError, match=fragment):
         function(attached)
+
+
+def test_ranked_pruning_without_a_loss_advises_forward_which_works() -> None:
+    model, calls = randomize(ViT()), [_pixels(seed) for seed in range(2)]
+    attached = hw.attach(model, example=calls[0])
+    with pytest.raises(HeadwiseError, match=r"no loss.*hw\.attach\(module, forward=…\)"):
+        hw.prune(attached, keep=0.75, corpus=calls)
+    assert hw.importance(attached, calls, loss=lambda output: output.square().mean()).texts == 2
+    attached.detach()
+
+    def loss(module: nn.Module, call: Tensor) -> Tensor:
+        return module(call).square().mean()
+
+    attached = hw.attach(model, forward=loss, example=calls[0])
+    assert len(hw.prune(attached, keep=0.75, corpus=calls).heads) == round(0.75 * len(attached.heads))
 
 
 def test_attach_rejects_what_has_no_attention_and_arguments_that_do_not_fit() -> None:

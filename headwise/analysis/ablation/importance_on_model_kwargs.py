@@ -31,8 +31,9 @@ def loss_from_output(output: Any) -> Tensor:
     loss = output if isinstance(output, Tensor) and output.numel() == 1 else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise ArgumentError(
-            "corpus: the model output has no loss for these calls. Add labels to each call, or pass loss=, a function from "
-            "the model output to a scalar tensor."
+            "corpus: the model output has no loss for these calls. Add labels to each call, or attach a torch module with a "
+            "function that returns a loss: hw.attach(module, forward=…). hw.importance also takes loss=, a function from the "
+            "model output to a scalar tensor."
         )
     return loss
 
