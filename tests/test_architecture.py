@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -98,6 +99,20 @@ SUBPACKAGES = {
 SOURCES = sorted((ROOT / "headwise").rglob("*.py"))
 ALL_SOURCES = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").glob("*.py"))]
 MAX_LINES, MAX_PARAMETERS = 60, 8
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    """Parse a source file once for all tests of this file."""
+    return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_parsed_sources() -> Iterator[None]:
+    """Free the trees at the end, so that the garbage collector does not scan them during later tests."""
+    yield
+    parse.cache_clear()
+
 
 # Names that do not describe their value.
 BANNED_NAMES = frozenset(
@@ -257,7 +272,7 @@ def test_imports_follow_package_order() -> None:
     for path in SOURCES:
         if package_of(path) not in PACKAGES:
             continue  # headwise/__init__.py and __main__.py import every package
-        tree = ast.parse(path.read_text())
+        tree = parse(path)
         for module in imported(ast.walk(tree)):
             if PACKAGES.index(module.split(".")[1]) > PACKAGES.index(package_of(path)):
                 assert module not in imported(tree.body), f"{path} imports {module}, a later package"
@@ -270,7 +285,7 @@ def test_imports_follow_subpackage_order(package: str) -> None:
     order = SUBPACKAGES[package]
     for path in (ROOT / "headwise" / package).glob("*/**/*.py"):
         own = path.relative_to(ROOT / "headwise" / package).parts[0]
-        for module in imported(ast.walk(ast.parse(path.read_text()))):
+        for module in imported(ast.walk(parse(path))):
             within = module.removeprefix(f"headwise.{package}.").split(".")[0]
             if module.startswith(f"headwise.{package}.") and within in order:
                 assert order.index(within) <= order.index(own), f"{path} imports {module}, a later subpackage"
@@ -280,7 +295,7 @@ def test_experiments_import_public_names_only() -> None:
     """Each name is in the `__all__` of the package it is imported from."""
     private = []
     for path in (ROOT / "headwise" / "experiments").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.Import):
                 private += [f"{path.name}: {alias.name}" for alias in node.names if alias.name.startswith("headwise.")]
             if not isinstance(node, ast.ImportFrom) or node.module in ("headwise.errors", "headwise.progress"):
@@ -319,7 +334,7 @@ def test_isinstance_on_model_classes_is_absent(path: Path) -> None:
     """Differences between a native and an attached model are methods of both; see model/protocols.py."""
     if path == ROOT / "headwise/analysis/ablation/quantization_sensitivity.py":
         return  # it runs the blocks of native models itself
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
             kinds = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
             assert not kinds & {"Transformer", "AttachedModel"}, f"line {node.lineno}"
@@ -357,7 +372,7 @@ def find_isinstance_calls(tree: ast.AST, class_names: set[str]) -> list[int]:
 
 def test_isinstance_on_caches_is_absent_outside_cache() -> None:
     """Differences between caches are methods and attributes of `LayerCache`."""
-    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
+    trees = {path: parse(path) for path in SOURCES}
     cache_classes = find_cache_classes(trees.values())
     assert {"NoCache", "PerHeadCache", "SlidingWindowCache", "CrossAttentionCache", "FunctionalCache"} <= cache_classes
     calls = {
@@ -385,7 +400,7 @@ def test_isinstance_on_caches_is_found(line: str, count: int) -> None:
 def test_class_names_are_unique() -> None:
     paths_by_name: dict[str, list[str]] = {}
     for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
+        for node in parse(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 paths_by_name.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: where for name, where in paths_by_name.items() if len(where) > 1}
@@ -434,7 +449,7 @@ def test_names_avoid_banned_words() -> None:
     actual = {
         f"{path.relative_to(ROOT)} {name}"
         for path in ALL_SOURCES
-        for name in {path.stem, *defined_names(ast.parse(path.read_text()))}
+        for name in {path.stem, *defined_names(parse(path))}
         if name.lstrip("_") in BANNED_NAMES
     }
     check_rule("name", actual)
@@ -443,7 +458,7 @@ def test_names_avoid_banned_words() -> None:
 def test_class_names_end_in_known_nouns() -> None:
     unknown = {}
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.ClassDef):
                 last = re.findall(r"[A-Z]+(?=[A-Z][a-z]|$)|[A-Z]?[a-z0-9]+", node.name.lstrip("_"))[-1].lower()
                 if last not in CLASS_NOUNS:
@@ -455,7 +470,7 @@ def test_docstrings_name_their_subject() -> None:
     """No docstring begins with `What` or `The same`."""
     actual = set()
     for path in ALL_SOURCES:
-        tree = ast.parse(path.read_text())
+        tree = parse(path)
         documented = [("module", tree), *walk_functions(tree)]
         documented += [(node.name, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         actual |= {
@@ -469,7 +484,7 @@ def test_docstrings_name_their_subject() -> None:
 def test_functions_are_short() -> None:
     actual = set()
     for path in SOURCES:
-        for name, node in walk_functions(ast.parse(path.read_text())):
+        for name, node in walk_functions(parse(path)):
             start = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno  # docstrings do not count
             if (node.end_lineno or 0) - (start or 0) > MAX_LINES:
                 actual.add(f"{path.relative_to(ROOT)} {name}")
@@ -483,7 +498,7 @@ def test_functions_have_few_parameters() -> None:
     for path in SOURCES:
         if path.parent == ROOT / "headwise/cli":
             continue  # typer makes options of all parameters
-        for name, node in walk_functions(ast.parse(path.read_text())):
+        for name, node in walk_functions(parse(path)):
             positional = [*node.args.posonlyargs, *node.args.args]
             count = len(positional) + (0 if name in public else len(node.args.kwonlyargs))
             count -= bool(positional and positional[0].arg in ("self", "cls"))
@@ -497,7 +512,7 @@ def test_booleans_are_keyword_only() -> None:
     for path in SOURCES:
         if path.parent == ROOT / "headwise/cli":
             continue  # typer makes options of all parameters
-        for name, node in walk_functions(ast.parse(path.read_text())):
+        for name, node in walk_functions(parse(path)):
             for argument in (*node.args.posonlyargs, *node.args.args):
                 if argument.annotation is not None and ast.unparse(argument.annotation) in ("bool", "bool | None"):
                     actual.add(f"{path.relative_to(ROOT)} {name}.{argument.arg}")
