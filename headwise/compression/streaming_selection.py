@@ -201,6 +201,7 @@ def _rank_by_attention(model: ModelProtocol, request: StreamingRequest, progress
                 ids.shape[1] - 1,
                 min(SAMPLED_ROWS, ids.shape[1] - request.retained_tokens),
                 device="cpu",
+                dtype=torch.float32,
             )
             .long()
             .tolist()

@@ -203,7 +203,7 @@ def _write_longrope(store: GgufFile, spec: ModelSpec) -> bool:
     if rotary is None or rotary.scaling is None or rotary.scaling.kind != "longrope":
         return False
     for length in ("short", "long"):
-        factors = torch.tensor(getattr(rotary.scaling, f"{length}_factors"))
+        factors = torch.tensor(getattr(rotary.scaling, f"{length}_factors"), dtype=torch.float32)
         store.add_tensor(f"rope_factors_{length}.weight", factors, keep_float32=True)
     return True
 

@@ -152,11 +152,11 @@ def _pad_layer(layer: MultiHeadAttention) -> GQAPaddedLayer:
 
 def _zero_head_layer(layer: MultiHeadAttention, out_bias: Tensor | None) -> GQAPaddedLayer:
     spec = layer.spec
-    rows, width = torch.zeros(spec.head_dim, spec.width), spec.width
+    rows, width = torch.zeros(spec.head_dim, spec.width, dtype=torch.float32), spec.width
     biases = {} if out_bias is None else {"o": out_bias.detach()}
     if spec.bias:
-        biases |= {projection: torch.zeros(spec.head_dim) for projection in "qkv"}
-    return GQAPaddedLayer(1, 1, rows, rows, rows, torch.zeros(width, spec.value_dim), biases, 1)
+        biases |= {projection: torch.zeros(spec.head_dim, dtype=torch.float32) for projection in "qkv"}
+    return GQAPaddedLayer(1, 1, rows, rows, rows, torch.zeros(width, spec.value_dim, dtype=torch.float32), biases, 1)
 
 
 def _gather_heads(x: Tensor, indices: list[int]) -> Tensor:
@@ -337,7 +337,7 @@ def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
     store.writer.add_causal_attention(False)
     store.writer.add_pooling_type(store.package.PoolingType[pooling.upper()])
     store.add_tensor("token_embd.weight", state["embed.tokens.weight"], is_vocab_table=True)
-    token_types = state["embed.types.weight"] if spec.token_types else torch.zeros(1, spec.width)
+    token_types = state["embed.types.weight"] if spec.token_types else torch.zeros(1, spec.width, dtype=torch.float32)
     store.writer.add_token_type_count(len(token_types))
     store.add_tensor("token_types.weight", token_types, keep_float32=True)
     store.add_tensor("position_embd.weight", _position_table(spec, state), keep_float32=True)
@@ -379,7 +379,7 @@ def _write_output_and_mlp(store: GgufFile, spec: ModelSpec, state: State, i: int
     store.add_tensor(
         f"{gguf_prefix}attn_output.weight", state[f"{prefix}attention.output_projection.weight"].flatten(1)
     )
-    zero_bias = torch.zeros(spec.width)
+    zero_bias = torch.zeros(spec.width, dtype=torch.float32)
     store.add_tensor(
         f"{gguf_prefix}attn_output.bias",
         state.get(f"{prefix}attention.output_projection.bias", zero_bias),
@@ -388,7 +388,9 @@ def _write_output_and_mlp(store: GgufFile, spec: ModelSpec, state: State, i: int
     for part, size in (("up", spec.mlp_width), ("down", spec.width)):
         store.add_tensor(f"{gguf_prefix}ffn_{part}.weight", state[f"{prefix}mlp.{part}.weight"])
         store.add_tensor(
-            f"{gguf_prefix}ffn_{part}.bias", state.get(f"{prefix}mlp.{part}.bias", torch.zeros(size)), keep_float32=True
+            f"{gguf_prefix}ffn_{part}.bias",
+            state.get(f"{prefix}mlp.{part}.bias", torch.zeros(size, dtype=torch.float32)),
+            keep_float32=True,
         )
 
 
@@ -407,7 +409,7 @@ def _position_table(spec: ModelSpec, state: State) -> Tensor:
         return state["embed.positions.weight"][spec.position_offset :]
     if spec.positions == "sinusoidal":
         return sinusoidal(torch.arange(spec.context)[None], spec.width)[0]
-    return torch.zeros(spec.context, spec.width)
+    return torch.zeros(spec.context, spec.width, dtype=torch.float32)
 
 
 def _write_norm(store: GgufFile, gguf_name: str, state: State, name: str) -> None:

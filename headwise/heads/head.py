@@ -537,6 +537,9 @@ def make_gates(
         if indices:
             is_selected = torch.zeros(len(hook_point.head_ids), dtype=torch.bool, device=reference.device)
             is_selected[indices] = True
-            factor_tensor = torch.as_tensor(factor).to(reference)  # () or (B,)
+            is_tensor = isinstance(factor, Tensor)
+            factor_tensor = torch.as_tensor(factor, dtype=None if is_tensor else torch.float32).to(
+                reference
+            )  # () or (B,)
             gates[hook_point.address] = torch.where(is_selected, factor_tensor[..., None], 1.0)  # (H,) or (B, H)
     return gates

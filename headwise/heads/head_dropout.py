@@ -64,6 +64,6 @@ def head_dropout_gate(B: int, H: int, rate: float, like: Tensor) -> Tensor:
     >>> gate.sum(1)
     tensor([4., 4., 4., 4., 4.])
     """
-    noise = torch.rand(B, H, device=like.device)
+    noise = torch.rand(B, H, device=like.device, dtype=torch.float32)
     keep = (noise >= rate) | (noise == noise.amax(1, keepdim=True))  # the head with the largest noise always remains
     return (keep * (H / keep.sum(1, keepdim=True))).to(like.dtype)

@@ -32,11 +32,11 @@ class LearnedGates(nn.Module):
     def __init__(self, heads: Mapping[Any, int], initial_log_alpha: float = INITIAL_LOG_ALPHA) -> None:
         super().__init__()
         self.heads = dict(heads)
-        self.log_alpha = nn.Parameter(torch.full((sum(self.heads.values()),), initial_log_alpha))
+        self.log_alpha = nn.Parameter(torch.full((sum(self.heads.values()),), initial_log_alpha, dtype=torch.float32))
 
     def sample(self, B: int) -> dict[Any, Tensor]:
         """Sample gates for B texts, (B, H) for each group, differentiable in log α."""
-        u = torch.rand(B, len(self.log_alpha), device=self.log_alpha.device)  # (B, N)
+        u = torch.rand(B, len(self.log_alpha), device=self.log_alpha.device, dtype=torch.float32)  # (B, N)
         noise = u.logit(eps=torch.finfo(u.dtype).eps)  # log u − log(1 − u)
         return self._stretch_clip_and_split(torch.sigmoid((noise + self.log_alpha) / BETA))
 

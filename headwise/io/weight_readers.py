@@ -153,7 +153,7 @@ def _dequantize_in_blocks(tensor: Any, shape: tuple[int, ...]) -> Tensor:
     from gguf.quants import dequantize
 
     rows = tensor.data.reshape(-1, tensor.data.shape[-1])  # (rows, bytes of a row)
-    dequantized = torch.empty(len(rows), shape[-1])
+    dequantized = torch.empty(len(rows), shape[-1], dtype=torch.float32)
     out, step = dequantized.numpy(), max(1, DEQUANTIZED_VALUES // max(1, shape[-1]))
     for start in range(0, len(rows), step):
         out[start : start + step] = dequantize(rows[start : start + step], tensor.tensor_type)

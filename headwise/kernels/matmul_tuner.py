@@ -221,7 +221,7 @@ def _matmul_shape(rows: int, weight: Tensor) -> MatmulShape:
 def _fastest_kernel(shape: MatmulShape, weights: list[Tensor]) -> str:
     """Return the fastest product. Each round times different weights; the best round of each product counts."""
     names = [name for name in MATMUL_KERNELS if is_matmul_supported(name, shape.outputs, shape.weight_layout)]
-    x, best = torch.ones(shape.rows, shape.inputs), dict.fromkeys(names, float("inf"))
+    x, best = torch.ones(shape.rows, shape.inputs, dtype=torch.float32), dict.fromkeys(names, float("inf"))
     clock = (
         time.thread_time if shape.threads == 1 else time.perf_counter
     )  # CPU time, because other processes may be running

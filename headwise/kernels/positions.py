@@ -125,7 +125,8 @@ def rotary_frequencies(
     if scaling.kind == "longrope":
         is_long = (length or 0) > scaling.original_context
         return 1.0 / (
-            torch.tensor(scaling.long_factors if is_long else scaling.short_factors, device=device) * wavelengths
+            torch.tensor(scaling.long_factors if is_long else scaling.short_factors, device=device, dtype=torch.float32)
+            * wavelengths
         )
     if scaling.kind == "yarn":
         ramp = yarn_ramp(rotary, dims).to(device)
@@ -168,4 +169,4 @@ def alibi_slopes(heads: int) -> Tensor:
     power = 2 ** math.floor(math.log2(heads))
     base_slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     extra_slopes = [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * power, 2)]
-    return torch.tensor(base_slopes + extra_slopes[: heads - power])
+    return torch.tensor(base_slopes + extra_slopes[: heads - power], dtype=torch.float32)

@@ -27,7 +27,7 @@ def make_prepacked_matmul(weight: Tensor) -> PrepackedMatmul | None:
     is_close = (weight_fp16 - weight_f32).abs().amax(1) <= FP16_TOLERANCE * weight_f32.abs().amax(1)
     if not is_close.all():
         return None
-    ramp = torch.linspace(-1, 1, weight_f32.shape[1])
+    ramp = torch.linspace(-1, 1, weight_f32.shape[1], dtype=torch.float32)
     probe = torch.stack((ramp, (7 * ramp).cos()))
     expected = probe @ weight_fp16.T
     for prepack in PREPACKERS.values():

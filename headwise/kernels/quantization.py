@@ -42,7 +42,7 @@ def dequantize(
     max_code = 2 ** (bits - 1) - 1
     if bits < 8:
         quantized = _unpack(quantized, bits)[..., :d].to(torch.int8) - (max_code + 1)
-    block_size, normalized = max(1, min(group_size, d)), quantized / max_code  # −1 to 1
+    block_size, normalized = max(1, min(group_size, d)), quantized.float() / max_code  # −1 to 1
     if d % block_size:
         return (normalized * scales.repeat_interleave(block_size, -1)[..., :d]).to(dtype)
     return (normalized.unflatten(-1, (-1, block_size)) * scales[..., None]).flatten(-2).to(dtype)

@@ -58,4 +58,4 @@ def randomize_attention(model: ModelProtocol, seed: int = 0) -> ModelProtocol:
 def _redrawn(weight: Tensor, generator: torch.Generator) -> Tensor:
     """Return normal random numbers with the shape and the root mean square of the weights of each head, (heads, …)."""
     rms = weight.float().square().flatten(1).mean(1).sqrt().view(-1, *[1] * (weight.ndim - 1)).cpu()
-    return (torch.randn(weight.shape, generator=generator, device="cpu") * rms).to(weight)
+    return (torch.randn(weight.shape, generator=generator, device="cpu", dtype=torch.float32) * rms).to(weight)

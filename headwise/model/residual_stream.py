@@ -66,7 +66,7 @@ class LinearizedNorm:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(PROBE_ROWS, width, generator=generator, dtype=torch.double, device="cpu")
         # (rows, D), with a nonzero mean to detect centering, and with small rows to detect eps
-        x = (x + 1) * torch.logspace(-3, 2, PROBE_ROWS, device="cpu")[:, None]
+        x = (x + 1) * torch.logspace(-3, 2, PROBE_ROWS, device="cpu", dtype=torch.float32)[:, None]
         expected = to_float64(module_copy(x))
         for centered, weight_offset in ((True, 0.0), (False, 0.0), (True, 1.0), (False, 1.0)):
             norm = LinearizedNorm(module_copy, centered, weight_offset)

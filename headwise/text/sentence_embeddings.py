@@ -50,7 +50,7 @@ def embed(model: ModelProtocol, texts: str | Sequence[str], *, normalize: bool =
             )
     rows = [_truncate(model.tokenizer.encode(text), model.spec.context) for text in texts]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # batches of similar lengths need little padding
-    vectors = torch.empty(len(rows), model.spec.width, device=model.device)
+    vectors = torch.empty(len(rows), model.spec.width, device=model.device, dtype=torch.float32)
     for start in range(0, len(order), batch_size):
         batch_indices = order[start : start + batch_size]
         vectors[batch_indices] = _mean_hidden_state(model, [rows[i] for i in batch_indices]).float()

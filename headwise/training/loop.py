@@ -327,7 +327,7 @@ class TrainLoop:
                 self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         if self.layout.is_sharded:
-            norm = torch.tensor(self.layout.grad_norm(self.parameters, self.counted))
+            norm = torch.tensor(self.layout.grad_norm(self.parameters, self.counted), dtype=torch.float32)
         else:
             norm = nn.utils.get_total_norm([value.grad for value in self.parameters if value.grad is not None])
         grad_norm = float(norm)

@@ -82,7 +82,7 @@ class LossAccumulator:
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self.process_group = process_group
-        self.total, self.terms = torch.zeros((), device=process_group.device), dict[str, Tensor]()
+        self.total, self.terms = torch.zeros((), device=process_group.device, dtype=torch.float32), dict[str, Tensor]()
 
     def add_and_scale(self, loss: Tensor | dict[str, Tensor]) -> Tensor:
         """Add the loss of a micro-batch. Return the scalar for the backward pass."""

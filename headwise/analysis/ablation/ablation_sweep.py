@@ -104,7 +104,10 @@ def ablation_gradients(
         stack.enter_context(memory.recompute_blocks_if_large(model, batch.num_tokens))
         for hook_point, selected in selected_hook_points(model, heads):
             # (B,) each
-            amounts = [torch.zeros(len(batch.ids), device=batch.ids.device, requires_grad=True) for _ in selected]
+            amounts = [
+                torch.zeros(len(batch.ids), device=batch.ids.device, requires_grad=True, dtype=torch.float32)
+                for _ in selected
+            ]
             leaves |= zip(selected, amounts, strict=True)
             stack.enter_context(
                 hook_point.replaced(
@@ -118,7 +121,7 @@ def ablation_gradients(
     return (
         torch.stack([to_float64(gradient) for gradient in gradients])
         if gradients
-        else torch.zeros(0, len(batch.ids), device="cpu")
+        else torch.zeros(0, len(batch.ids), device="cpu", dtype=torch.float32)
     )
 
 

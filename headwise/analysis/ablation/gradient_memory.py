@@ -62,7 +62,9 @@ class GradientMemoryPlan:
             return tensor
 
         gates = {
-            hook_point.address: torch.ones(len(hook_point.head_ids), device=ids.device, requires_grad=True)
+            hook_point.address: torch.ones(
+                len(hook_point.head_ids), device=ids.device, requires_grad=True, dtype=torch.float32
+            )
             for hook_point in model.gathered_hook_points()
             if hook_point.head_ids
         }

@@ -428,7 +428,7 @@ def _add_ablation(
     """Add the measured loss increase of each head on a batch."""
     lost, clean = ablation_sweep(model, batch, heads, make_replacement, batch_tokens)  # (heads, B)
     # a model without an output layer has no loss of its own
-    clean_sums = clean if batch.targets is not None else torch.zeros(lost.shape[1], device="cpu")
+    clean_sums = clean if batch.targets is not None else torch.zeros(lost.shape[1], device="cpu", dtype=torch.float32)
     sums = torch.stack((lost.mT.cpu(), clean_sums.cpu()[:, None].expand(-1, len(heads))), -1)  # (B, heads, 2)
     accumulator.add(
         ("importance", "clean"), slice(0, len(heads)), batch.sample_ids, sums, batch.targets_per_text[:, None, None]

@@ -61,11 +61,19 @@ def importance_on_model_kwargs(
                 lost, clean = _ablation_losses(model, call, loss_fn, hook_points, means)
             else:
                 lost, clean = _gate_gradients(model, call, loss_fn, hook_points)
-            values = torch.stack((torch.tensor(lost, device="cpu"), torch.full((len(lost),), clean, device="cpu")), -1)[
-                None
-            ]  # (1, heads, 2)
+            values = torch.stack(
+                (
+                    torch.tensor(lost, device="cpu", dtype=torch.float32),
+                    torch.full((len(lost),), clean, device="cpu", dtype=torch.float32),
+                ),
+                -1,
+            )[None]  # (1, heads, 2)
             accumulator.add(
-                ("importance", "clean"), slice(0, len(selected)), [index], values, torch.ones(1, 1, 1, device="cpu")
+                ("importance", "clean"),
+                slice(0, len(selected)),
+                [index],
+                values,
+                torch.ones(1, 1, 1, device="cpu", dtype=torch.float32),
             )
             if progress is not None:
                 progress("head importance", index + 1, len(calls))
@@ -94,7 +102,7 @@ def _gate_gradients(
     with gradients_enabled(model), frozen_weights(model), ExitStack() as stack:
         call = copy_inference_tensors(call)
         gates = [
-            torch.ones(len(hook_point.head_addresses), device=model.device, requires_grad=True)
+            torch.ones(len(hook_point.head_addresses), device=model.device, requires_grad=True, dtype=torch.float32)
             for hook_point, _ in hook_points
         ]
         for (hook_point, _), gate in zip(hook_points, gates, strict=True):

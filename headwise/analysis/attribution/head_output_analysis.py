@@ -312,7 +312,7 @@ def _typical_inputs(model: ModelProtocol, head_view: Head, ids: list[int], corpu
     token_ids = torch.tensor(ids, device=model.device)
     sums, counts = (
         torch.zeros(len(ids), model.spec.width, dtype=torch.double, device="cpu"),
-        torch.zeros(len(ids), device="cpu"),
+        torch.zeros(len(ids), device="cpu", dtype=torch.float32),
     )
     layer = next(
         layer for layer in model.attention_layers() if layer.hook_point.address == head_view.address.layer_address

@@ -229,7 +229,8 @@ def _projections(model: ModelProtocol, selected: set[Address], seed: int) -> dic
         if any(address.layer_address == layer_address for address in selected)
     ]
     return {
-        layer_address: torch.randn(NUM_PROJECTIONS, D, d, generator=generator, device="cpu") / D**0.5
+        layer_address: torch.randn(NUM_PROJECTIONS, D, d, generator=generator, device="cpu", dtype=torch.float32)
+        / D**0.5
         for layer_address in layer_addresses
     }
 

@@ -72,7 +72,7 @@ def trace_path(
 def _gate(residual_parts: ResidualParts, head: Address, position: int) -> Tensor:
     """Return the factor of the z of a head at a position by the gates of a native layer, (1 or e,)."""
     layer = residual_parts.layer_of(head)
-    factor = to_float64(torch.ones(1, device=layer.hook_point.W_O.device))
+    factor = to_float64(torch.ones(1, device=layer.hook_point.W_O.device, dtype=torch.float32))
     if not isinstance(layer, MultiHeadAttention):
         return factor
     index = layer.hook_point.head_index(head)

@@ -155,7 +155,10 @@ class NodeEvaluator:
         if ablation == "mean":
             assert means is not None
             return means.values(batch.ids.shape[1])
-        return {hook.key: torch.zeros(1, 1, 1, 1, device=self.model.device) for hook in self.nodes.hooks}
+        return {
+            hook.key: torch.zeros(1, 1, 1, 1, device=self.model.device, dtype=torch.float32)
+            for hook in self.nodes.hooks
+        }
 
     def _block_outputs(self, batch: PromptBatch, base: Tensor, values: NodeValues) -> dict[nn.Module, Any]:
         """Return the output of each block in the base pass. Empty if blocks cannot be skipped."""
@@ -195,7 +198,7 @@ class NodeMeans:
 
     def __init__(self, evaluator: NodeEvaluator) -> None:
         width = max(batch.ids.shape[1] for batch in evaluator.batches)
-        self._counts = torch.zeros(width, device=evaluator.model.device)
+        self._counts = torch.zeros(width, device=evaluator.model.device, dtype=torch.float32)
         self._sums: NodeValues = {}
         for b, batch in enumerate(evaluator.batches):
             real = batch.real_tokens.float()  # (R, T)

@@ -120,7 +120,7 @@ class BatchContext:
     def feature_values(self) -> Tensor:
         """Token features of the keys, (B, S, c)."""
         values = [feature.batch_values(self.batch) for feature in self.layout.features]
-        empty = torch.zeros(*self.batch.ids.shape, 0, device=self.batch.ids.device)
+        empty = torch.zeros(*self.batch.ids.shape, 0, device=self.batch.ids.device, dtype=torch.float32)
         return torch.stack(values, -1) if values else empty
 
     @cached_property

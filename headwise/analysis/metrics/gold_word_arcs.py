@@ -124,7 +124,9 @@ class BatchWordArcs:
     def key_to_word_matrix(self) -> Tensor:
         """Matrix from tokens to words at the positions of the batch, (N, S, W + pairs that share tokens). 0 at padding."""
         W, max_shared = self.words, max((len(text_arcs.shared_pairs) for text_arcs in self.per_text), default=0)
-        matrix = torch.zeros(len(self.per_text), self.batch.ids.shape[1], W + max_shared, device="cpu")
+        matrix = torch.zeros(
+            len(self.per_text), self.batch.ids.shape[1], W + max_shared, device="cpu", dtype=torch.float32
+        )
         for text, (text_arcs, tokens) in enumerate(self._tokens()):
             num_words = len(text_arcs.query_to_word_matrix)
             matrix[text, tokens, :num_words] = text_arcs.key_to_word_matrix[:, :num_words]
@@ -134,7 +136,7 @@ class BatchWordArcs:
     @cached_property
     def query_to_word_matrix(self) -> Tensor:
         """Matrix that averages the tokens of each word at the positions of the batch, (N, W, S)."""
-        matrix = torch.zeros(len(self.per_text), self.words, self.batch.ids.shape[1], device="cpu")
+        matrix = torch.zeros(len(self.per_text), self.words, self.batch.ids.shape[1], device="cpu", dtype=torch.float32)
         for text, (text_arcs, tokens) in enumerate(self._tokens()):
             matrix[text, : len(text_arcs.query_to_word_matrix), tokens] = text_arcs.query_to_word_matrix
         return matrix
@@ -164,7 +166,7 @@ class BatchWordArcs:
 
     def measure_rows(self, plain: Tensor, value_weighted: Tensor) -> dict[str, Tensor]:
         """Compute the scores of every row from two maps, (N, H, W, W) each. Return (R, H) per kind; NaN if the map is NaN."""
-        results = {kind: torch.zeros(self.rows, plain.shape[1], device="cpu") for kind in KINDS}
+        results = {kind: torch.zeros(self.rows, plain.shape[1], device="cpu", dtype=torch.float32) for kind in KINDS}
         fit = self.fit[:, None]
         for maps, hits, mass, matched in ((plain, HITS, MASS, MATCHED), (value_weighted, *VALUE_WEIGHTED)):
             hit, weight = self._hits(maps)  # (A, H)
@@ -180,7 +182,9 @@ class BatchWordArcs:
         """Sum the results of `measure_rows` over the rows of each text of the batch, (B, H, relations · kinds)."""
         stacked = torch.stack([results[kind] for kind in KINDS], -1)  # (R, H, kinds)
         B, (_, H, kinds) = len(self.batch.samples), stacked.shape
-        summed = torch.zeros(B * self.num_relations, H, kinds, device="cpu").index_add_(0, self.row_slot, stacked)
+        summed = torch.zeros(B * self.num_relations, H, kinds, device="cpu", dtype=torch.float32).index_add_(
+            0, self.row_slot, stacked
+        )
         return summed.unflatten(0, (B, self.num_relations)).transpose(1, 2).flatten(2)
 
     def _hits(self, maps: Tensor) -> tuple[Tensor, Tensor]:

@@ -155,7 +155,9 @@ class _PatchSetAccumulator(RowBlockAccumulator):
         value_weighted = (weighted * cells).sum(-1) / weighted.sum(-1).clamp(min=TINY)
         weight = block.normalize((block.e * cells).sum(-1))
         if self.baseline_cells is None:
-            visible_fraction = (block.visible.allowed_mask() * cells).sum(-1) / block.visible.visible_keys.clamp(min=1)
+            visible_fraction = (block.visible.allowed_mask() * cells).sum(-1) / block.visible.visible_keys.clamp(
+                min=1
+            ).float()
             baseline = visible_fraction.to(weight).expand_as(weight)
         else:
             baseline = block.normalize((block.e * self.baseline_cells[rows, cols]).sum(-1))

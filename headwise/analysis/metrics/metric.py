@@ -363,7 +363,7 @@ def _fill_per_token(
     name: str, per_token: Callable[[TextSample], Sequence[float]], batch: TokenBatch, empty: float
 ) -> Tensor:
     """Evaluate a function of a text for each sample, (B, S), on the host. Padding is filled with `empty`."""
-    filled = torch.full(batch.ids.shape, empty, device="cpu")
+    filled = torch.full(batch.ids.shape, empty, device="cpu", dtype=torch.float32)
     for row, (sample, first) in enumerate(zip(batch.samples, batch.first_columns, strict=True)):
         values = torch.as_tensor(per_token(sample), dtype=torch.float32, device="cpu")
         if values.shape != (len(sample.ids),):

@@ -67,7 +67,7 @@ class WeightPerOffsetMetric(Metric):
         value_weighted = rows.near * _window_value_norms(rows) * rows.inverse_value_weighted_total[..., None]
         on_first = (present - eligible)[:, None]  # (B, 1, n, o): 1 if the target is the first token
         first_mask = on_first[:, :, early]
-        uniform = (1 / rows.visible_keys.clamp(min=1)).to(p)  # (1 or B, 1 or H, n)
+        uniform = (1 / rows.visible_keys.clamp(min=1).float()).to(p)  # (1 or B, 1 or H, n)
         baseline = (uniform.expand(len(p), -1, -1)[:, :, None] @ eligible[:, None])[:, :, 0]  # (B, 1 or H, o)
         offset = p.sum(2)  # (B, H, o)
         row_counts, targets = present.sum(1)[:, None], eligible.sum(1)[:, None]  # (B, 1, o)

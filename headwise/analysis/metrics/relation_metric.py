@@ -131,7 +131,7 @@ class RelationMetric(Metric):
         token_sets = [frozenset(tokens) for tokens in aligned.tokens_of_word]
         shared = sorted({pair for words in aligned.words_of_token for pair in combinations(words, 2)})
         to_word, rivals = (
-            torch.zeros(T, W + len(shared), device="cpu"),
+            torch.zeros(T, W + len(shared), device="cpu", dtype=torch.float32),
             torch.ones(W, W, dtype=torch.bool, device="cpu").fill_diagonal_(False),
         )
         ones = [(token, word) for word, tokens in enumerate(token_sets) for token in tokens]

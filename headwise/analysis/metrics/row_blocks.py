@@ -183,7 +183,7 @@ def _visible_block(params: ScoreParams, rows: range, T: int, S: int, device: tor
     if params.mask is None or params.mask.is_full(T, S):
         visible, empty = (
             torch.full((1, 1, len(rows)), len(cols), device=device),
-            torch.ones(1, 1, len(rows), 0, device="cpu"),
+            torch.ones(1, 1, len(rows), 0, device="cpu", dtype=torch.float32),
         )
         return VisibleBlock(rows, cols, S - T, params.mask, visible, slice(0, 0), empty.bool().to(device))
     mask = params.mask

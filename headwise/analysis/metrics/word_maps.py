@@ -35,7 +35,7 @@ class WordMapAccumulator(RowBlockAccumulator):
         self.norm_feature = call.batch_context.layout.feature_index[NORM]
         size = len(arcs.per_text), call.attention_call.q.shape[1], arcs.words, arcs.key_to_word_matrix.shape[-1]
         # (2, N, H, W, W + shared), on the device of the call: the host gets words, not tokens
-        self.maps = torch.zeros(2, *size, device=arcs.batch.ids.device)
+        self.maps = torch.zeros(2, *size, device=arcs.batch.ids.device, dtype=torch.float32)
 
     def add_block(self, block: RowBlock) -> None:
         """Add one block of rows."""

@@ -261,7 +261,7 @@ def _weight_baselines(model: ModelProtocol, seed: int) -> dict[str, np.ndarray]:
     D, d, e = spec.width, spec.head_dim, spec.value_dim
 
     def random_rank(inner: int) -> float:
-        factors = (torch.randn(2, D, inner, generator=generator, device="cpu") for _ in range(4))
+        factors = (torch.randn(2, D, inner, generator=generator, device="cpu", dtype=torch.float32) for _ in range(4))
         return float(np.mean([effective_rank(Circuit(left, right.mT)) for left, right in factors]))
 
     baselines = {"read_q": d / D, "read_k": d / D, "read_v": e / D, "write": e / D, "ov_copying": 1.5 / e}

@@ -255,7 +255,7 @@ def mean_outputs(
 
 def _as_weights(mask: Tensor) -> Tensor:
     """Return weights that average over the tokens of a mask, (B, T)."""
-    return (mask / mask.sum(1, keepdim=True)).to(torch.float32)
+    return mask.float() / mask.sum(1, keepdim=True)
 
 
 def _run(model: ModelProtocol, batch: ContrastBatch) -> Tensor:
