@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import headwise as hw
-from headwise.analysis.circuits.circuit_statistics import TemplateSampler
+from headwise.analysis.circuits.circuit_statistics import TemplateBootstrapSampler
 from headwise.analysis.circuits.circuit_task import PromptEncoder
 from headwise.analysis.circuits.model_nodes import ModelNodes
 from headwise.analysis.circuits.node_evaluator import NodeEvaluator
@@ -74,7 +74,7 @@ def report(folder: Path) -> None:
         names = [*sorted({name for pair in COMPARISONS for name in pair}), "exact"]
         files = {name: f"circuit-rankings-{task}-{name.replace(', ', '-').replace(' ', '-')}.npz" for name in names}
         data = {name: dict(np.load(folder / file)) for name, file in files.items()}
-        sampler = TemplateSampler(data["exact"]["templates"].tolist(), 0)
+        sampler = TemplateBootstrapSampler(data["exact"]["templates"].tolist(), 0)
         draws = {name: sampler.weights @ values["effects"].T for name, values in data.items()}  # (draws, N)
         for name in names:
             correlation, share = quantities(data[name]["effects"].mean(1), data["exact"]["effects"].mean(1))

@@ -15,7 +15,7 @@ import torch
 
 from headwise.analysis.ablation.recorded_head_outputs import MeanActivations, eval_corpus, mean_activations
 from headwise.analysis.circuits.circuit_result import CircuitEstimate, CircuitResult
-from headwise.analysis.circuits.circuit_statistics import TemplateSampler
+from headwise.analysis.circuits.circuit_statistics import TemplateBootstrapSampler
 from headwise.analysis.circuits.circuit_task import PromptEncoder, PromptPair
 from headwise.analysis.circuits.prompt_batch import make_prompt_batches
 from headwise.analysis.recording.batching import tokenizer_of
@@ -215,7 +215,7 @@ class _TaskEvaluator:
     """Evaluates models on the judged prompts of a circuit."""
 
     prompts: tuple[Any, ...]
-    sampler: TemplateSampler
+    sampler: TemplateBootstrapSampler
 
     @staticmethod
     def of(model: ModelProtocol, circuit: CircuitResult) -> "_TaskEvaluator":
@@ -229,7 +229,9 @@ class _TaskEvaluator:
         encoder = PromptEncoder(tokenizer_of(model))
         pairs = [PromptPair(item.clean, item.corrupted, item.right, item.wrong, item.template) for item in examples]
         prompts = tuple(encoder.encode(pair, f"examples[{i}]") for i, pair in enumerate(pairs))
-        return _TaskEvaluator(prompts, TemplateSampler([pair.template for pair in pairs], circuit.settings.seed + 3))
+        return _TaskEvaluator(
+            prompts, TemplateBootstrapSampler([pair.template for pair in pairs], circuit.settings.seed + 3)
+        )
 
     @torch.no_grad()
     def metrics(self, model: ModelProtocol) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from headwise.ui.terminal_table import TextTable, make_table
 
 if TYPE_CHECKING:
-    from headwise.analysis.circuits.circuit_result import CircuitResult, JudgedCircuit
+    from headwise.analysis.circuits.circuit_result import CircuitResult, EvaluatedCircuit
 
 MAX_NODES = 20  # nodes listed one by one
 MAX_NAMES = 24  # nodes in a sentence
@@ -95,7 +95,7 @@ def names_text(names: tuple[str, ...]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def random_text(circuit: "JudgedCircuit") -> str:
+def random_text(circuit: "EvaluatedCircuit") -> str:
     """Return the comparison with random sets."""
     test = circuit.random_sets
     if test is None:

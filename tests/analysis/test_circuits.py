@@ -18,7 +18,7 @@ from headwise.analysis.ablation.recorded_head_outputs import record_z
 from headwise.analysis.circuits.circuit_result import CircuitResult, node_kind
 from headwise.analysis.circuits.circuit_statistics import (
     FaithfulnessSums,
-    TemplateSampler,
+    TemplateBootstrapSampler,
     choose_size,
     mib_areas,
     random_sets,
@@ -390,12 +390,12 @@ def test_random_model_has_no_circuit_better_than_random_sets(seed: int) -> None:
 
 def test_faithfulness_is_a_ratio_of_means_with_an_interval_over_templates() -> None:
     templates = ["a", "a", "b", "b"]
-    sampler = TemplateSampler(templates, 0)
+    sampler = TemplateBootstrapSampler(templates, 0)
     sums = FaithfulnessSums(np.array([4.0, 4, 4, 4]), np.zeros(4), sampler)
     estimate = sums.estimate(np.array([4.0, 4, 0, 0]))
     assert (estimate.value, estimate.low, estimate.high) == (0.5, 0.0, 1.0)  # two templates: 0, 1/2 or 1
     assert sums.difference(np.array([4.0, 4, 0, 0]), np.array([2.0, 2, -2, -2])).low == 0.5
-    single = FaithfulnessSums(np.ones(2), np.zeros(2), TemplateSampler(["a", "a"], 0)).estimate(np.ones(2))
+    single = FaithfulnessSums(np.ones(2), np.zeros(2), TemplateBootstrapSampler(["a", "a"], 0)).estimate(np.ones(2))
     assert np.isnan(single.low)
 
 

@@ -12,7 +12,7 @@ import torch
 
 import headwise as hw
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.analysis.steering.contrast_texts import split_halves, tokenize_sets
+from headwise.analysis.steering.contrast_texts import split_halves, tokenize_contrast_sets
 from headwise.analysis.steering.steering_cases import (
     CASES,
     list_score,
@@ -89,7 +89,7 @@ def test_find_steering_built_model_finds_head_and_direction(model: hw.Transforme
 
 def test_effect_equals_log_probabilities_computed_directly(model: hw.Transformer) -> None:
     result = hw.find_steering(model, POSITIVE, NEGATIVE, **OPTIONS)
-    _, held_out = split_halves(tokenize_sets(model, POSITIVE, NEGATIVE), 0)
+    _, held_out = split_halves(tokenize_contrast_sets(model, POSITIVE, NEGATIVE), 0)
 
     def mean_log_prob(is_positive: bool) -> float:
         logps = [
@@ -218,7 +218,7 @@ def test_find_steering_built_encoder_moves_embeddings_as_computed_directly(metho
     assert result.is_effective
     np.testing.assert_allclose(result.random_effects, 0.0, atol=1e-12)  # W_O of the other heads is zero
     assert result.residual_effect is not None
-    halves = split_halves(tokenize_sets(model, POSITIVE, NEGATIVE), 0)
+    halves = split_halves(tokenize_contrast_sets(model, POSITIVE, NEGATIVE), 0)
 
     def embeddings(texts: Any) -> torch.Tensor:  # one text at a time, without padding
         with torch.no_grad():
@@ -267,7 +267,7 @@ def test_halves_keep_groups_together_and_cover_all_texts(model: hw.Transformer) 
     pairs = [("word0", f" {GOOD[i % 4]} word{i}") for i in range(4)] + [
         (f"word{i}", " good1 word2") for i in range(1, 10)
     ]
-    texts = tokenize_sets(model, pairs, [(prompt, answer.replace("good", "bad")) for prompt, answer in pairs])
+    texts = tokenize_contrast_sets(model, pairs, [(prompt, answer.replace("good", "bad")) for prompt, answer in pairs])
     for seed in range(5):
         first, second = split_halves(texts, seed)
         assert not {text.group for text in first} & {text.group for text in second}
@@ -419,7 +419,7 @@ def test_find_steering_built_encoder_decoder_finds_head_and_effect_as_computed_d
     assert vector[READ_CHANNEL] / vector.norm() > 1 - 1e-6
     assert result.is_effective
     assert result.unit == "nats per token"
-    _, held_out = split_halves(tokenize_sets(model, PAIRS_POSITIVE, PAIRS_NEGATIVE), 0)
+    _, held_out = split_halves(tokenize_contrast_sets(model, PAIRS_POSITIVE, PAIRS_NEGATIVE), 0)
 
     def log_probs(ids: tuple[int, ...], source: tuple[int, ...]) -> torch.Tensor:
         logits = model(torch.tensor([ids]), source=torch.tensor([source]))[0]

@@ -16,10 +16,10 @@ from headwise.analysis.circuits.circuit_result import (
     CircuitResult,
     CircuitSettings,
     EdgeEffect,
+    EvaluatedCircuit,
     FaithfulnessCurve,
+    FaithfulnessDrop,
     FaithfulnessPoint,
-    JudgedCircuit,
-    NodeDrop,
     NodeScore,
     RandomSetTest,
 )
@@ -50,11 +50,11 @@ def result() -> CircuitResult:
         EdgeEffect("embedding", "2.7.v", CircuitEstimate(-0.75, -1.0, -0.5)),
         EdgeEffect("mlp.5", "logits", CircuitEstimate(0.1, -0.1, 0.3)),
     )
-    circuit = JudgedCircuit(
+    circuit = EvaluatedCircuit(
         tuple(name for name, *_ in NODES),
         tuple(CircuitEvaluation(name, ONE, CircuitEstimate(0.1)) for name in ("resample", "mean", "zero")),
         RandomSetTest((0.1, 0.3), 1 / 3, 1 / 3, ONE, 0.5),
-        (NodeDrop("2.7", CircuitEstimate(0.5, 0.4, 0.6)),),
+        (FaithfulnessDrop("2.7", CircuitEstimate(0.5, 0.4, 0.6)),),
     )
     points = tuple(FaithfulnessPoint(size, CircuitEstimate(size / 60, math.nan, math.nan)) for size in (1, 5, 60))
     curve = FaithfulnessCurve("resample", points, ONE, ONE, ONE, ONE)

@@ -30,6 +30,7 @@ from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.recording.recording import ModelRecording, SingleHeadRecording, record
 from headwise.analysis.roles.profile_result import Profile
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
+from headwise.io.json_values import nonfinite_to_none
 from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import ModelProtocol, ResidualStream, eval_mode
 from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
@@ -176,7 +177,7 @@ class Scan:
         if self.attribution is not None:
             attribution = self.attribution
             data["attribution"] = asdict(attribution) | {"is_complete": attribution.is_complete}
-        return _finite(data)
+        return nonfinite_to_none(data)
 
     def report(self, path: str | Path) -> Path:
         """Write the scan as one self-contained HTML page, atomically, and return its path.
@@ -561,12 +562,3 @@ def _compare_rows(model: ModelProtocol, hidden: Tensor, result: Scan, heads: Seq
         ScannedHead(head, None, float(loss), float(loss - losses[0]), _token_text(model, token))
         for head, loss, token in zip(heads, losses[1:], top[1:], strict=True)
     ]
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that are not finite with None."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

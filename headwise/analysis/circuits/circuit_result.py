@@ -18,6 +18,7 @@ from typing import Any
 
 from headwise.errors import ArgumentError, FileFormatError
 from headwise.io.atomic_write import write_atomic
+from headwise.io.json_values import nonfinite_to_none
 from headwise.io.resolve_path import read_json
 from headwise.spec import Address, KVAddress, MLPAddress, StreamEndAddress, parse_node
 
@@ -123,7 +124,7 @@ class RandomSetTest:
 
 
 @dataclass(frozen=True)
-class NodeDrop:
+class FaithfulnessDrop:
     """Loss of faithfulness if one member is removed from a circuit.
 
     Attributes:
@@ -151,7 +152,7 @@ class CircuitEvaluation:
 
 
 @dataclass(frozen=True)
-class JudgedCircuit:
+class EvaluatedCircuit:
     """A set of nodes and its evaluation on the judged prompts.
 
     Attributes:
@@ -164,7 +165,7 @@ class JudgedCircuit:
     nodes: tuple[str, ...]
     effects: tuple[CircuitEvaluation, ...]
     random_sets: RandomSetTest | None = None
-    drops: tuple[NodeDrop, ...] = ()
+    drops: tuple[FaithfulnessDrop, ...] = ()
 
     @property
     def size(self) -> int:
@@ -308,8 +309,8 @@ class CircuitResult:
     clean_metric: float
     corrupted_metric: float
     scores: tuple[NodeScore, ...]
-    circuit: JudgedCircuit
-    alternative: JudgedCircuit | None = None
+    circuit: EvaluatedCircuit
+    alternative: EvaluatedCircuit | None = None
     curves: tuple[FaithfulnessCurve, ...] = ()
     size_points: tuple[FaithfulnessPoint, ...] = ()
     check: RankingCheck | None = None
@@ -344,7 +345,7 @@ class CircuitResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON. Numbers that are not finite become None."""
-        return {"version": VERSION, **_finite(asdict(self))}
+        return {"version": VERSION, **nonfinite_to_none(asdict(self))}
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the result as JSON, and write it to a file if a path is given. `CircuitResult.from_json` reads it.
@@ -392,7 +393,7 @@ class CircuitResult:
             drop = drops.get(item.node)
             values = [None] * 3 if drop is None else [drop.value, drop.low, drop.high]
             row = [*(getattr(item, name) for name in names), item.node in members, item.node in others, *values]
-            writer.writerow(_finite(row))
+            writer.writerow(nonfinite_to_none(row))
         if path is not None:
             write_atomic(path, buffer.getvalue().encode())
         return buffer.getvalue()
@@ -411,21 +412,12 @@ def node_kind(node: str) -> str:
     return kind
 
 
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity with None."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 # Dataclasses of fields with nested records: one record, or a list of records.
 _RECORDS: dict[str, type] = {
     "settings": CircuitSettings,
     "scores": NodeScore,
-    "circuit": JudgedCircuit,
-    "alternative": JudgedCircuit,
+    "circuit": EvaluatedCircuit,
+    "alternative": EvaluatedCircuit,
     "curves": FaithfulnessCurve,
     "points": FaithfulnessPoint,
     "size_points": FaithfulnessPoint,
@@ -434,7 +426,7 @@ _RECORDS: dict[str, type] = {
     "edges": EdgeEffect,
     "effects": CircuitEvaluation,
     "random_sets": RandomSetTest,
-    "drops": NodeDrop,
+    "drops": FaithfulnessDrop,
 }
 
 

@@ -13,7 +13,7 @@ STABILITY_DRAWS = 200
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
-class TemplateSampler:
+class TemplateBootstrapSampler:
     """Bootstrap over templates: draws templates with replacement, and each with all its prompts.
 
     Args:
@@ -56,7 +56,7 @@ class FaithfulnessSums:
         sampler: Bootstrap over the templates of the prompts.
     """
 
-    def __init__(self, clean: np.ndarray, empty: np.ndarray, sampler: TemplateSampler) -> None:
+    def __init__(self, clean: np.ndarray, empty: np.ndarray, sampler: TemplateBootstrapSampler) -> None:
         self.clean, self.empty, self.sampler = clean, empty, sampler
 
     def ratio(self, metrics: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -177,7 +177,7 @@ def random_sets(
         rng: Random generator.
         excluded: Nodes that may not be drawn.
     """
-    live = np.zeros((count, len(nodes)), bool)
+    masks = np.zeros((count, len(nodes)), bool)
     groups: dict[tuple[int, str], list[int]] = {}
     for node in range(len(nodes)):
         if node not in set(excluded):
@@ -185,8 +185,8 @@ def random_sets(
     for key, candidates in groups.items():
         size = sum((nodes.layers[node], nodes.kinds[node]) == key for node in members)
         for row in range(count):
-            live[row, rng.permutation(candidates)[:size]] = True
-    return live
+            masks[row, rng.permutation(candidates)[:size]] = True
+    return masks
 
 
 def stability_shares(effects: np.ndarray, templates: Sequence[str], size: int, seed: int) -> np.ndarray:
@@ -194,7 +194,7 @@ def stability_shares(effects: np.ndarray, templates: Sequence[str], size: int, s
 
     Each discovery draws the templates of the score split with replacement and takes the nodes with the largest absolute mean.
     """
-    sampler = TemplateSampler(templates, seed, STABILITY_DRAWS)
+    sampler = TemplateBootstrapSampler(templates, seed, STABILITY_DRAWS)
     means = np.abs(sampler.weights @ effects.T)  # (draws, N)
     order = np.argsort(-means, 1, kind="stable")[:, :size]
     shares = np.zeros(len(effects))

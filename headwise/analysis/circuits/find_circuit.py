@@ -18,17 +18,17 @@ from headwise.analysis.circuits.circuit_result import (
     CircuitResult,
     CircuitSettings,
     EdgeEffect,
+    EvaluatedCircuit,
     FaithfulnessCurve,
+    FaithfulnessDrop,
     FaithfulnessPoint,
-    JudgedCircuit,
-    NodeDrop,
     NodeScore,
     RandomSetTest,
     RankingCheck,
 )
 from headwise.analysis.circuits.circuit_statistics import (
     FaithfulnessSums,
-    TemplateSampler,
+    TemplateBootstrapSampler,
     choose_size,
     faithfulness_curve,
     mib_sizes,
@@ -55,7 +55,7 @@ from headwise.analysis.circuits.node_ranking import RANKINGS, exact_effects, gat
 from headwise.analysis.circuits.shipped_tasks import SHIPPED_TASKS, make_shipped_task
 from headwise.analysis.metrics.statistics import holm_correction
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.analysis.steering.step_file import StepRunner
+from headwise.analysis.steering.resumable_steps import ResumableStepRunner
 from headwise.errors import ArgumentError, suggest_names
 from headwise.model import ModelProtocol, check_model
 from headwise.model.weights_digest import weights_digest
@@ -100,7 +100,7 @@ class SplitData:
     templates: tuple[str, ...]
     evaluator: NodeEvaluator
     clean: np.ndarray
-    sampler: TemplateSampler
+    sampler: TemplateBootstrapSampler
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,14 +118,14 @@ class CircuitSearch:
     model: ModelProtocol
     nodes: ModelNodes
     config: CircuitConfig
-    runner: StepRunner
+    runner: ResumableStepRunner
     splits: tuple[SplitData, SplitData, SplitData]
 
-    def evaluate(self, split: int, step: str, live: np.ndarray, ablation: str = "resample") -> np.ndarray:
+    def evaluate(self, split: int, step: str, kept_nodes: np.ndarray, ablation: str = "resample") -> np.ndarray:
         """Return the metrics of sets of nodes on one split, (S, P), as stored steps."""
         parts = []
-        for start in range(0, len(live), SETS_PER_STEP):
-            rows = live[start : start + SETS_PER_STEP]
+        for start in range(0, len(kept_nodes), SETS_PER_STEP):
+            rows = kept_nodes[start : start + SETS_PER_STEP]
 
             def compute(rows: np.ndarray = rows) -> list[list[float]]:
                 means = NodeMeans(self.splits[0].evaluator) if ablation == "mean" else None
@@ -134,7 +134,7 @@ class CircuitSearch:
             parts.append(np.array(self.runner.run(f"{step} {SPLITS[split]} {ablation} {start}", compute)))
         return np.concatenate(parts)
 
-    def live(self, members: Sequence[int]) -> np.ndarray:
+    def node_mask(self, members: Sequence[int]) -> np.ndarray:
         """Return a row that is True at the members, (N,)."""
         row = np.zeros(len(self.nodes), bool)
         row[list(members)] = True
@@ -223,8 +223,8 @@ def find_circuit(
     circuit, other = _adjust_p(circuit, other)
     measured_edges = _edges(search, members[:edges]) if edges > 0 else ()
     judged = search.splits[2]
-    empty = search.evaluate(2, "empty", search.live(())[None])[0]
-    alone = search.evaluate(2, "first set", search.live(members)[None])[0]
+    empty = search.evaluate(2, "empty", search.node_mask(())[None])[0]
+    alone = search.evaluate(2, "first set", search.node_mask(members)[None])[0]
     if not FaithfulnessSums(judged.clean, empty, judged.sampler).effect_is_shown():
         notes.append("The interval of the total effect of all nodes contains 0, so faithfulness has no meaning here.")
     if accuracy is not None and accuracy < 1:
@@ -261,7 +261,7 @@ def _prepare(
     indices = split_by_template(pairs, config.seed)
     identity = [asdict(pair) for pair in pairs]
     digest = weights_digest(model)[:16] if out is not None else ""
-    runner = StepRunner(
+    runner = ResumableStepRunner(
         out, {"prompts": identity, "config": asdict(config), "model": digest}, progress,
         _count_steps(nodes, config, config.size or MAX_DROPS), PROGRESS_LABEL,
     )  # fmt: skip
@@ -271,7 +271,7 @@ def _prepare(
         evaluator = NodeEvaluator(model, nodes, chosen, resolved.metric)
         clean = np.array(runner.run(f"clean {SPLITS[number]}", lambda e=evaluator: e.clean_metrics().tolist()))
         templates = tuple(prompt.pair.template for prompt in chosen)
-        sampler = TemplateSampler(templates, config.seed + 1 + number)
+        sampler = TemplateBootstrapSampler(templates, config.seed + 1 + number)
         splits.append(SplitData(chosen, templates, evaluator, clean, sampler))
     accuracy = float(np.mean(np.concatenate([split.clean for split in splits]) > 0)) if is_scored else None
     if accuracy is not None and accuracy < config.min_accuracy:
@@ -359,7 +359,7 @@ def _rank(search: CircuitSearch, base: np.ndarray, tag: str) -> RankedNodes:
         return RankedNodes(sorted(candidates, key=lambda node: -scores[node]), scores, None)
     if config.ranking == "exact":
         effects = np.zeros((len(search.nodes), P))
-        effects[candidates] = _exact(search, candidates, base, f"{tag} exact")
+        effects[candidates] = _exact_effects_in_steps(search, candidates, base, f"{tag} exact")
     else:
         count = config.steps if config.ranking == "eap-ig" else 1
         effects = np.array(
@@ -369,7 +369,9 @@ def _rank(search: CircuitSearch, base: np.ndarray, tag: str) -> RankedNodes:
     return RankedNodes(sorted(candidates, key=lambda node: -abs(scores[node])), scores, effects)
 
 
-def _exact(search: CircuitSearch, candidates: Sequence[int], base: np.ndarray, step: str) -> np.ndarray:
+def _exact_effects_in_steps(
+    search: CircuitSearch, candidates: Sequence[int], base: np.ndarray, step: str
+) -> np.ndarray:
     """Return exact effects of nodes, (candidates, P), stored by groups of layers."""
     effects = np.zeros((len(candidates), len(search.splits[0].prompts)))
     groups: dict[int, list[int]] = {}
@@ -390,8 +392,8 @@ def _choose_members(
     """Return the members of the circuit, faithfulness on the size split, and notes."""
     split = search.splits[1]
     sizes = size_grid(len(ranked.order))
-    metrics = search.evaluate(1, f"{tag} sizes", np.stack([search.live(ranked.order[:count]) for count in sizes]))
-    empty = search.evaluate(1, "empty", search.live(())[None])[0]
+    metrics = search.evaluate(1, f"{tag} sizes", np.stack([search.node_mask(ranked.order[:count]) for count in sizes]))
+    empty = search.evaluate(1, "empty", search.node_mask(())[None])[0]
     sums = FaithfulnessSums(split.clean, empty, split.sampler)
     points = tuple(FaithfulnessPoint(count, sums.estimate(row)) for count, row in zip(sizes, metrics, strict=True))
     notes: list[str] = []
@@ -406,24 +408,24 @@ def _choose_members(
     return ranked.order[:size], points, notes
 
 
-def _judge(search: CircuitSearch, members: list[int], tag: str, excluded: Sequence[int]) -> JudgedCircuit:
+def _judge(search: CircuitSearch, members: list[int], tag: str, excluded: Sequence[int]) -> EvaluatedCircuit:
     """Evaluate a circuit on the judged prompts."""
     split, config = search.splits[2], search.config
-    alone, without = search.live(members), ~search.live(members)
+    alone, without = search.node_mask(members), ~search.node_mask(members)
     effects = []
     for ablation in ABLATIONS:
-        empty = search.evaluate(2, "empty", search.live(())[None], ablation)[0]
+        empty = search.evaluate(2, "empty", search.node_mask(())[None], ablation)[0]
         sums = FaithfulnessSums(split.clean, empty, split.sampler)
         inside = search.evaluate(2, f"{tag} set", alone[None], ablation)[0]
         outside = search.evaluate(2, f"{tag} complement", without[None], ablation)[0]
         effects.append(CircuitEvaluation(ablation, sums.estimate(inside), sums.estimate(outside)))
-    empty = search.evaluate(2, "empty", search.live(())[None])[0]
+    empty = search.evaluate(2, "empty", search.node_mask(())[None])[0]
     metrics = search.evaluate(2, f"{tag} set", alone[None])[0]
     sums = FaithfulnessSums(split.clean, empty, split.sampler)
-    removed = [search.live([other for other in members if other != node]) for node in members[:MAX_DROPS]]
+    removed = [search.node_mask([other for other in members if other != node]) for node in members[:MAX_DROPS]]
     reduced = search.evaluate(2, f"{tag} drops", np.stack(removed))
     drops = [
-        NodeDrop(search.nodes.names[node], sums.difference(metrics, row))
+        FaithfulnessDrop(search.nodes.names[node], sums.difference(metrics, row))
         for node, row in zip(members, reduced, strict=False)
     ]
     test = None
@@ -437,12 +439,12 @@ def _judge(search: CircuitSearch, members: list[int], tag: str, excluded: Sequen
         shared = float(sampled[:, members].mean())
         test = RandomSetTest(tuple(values), p, p, sums.difference(metrics, random_metrics.mean(0)), shared)
     names = tuple(search.nodes.names[node] for node in members)
-    return JudgedCircuit(names, tuple(effects), test, tuple(sorted(drops, key=lambda item: -item.drop.value)))
+    return EvaluatedCircuit(names, tuple(effects), test, tuple(sorted(drops, key=lambda item: -item.drop.value)))
 
 
-def _find_alternative(search: CircuitSearch, excluded: list[int]) -> tuple[JudgedCircuit | None, list[str]]:
+def _find_alternative(search: CircuitSearch, excluded: list[int]) -> tuple[EvaluatedCircuit | None, list[str]]:
     """Search again with the heads of the circuit replaced, and judge the result."""
-    base = ~search.live(excluded)
+    base = ~search.node_mask(excluded)
     if not excluded or not any(
         kind == "head" and allowed for kind, allowed in zip(search.nodes.kinds, base, strict=True)
     ):
@@ -475,7 +477,9 @@ def _edges(search: CircuitSearch, members: list[int]) -> tuple[EdgeEffect, ...]:
     return tuple(sorted(rows, key=lambda item: -abs(item.effect.value)))
 
 
-def _adjust_p(circuit: JudgedCircuit, other: JudgedCircuit | None) -> tuple[JudgedCircuit, JudgedCircuit | None]:
+def _adjust_p(
+    circuit: EvaluatedCircuit, other: EvaluatedCircuit | None
+) -> tuple[EvaluatedCircuit, EvaluatedCircuit | None]:
     """Apply the Holm correction to the p-values of the circuit and its alternative."""
     tests = [item.random_sets for item in (circuit, other) if item is not None and item.random_sets is not None]
     if not tests or circuit.random_sets is None:
@@ -495,9 +499,9 @@ def _curves(search: CircuitSearch, ranked: RankedNodes) -> tuple[FaithfulnessCur
         grid = size_grid(N) if ablation == "resample" else []
         sizes = sorted({0, *mib_sizes(N), *grid, N})
         inner = [size for size in sizes if 0 < size < N]
-        empty = search.evaluate(2, "empty", search.live(())[None], ablation)[0]
+        empty = search.evaluate(2, "empty", search.node_mask(())[None], ablation)[0]
         measured = search.evaluate(
-            2, "curve", np.stack([search.live(ranked.order[:size]) for size in inner or [N]]), ablation
+            2, "curve", np.stack([search.node_mask(ranked.order[:size]) for size in inner or [N]]), ablation
         )
         metrics = {0: empty, N: split.clean, **dict(zip(inner, measured, strict=False))}
         sums = FaithfulnessSums(split.clean, empty, split.sampler)
@@ -513,7 +517,7 @@ def _check_ranking(search: CircuitSearch, ranked: RankedNodes, size: int) -> Ran
     rng = np.random.default_rng([search.config.seed, 11])
     sampled = [others[int(i)] for i in rng.permutation(len(others))[:size]]
     checked = sorted([*top, *sampled])
-    exact = _exact(search, checked, np.ones(len(search.nodes), bool), "check").mean(1)
+    exact = _exact_effects_in_steps(search, checked, np.ones(len(search.nodes), bool), "check").mean(1)
     scores = ranked.scores[checked]
     worst = int(np.argmax(np.abs(scores - exact)))
     correlation = float(np.corrcoef(scores, exact)[0, 1]) if len(checked) > 2 else float("nan")

@@ -165,8 +165,8 @@ def _edit_projection(attention: Any, projection: str, edit: NodeEdit) -> Iterato
     columns, heads = rows.flatten().to(weight.device), weight.shape[0]
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        live = output[..., columns].unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, K, T, d)
-        changed = edit(live)
+        computed = output[..., columns].unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, K, T, d)
+        changed = edit(computed)
         if changed is None:
             return None
         result = output.clone()

@@ -62,16 +62,18 @@ class NodeEvaluator:
         return result
 
     @torch.no_grad()
-    def evaluate(self, live: np.ndarray, ablation: str = "resample", means: "NodeMeans | None" = None) -> np.ndarray:
+    def evaluate(
+        self, kept_nodes: np.ndarray, ablation: str = "resample", means: "NodeMeans | None" = None
+    ) -> np.ndarray:
         """Return the metric of each prompt with sets of nodes, (S, P).
 
         Args:
-            live: True at the nodes that compute their value, False at those that are replaced, (S, N).
+            kept_nodes: True at the nodes that compute their value, False at those that are replaced, (S, N).
             ablation: Replacement: "resample", "mean" or "zero".
             means: Means of the nodes, for "mean".
         """
-        result = np.zeros((len(live), len(self.prompts)))
-        masks = torch.from_numpy(np.asarray(live, bool)).to(self.model.device)
+        result = np.zeros((len(kept_nodes), len(self.prompts)))
+        masks = torch.from_numpy(np.asarray(kept_nodes, bool)).to(self.model.device)
         with eval_mode(self.model):
             for b, batch in enumerate(self.batches):
                 values = self._replacements(b, ablation, means)
@@ -125,7 +127,7 @@ class NodeEvaluator:
         values: NodeValues = {}
 
         def edit_of(hook: NodeTensorHook) -> NodeEdit:
-            return lambda live: values.update({hook.key: live.detach().clone()})
+            return lambda value: values.update({hook.key: value.detach().clone()})
 
         with eval_mode(self.model), opened_hooks(self.nodes.hooks, edit_of):
             forward_copies(self.model, batch.corrupted_ids if corrupted else batch.ids, None, None, None, 1)
@@ -140,7 +142,7 @@ class NodeEvaluator:
         hooks = [hook for hook in self.nodes.hooks if not bool(masks[:, hook.nodes].all())]
 
         def edit_of(hook: NodeTensorHook) -> NodeEdit:
-            return lambda live: replace_nodes(live, masks[:, hook.nodes], values[hook.key])
+            return lambda value: replace_nodes(value, masks[:, hook.nodes], values[hook.key])
 
         with opened_hooks(hooks, edit_of):
             return self._forward(batch, len(masks))
@@ -216,16 +218,16 @@ class NodeMeans:
         return {key: (sums[:, positions.to(sums.device)] / counts.to(sums))[None] for key, sums in self._sums.items()}
 
 
-def replace_nodes(live: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+def replace_nodes(computed: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     """Replace the values of nodes for S copies of a batch: (S·R, n, T, c), (S, n), (R or 1, n, T, c) → (S·R, n, T, c).
 
-    A boolean mask selects exactly. A mask of numbers from 0 (replaced) to 1 (live) interpolates.
+    A boolean mask selects exactly. A mask of numbers from 0 (replaced) to 1 (computed) interpolates.
     """
-    copies = live.unflatten(0, (len(mask), -1))  # (S, R, n, T, c)
-    mask = mask[:, None, :, None, None].to(live.device)
+    copies = computed.unflatten(0, (len(mask), -1))  # (S, R, n, T, c)
+    mask = mask[:, None, :, None, None].to(computed.device)
     if mask.dtype == torch.bool:
         return torch.where(mask, copies, values[None].to(copies)).flatten(0, 1)
-    values = values.to(live.device)
+    values = values.to(computed.device)
     return (values[None] + mask.to(copies) * (copies - values[None])).flatten(0, 1)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.ablation.decoder_parts import BlockRecord, DecoderParts
 from headwise.analysis.circuits.circuit_result import CircuitEstimate
-from headwise.analysis.circuits.circuit_statistics import TemplateSampler
+from headwise.analysis.circuits.circuit_statistics import TemplateBootstrapSampler
 from headwise.analysis.circuits.circuit_task import CircuitTask, EncodedPrompt, PromptEncoder, PromptPair, add_partners
 from headwise.analysis.circuits.find_circuit import resolve_task
 from headwise.analysis.circuits.prompt_batch import PromptBatch, make_prompt_batches
@@ -39,6 +39,7 @@ from headwise.analysis.recording.batching import tokenizer_of
 from headwise.errors import ArgumentError
 from headwise.heads.head import HeadPattern
 from headwise.io.atomic_write import write_atomic
+from headwise.io.json_values import nonfinite_to_none
 from headwise.model import ModelProtocol, check_model, eval_mode
 from headwise.progress import ProgressOption, callback_of, shows_progress
 from headwise.spec import Address, select
@@ -136,7 +137,7 @@ class RedundancyResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON. Numbers that are not finite become None."""
-        return _finite(asdict(self))
+        return nonfinite_to_none(asdict(self))
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the result as JSON, and write it to a file if a path is given.
@@ -201,7 +202,7 @@ def redundancy(
     sets = [*((address,) for address in addresses), *combinations(addresses, 2)]
     clean, effects = _measure(model, encoded, resolved, sets, ablation, callback_of(progress))
     templates = [pair.template for pair in pairs]
-    estimator = _RedundancyEstimator(TemplateSampler(templates, seed), sets, effects)
+    estimator = _RedundancyEstimator(TemplateBootstrapSampler(templates, seed), sets, effects)
     return RedundancyResult(
         resolved.name, ablation, len(pairs), len(set(templates)), float(clean.mean()),
         tuple(estimator.repair((address,)) for address in addresses),
@@ -332,7 +333,9 @@ def _return_value(z: Tensor, value: Tensor) -> Tensor:
 class _RedundancyEstimator:
     """Computes estimates with intervals over templates from effects by prompt."""
 
-    def __init__(self, sampler: TemplateSampler, sets: Sequence[tuple[Address, ...]], effects: np.ndarray) -> None:
+    def __init__(
+        self, sampler: TemplateBootstrapSampler, sets: Sequence[tuple[Address, ...]], effects: np.ndarray
+    ) -> None:
         self.sampler = sampler
         self.effects = dict(zip(sets, effects, strict=True))  # (conditions, P) each
 
@@ -362,12 +365,3 @@ class _RedundancyEstimator:
         return HeadPairEffects(
             self.repair((a, b)), self.mean(live), self.mean(direct), self.sampler.estimate(share, len(total))
         )
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity with None."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from headwise.errors import ArgumentError, HeadwiseError
+from headwise.io.json_values import nonfinite_to_none
 from headwise.model import ModelProtocol
 from headwise.progress import ProgressOption, callback_of, shows_progress
 
@@ -103,7 +104,7 @@ class EvaluationResult:
         """Return plain data for JSON, without the values of items."""
         names = ("task", "metric", "value", "low", "high", "items", "by_group")
         metrics = [{name: getattr(item, name) for name in names} for item in self.metrics]
-        return _finite({"metrics": metrics, "differences": [asdict(item) for item in self.differences]})
+        return nonfinite_to_none({"metrics": metrics, "differences": [asdict(item) for item in self.differences]})
 
     def __repr__(self) -> str:
         from headwise.ui.result_text import evaluation_table
@@ -312,12 +313,3 @@ def _difference(item: MetricResult, other: MetricResult | None, seed: int) -> Me
     return MetricDifference(
         item.task, item.metric, item.value, other.value, item.value - other.value, low, high, item.items
     )
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that are not finite with None."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,7 +18,7 @@ from headwise.analysis.finding.ablation_costs import (
     other_head_costs,
 )
 from headwise.analysis.finding.bundled_examples import bundled_examples
-from headwise.analysis.finding.class_scores import class_features, fit_class_probes
+from headwise.analysis.finding.class_probes import class_features, fit_class_probes
 from headwise.analysis.finding.gold_pair_scores import ExampleScores, score_pairs
 from headwise.analysis.finding.head_search_result import HeadSearchResult
 from headwise.analysis.finding.head_search_results_file import FORMAT, HeadSearchResultsWriter
@@ -31,7 +31,7 @@ from headwise.analysis.finding.monotonic_alignment_scores import score_monotonic
 from headwise.analysis.finding.per_input_scores import (
     ALPHA,
     LEVELS,
-    AllHeadsTest,
+    AllHeadsTestResult,
     JobEvidence,
     PerInputScores,
     assess_heads,
@@ -321,7 +321,9 @@ class _Search:
         tested = _causal_evidence(candidates, by_input, others_by_input, self.seed)
         return [tested.get(item.address, item) for item in evidence]
 
-    def _result(self, table: PerInputScores, test: AllHeadsTest, threshold: float, skipped: int) -> HeadSearchResult:
+    def _result(
+        self, table: PerInputScores, test: AllHeadsTestResult, threshold: float, skipped: int
+    ) -> HeadSearchResult:
         metadata = self.header | {
             "threshold": threshold, "alpha": ALPHA, "family_size": test.family_size, "num_heads": len(self.selected),
             "skipped_pairs": skipped, "rows": float(table.counts[table.in_half(REPORTING)].sum()),
@@ -371,7 +373,7 @@ def _select_columns(row: ExampleScores, columns: Sequence[int]) -> ExampleScores
     return replace(row, **keep, baselines={name: [v[c] for c in columns] for name, v in row.baselines.items()})
 
 
-def _best_feature(test: AllHeadsTest) -> AllHeadsTest:
+def _best_feature(test: AllHeadsTestResult) -> AllHeadsTestResult:
     """Keep the better feature of each head, chosen on the selection half."""
     best: dict[str, JobEvidence] = {}
     for item in test.evidence:

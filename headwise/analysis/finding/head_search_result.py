@@ -17,6 +17,7 @@ from headwise.analysis.metrics.statistics import bootstrap_difference_interval, 
 from headwise.analysis.recording.text_hash_split import REPORTING
 from headwise.errors import ArgumentError, FileFormatError
 from headwise.io.atomic_write import write_atomic
+from headwise.io.json_values import nonfinite_to_none
 from headwise.io.resolve_path import read_json
 from headwise.spec import Address
 
@@ -163,7 +164,7 @@ class HeadSearchResult:
             "keys": list(self.table.keys), "halves": self.table.halves.tolist(), "counts": self.table.counts.tolist(),
             "scores": self.table.scores.tolist(), "bounded": self.table.is_bounded,
         }  # fmt: skip
-        return _finite(
+        return nonfinite_to_none(
             {"version": VERSION} | self.metadata
             | {
                 "supported_heads": list(self.supported_heads), "heads": [asdict(item) for item in self.heads],
@@ -192,7 +193,7 @@ class HeadSearchResult:
             for name in names:
                 value = getattr(item, name)
                 values += (value or (None, None)) if name in INTERVALS else [value]
-            writer.writerow(_finite(values))
+            writer.writerow(nonfinite_to_none(values))
         if path is not None:
             write_atomic(path, buffer.getvalue().encode())
         return buffer.getvalue()
@@ -322,15 +323,6 @@ def _cost_cells(item: JobEvidence) -> list[Any]:
 
 def _range_text(interval: tuple[float, float]) -> str:
     return f"{interval[0]:.3f}–{interval[1]:.3f}" if math.isfinite(interval[0]) else ""
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity with None."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _restore(item: dict[str, Any], kind: Any) -> Any:

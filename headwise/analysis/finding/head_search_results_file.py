@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headwise.analysis.finding.class_scores import ClassFeatures
+from headwise.analysis.finding.class_probes import ClassFeatures
 from headwise.analysis.finding.gold_pair_scores import ExampleScores
 from headwise.errors import FileFormatError, HeadwiseError
 from headwise.io.atomic_write import write_atomic

@@ -173,7 +173,7 @@ def _rule_names(rows: Sequence[ExampleScores]) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class AllHeadsTest:
+class AllHeadsTestResult:
     """Result of the test of all heads.
 
     Attributes:
@@ -190,7 +190,7 @@ class AllHeadsTest:
 
 def assess_heads(
     table: PerInputScores, addresses: Sequence[object], threshold: float, *, seed: int = 0, details: Sequence[str] = ()
-) -> AllHeadsTest:
+) -> AllHeadsTestResult:
     """Test every head on the reporting half, against the baseline that is largest on the selection half."""
     names, chosen = list(table.baselines), best_baseline_indices(table)
     baselines = chosen_baselines(table)
@@ -218,7 +218,7 @@ def assess_heads(
         )
         for h, address in enumerate(addresses)
     ]  # fmt: skip
-    return AllHeadsTest(evidence, family_size, _random_head_control(table, addresses, selection_gain, seed))
+    return AllHeadsTestResult(evidence, family_size, _random_head_control(table, addresses, selection_gain, seed))
 
 
 def best_baseline_indices(table: PerInputScores) -> np.ndarray:

@@ -59,7 +59,9 @@ class ContrastBatch:
     source_real_tokens: Tensor | None = None
 
 
-def tokenize_sets(model: ModelProtocol, positive: Sequence[Any], negative: Sequence[Any]) -> list[ContrastSetText]:
+def tokenize_contrast_sets(
+    model: ModelProtocol, positive: Sequence[Any], negative: Sequence[Any]
+) -> list[ContrastSetText]:
     """Tokenize both sets. Sets of equal length are pairs by position. The prompt of an encoder-decoder is its source."""
     items = {"positive": _as_pairs("positive", positive), "negative": _as_pairs("negative", negative)}
     overlap = set(items["positive"]) & set(items["negative"])
@@ -296,7 +298,7 @@ def completion_log_probs(model: ModelProtocol, texts: Sequence[ContrastSetText])
     return sums
 
 
-def mean_sums(texts: Sequence[ContrastSetText], changes: Sequence[float]) -> tuple[np.ndarray, ...]:
+def group_sums_of_mean(texts: Sequence[ContrastSetText], changes: Sequence[float]) -> tuple[np.ndarray, ...]:
     """Return sums and counts of all texts per group, and zeros and ones, for an interval of the mean change per text."""
     groups = {group: i for i, group in enumerate(dict.fromkeys(text.group for text in texts))}
     tables = np.zeros((2, len(groups)))

@@ -29,11 +29,11 @@ from headwise.analysis.steering.contrast_texts import (
     ContrastSetText,
     change_sums_by_group,
     completion_log_probs,
+    group_sums_of_mean,
     mean_outputs,
-    mean_sums,
     random_directions,
     split_halves,
-    tokenize_sets,
+    tokenize_contrast_sets,
 )
 from headwise.analysis.steering.embedding_scores import (
     EmbeddingAxis,
@@ -41,9 +41,9 @@ from headwise.analysis.steering.embedding_scores import (
     embedding_distances,
     text_embeddings,
 )
+from headwise.analysis.steering.resumable_steps import ResumableStepRunner
 from headwise.analysis.steering.steering import Steering
 from headwise.analysis.steering.steering_result import MeanEstimate, SideEffect, SteeringPoint, SteeringResult
-from headwise.analysis.steering.step_file import StepRunner
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError, suggest_names
 from headwise.heads.head import HeadPattern
 from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
@@ -69,7 +69,7 @@ class SteeringSearch:
     strengths: tuple[float, ...]
     heads: tuple[Address, ...]
     seed: int
-    steps: StepRunner
+    steps: ResumableStepRunner
     axis: EmbeddingAxis | None
     max_divergence: float
 
@@ -241,7 +241,7 @@ def _prepare_search(
     for hook_point in model.gathered_hook_points():
         if set(hook_point.head_addresses) & set(addresses):
             hook_point.check_editable()
-    texts = tokenize_sets(model, positive, negative)
+    texts = tokenize_contrast_sets(model, positive, negative)
     halves = split_halves(texts, settings.seed)
     length = min(settings.max_length, model.spec.context)
     tokenized = eval_corpus(model, _other_texts(model, settings.corpus), length).first(settings.max_texts)
@@ -255,7 +255,7 @@ def _prepare_search(
     count = 2 + 4 * len(settings.strengths) + settings.num_random
     count += min(MAX_RESIDUAL_LAYERS, len(list(model.attention_layers()))) + 1
     count += 1 + len(addresses) if settings.method == "function_vector" else 0
-    runner = StepRunner(steps, stored_settings, progress, count)
+    runner = ResumableStepRunner(steps, stored_settings, progress, count)
     strengths = tuple(sorted(settings.strengths))
     axis = embedding_axis(model, halves[0]) if is_encoder else None
     return SteeringSearch(
@@ -363,7 +363,7 @@ def _effect_estimate(search: SteeringSearch, half: int, changes: Sequence[float]
     For an encoder it is the mean change over all texts, because a steering moves every text to the positive side.
     """
     if search.axis is not None:
-        sums = mean_sums(search.halves[half], changes)
+        sums = group_sums_of_mean(search.halves[half], changes)
     elif search.method == "function_vector":  # steering replaces the in-context examples of the positive prompts
         texts = [t for t in search.halves[half] if not t.is_positive]
         kept_changes = [c for c, t in zip(changes, search.halves[half], strict=True) if not t.is_positive]

@@ -27,9 +27,9 @@ import numpy as np
 from headwise.analysis.metrics.statistics import bootstrap_interval, holm_correction, sign_flip_test
 from headwise.analysis.steering.contrast_texts import random_directions
 from headwise.analysis.steering.find_steering import find_steering
+from headwise.analysis.steering.resumable_steps import ResumableStepRunner
 from headwise.analysis.steering.steering import Steering
 from headwise.analysis.steering.steering_result import MeanEstimate, SteeringResult
-from headwise.analysis.steering.step_file import StepRunner
 from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
 from headwise.model import ModelProtocol, eval_mode
 from headwise.progress import ProgressOption, callback_of, shows_progress
@@ -336,7 +336,7 @@ def run_steering_case(
         "seed": seed,
     }
     file = None if steps is None else Path(steps).with_suffix(".continuations.jsonl")
-    runner = StepRunner(file, settings, progress, 2 + NUM_RANDOM_CONTINUATIONS)
+    runner = ResumableStepRunner(file, settings, progress, 2 + NUM_RANDOM_CONTINUATIONS)
     value_dims = {head.address: head.layer.spec.value_dim for head in model.heads}
     conditions: dict[str, Steering | None] = {"plain": None, "steered": search.steering}
     for draw in range(NUM_RANDOM_CONTINUATIONS):

@@ -12,7 +12,7 @@ from headwise.io.resolve_path import read_text
 from headwise.progress import Progress
 
 
-class StepRunner:
+class ResumableStepRunner:
     """Run named steps once. With a file, finished steps are read from it when the run is repeated.
 
     Args:
