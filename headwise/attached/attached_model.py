@@ -200,7 +200,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         return_hidden = hidden or not has_lm_head(self.model)
         with self._apply_gates(gates):
             return forward_tokens(
-                self.model, self.spec, ids, attention_mask, source, source_attention_mask, return_hidden
+                self.model, self.spec, ids, attention_mask, source, source_attention_mask, hidden=return_hidden
             )
 
     # Heads.
@@ -608,7 +608,9 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
             The folder.
         """
         processors = (self.tokenizer, self.preprocessor)
-        path = save_attached(self.model, self._layers, processors, folder, full_shape, remote_code=remote_code)
+        path = save_attached(
+            self.model, self._layers, processors, folder, full_shape=full_shape, remote_code=remote_code
+        )
         is_changed = bool(self.spec.weight_rules) or is_pruned(self._layers)
         if is_changed and not (
             full_shape or remote_code or self._save_notice_shown or is_loadable_by_transformers(path)

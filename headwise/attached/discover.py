@@ -120,7 +120,7 @@ class AttentionModuleInfo:
         return getattr(self.module, self.qkv_modules[1][index])
 
 
-def find_attention_modules(model: nn.Module, allow_towers: bool = True) -> list[AttentionModuleInfo]:
+def find_attention_modules(model: nn.Module, *, allow_towers: bool = True) -> list[AttentionModuleInfo]:
     """Return the attention modules of a model.
 
     Encoder layers come first. In a block, self-attention comes before cross-attention. Towers are in forward order.
@@ -133,7 +133,7 @@ def find_attention_modules(model: nn.Module, allow_towers: bool = True) -> list[
     stacks = {_stack_path(name) for name, _ in candidates}
     is_encoder_decoder = _is_encoder_decoder(stacks)
     if len(stacks) > 1 and not is_encoder_decoder:
-        return _find_towers(model, sorted(stacks), allow_towers)
+        return _find_towers(model, sorted(stacks), allowed=allow_towers)
     by_address: dict[LayerAddress, AttentionModuleInfo] = {}
     addresses = _assign_addresses(candidates, is_encoder_decoder)
     for name, module in candidates:
@@ -159,7 +159,7 @@ def find_attention_modules(model: nn.Module, allow_towers: bool = True) -> list[
     )
 
 
-def _find_towers(model: nn.Module, stacks: list[str], allowed: bool) -> list[AttentionModuleInfo]:
+def _find_towers(model: nn.Module, stacks: list[str], *, allowed: bool) -> list[AttentionModuleInfo]:
     """Return the modules of all towers, each tower under its own name."""
     part_paths = {stack: _attachable_part(model, stack) for stack in stacks}
     paths = list(dict.fromkeys(path for stack_paths in part_paths.values() for path in stack_paths))
@@ -279,7 +279,9 @@ def _assign_addresses(modules: list[tuple[str, nn.Module]], is_encoder_decoder: 
     numbers_by_stack: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, module in modules:
         numbers = tuple(int(digits) for digits in re.findall(r"(?<=\.)\d+(?=\.|$)", f".{name}")) or (0,)
-        numbers_by_stack.setdefault(_stack_of_module(name, module, is_encoder_decoder), {})[name] = numbers
+        numbers_by_stack.setdefault(_stack_of_module(name, module, is_encoder_decoder=is_encoder_decoder), {})[name] = (
+            numbers
+        )
     addresses = {}
     for stack, numbers_by_name in numbers_by_stack.items():
         has_duplicates = len({numbers[0] for numbers in numbers_by_name.values()}) < len(numbers_by_name)
@@ -289,7 +291,7 @@ def _assign_addresses(modules: list[tuple[str, nn.Module]], is_encoder_decoder: 
     return addresses
 
 
-def _stack_of_module(name: str, module: nn.Module, is_encoder_decoder: bool) -> str:
+def _stack_of_module(name: str, module: nn.Module, *, is_encoder_decoder: bool) -> str:
     """Return the stack of a module. A standalone decoder may have cross-attention, too."""
     if any(part in CROSS_ATTENTION_NAMES for part in name.split(".")) or getattr(module, "is_cross_attention", False):
         return "cross"
@@ -353,7 +355,7 @@ def has_rotary(model: nn.Module) -> bool:
     return any("Rotary" in type(part).__name__ for part in model.modules())
 
 
-def _read_size(module: nn.Module, names: tuple[str, ...], required: bool = True) -> int:
+def _read_size(module: nn.Module, names: tuple[str, ...], *, required: bool = True) -> int:
     config: Any = getattr(module, "config", None)
     for owner in (module, config):
         for name in names:

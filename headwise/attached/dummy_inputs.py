@@ -41,7 +41,7 @@ def dummy_input_candidates(model: Any) -> Iterator[dict[str, Tensor]]:
             PATCH_VARIANTS if "grid_thw" in parameters else max(len(INPUT_MAKERS[name]) for name in names)
         ):
             try:
-                yield _make_inputs(model, names, parameters, variant, with_encoder_states)
+                yield _make_inputs(model, names, parameters, variant, with_encoder_states=with_encoder_states)
             except (AttributeError, NotImplementedError, TypeError, KeyError):
                 continue  # the configuration lacks a size
 
@@ -52,7 +52,7 @@ def _has_cross_attention(model: Any) -> bool:
 
 
 def _make_inputs(
-    model: Any, names: tuple[str, ...], parameters: Any, variant: int, with_encoder_states: bool
+    model: Any, names: tuple[str, ...], parameters: Any, variant: int, *, with_encoder_states: bool
 ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     inputs = {name: INPUT_MAKERS[name][variant % len(INPUT_MAKERS[name])](model, generator) for name in names}

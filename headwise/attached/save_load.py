@@ -56,9 +56,9 @@ def save_attached(
     layers: Sequence[AttachedLayer],
     processors: Sequence[Any],
     folder: str | Path,
+    *,
     full_shape: bool,
     exported: bool = False,
-    *,
     remote_code: bool = False,
 ) -> Path:
     """Write a model atomically. If `exported`, only an earlier export may be replaced."""

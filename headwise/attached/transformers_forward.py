@@ -51,6 +51,7 @@ def forward_tokens(
     attention_mask: Tensor | None,
     source: Tensor | None,
     source_attention_mask: Tensor | None,
+    *,
     hidden: bool,
 ) -> Tensor:
     """Run one forward pass. Returns hidden states (B, T, D) after the last norm, or logits (B, T, V)."""

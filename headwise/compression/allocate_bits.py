@@ -131,8 +131,11 @@ def allocate_bits(
     ]
     group_size = int(sensitivity.metadata["group_size"])
     costs = [[_expected_cost(sensitivity, pair, bits) for bits in choices] for pair in pairs]
-    usage = [[_budget_usage(model.spec, pair, len(pair_heads), bits, group_size, mean_bits is None) for bits in choices]
-             for pair, pair_heads in zip(pairs, heads, strict=True)]  # fmt: skip
+    as_bytes = mean_bits is None
+    usage = [
+        [_budget_usage(model.spec, pair, len(pair_heads), bits, group_size, as_bytes=as_bytes) for bits in choices]
+        for pair, pair_heads in zip(pairs, heads, strict=True)
+    ]
     max_usage = mean_bits * sum(parameters) if mean_bits is not None else (megabytes or 0) * 1e6
     choice_indices = _choose_bits(costs, usage, max_usage, "bits" if mean_bits is not None else "bytes")
     chosen_costs = [costs[i][choice] for i, choice in enumerate(choice_indices)]
@@ -193,7 +196,7 @@ def _parameter_count(spec: ModelSpec, kv_head: str, pair: str, heads: int) -> in
     return sum(rows * row_length for rows, row_length in _matrix_shapes(spec, kv_head, pair, heads))
 
 
-def _budget_usage(spec: ModelSpec, pair: MatrixPair, heads: int, bits: int, group_size: int, as_bytes: bool) -> int:
+def _budget_usage(spec: ModelSpec, pair: MatrixPair, heads: int, bits: int, group_size: int, *, as_bytes: bool) -> int:
     """Return the budget that a pair uses: bits without scales, or bytes with scales."""
     if not as_bytes:
         return _parameter_count(spec, *pair, heads) * bits

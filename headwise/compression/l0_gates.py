@@ -76,7 +76,7 @@ def learn_gates(
     samples = _select_samples(model, corpus, context, steps * batch)
     # Shuffles the texts: each window is the index of one text.
     sampler = ShuffledWindowSampler(np.arange(len(samples) + 1), context=1, seed=seed)
-    with gradients_enabled(model), gate_training(model, train_weights), torch.random.fork_rng():
+    with gradients_enabled(model), gate_training(model, train_weights=train_weights), torch.random.fork_rng():
         torch.manual_seed(seed)
         gates = LearnedGates(
             {hook_point.address: len(hook_point.head_ids) for hook_point in model.gathered_hook_points()}
@@ -136,7 +136,7 @@ def _select_samples(model: ModelProtocol, corpus: Any, context: int | None, max_
 
 
 @contextmanager
-def gate_training(model: ModelProtocol, train_weights: bool) -> Iterator[None]:
+def gate_training(model: ModelProtocol, *, train_weights: bool) -> Iterator[None]:
     """Disable gradients of weights that are not trained inside the context. Restore flags, gradients and modes after it."""
     saved = {parameter: (parameter.requires_grad, parameter.grad) for parameter in model.parameters()}
     with eval_mode(model):

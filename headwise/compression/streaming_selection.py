@@ -270,7 +270,7 @@ def _rank_by_gates(
     if request.gate_steps < 1:
         raise ArgumentError(f"gate_steps: must be at least 1. Got {request.gate_steps}. Use gate_steps=60.")
     texts = _long_texts(model, request)
-    with gradients_enabled(model), gate_training(model, False), torch.random.fork_rng():
+    with gradients_enabled(model), gate_training(model, train_weights=False), torch.random.fork_rng():
         torch.manual_seed(request.seed)
         gates = LearnedGates({layer.hook_point.address: len(layer.spec.kv_head_ids) for layer in _cached_layers(model)})
         gates = gates.to(model.device)

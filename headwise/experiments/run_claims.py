@@ -185,7 +185,7 @@ def claims(
             "and a model. Omit them, or omit model."
         )
     if model is not None:
-        applicable = _applicable_claims(selected, bool(names))
+        applicable = _applicable_claims(selected, by_name=bool(names))
         loaded = load(model, device=device, dtype=dtype) if isinstance(model, str) else model
         load_options = (f" --device {device}" if str(device) != "cpu" else "") + (
             f" --dtype {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
@@ -294,7 +294,7 @@ def _save_statistics(claim: Claim, experiment: TrainedModelProvider, rows: list[
     experiment.store.save_result(claim.name, _result_key(claim, experiment), rows)
 
 
-def _applicable_claims(selected: tuple[Claim, ...], by_name: bool) -> list[Claim]:
+def _applicable_claims(selected: tuple[Claim, ...], *, by_name: bool) -> list[Claim]:
     """Return the claims that can be tested on a given model. Raise an error if a requested claim cannot."""
     not_applicable = [claim.name for claim in selected if claim.measure_model is None]
     if by_name and not_applicable:

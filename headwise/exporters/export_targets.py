@@ -194,7 +194,7 @@ def _write_onnx(model: Any, path: Path, int8: bool = False) -> tuple[str, ...]:
     full_model = float32_copy(native)
     note = "weights in float32, because onnxruntime lacks half-precision operators on CPUs"
     notes = () if full_model is native else (note,)
-    return (*write_onnx(full_model, path, int8), *notes)
+    return (*write_onnx(full_model, path, int8=int8), *notes)
 
 
 def _write_torch(model: Any, path: Path) -> tuple[str, ...]:

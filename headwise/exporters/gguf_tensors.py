@@ -45,7 +45,9 @@ class GgufFile:
         self.writer: Any = gguf.GGUFWriter(path, architecture)
         self.dtype, self.unquantized_tensors = dtype, 0
 
-    def add_tensor(self, name: str, tensor: Tensor, keep_float32: bool = False, is_vocab_table: bool = False) -> None:
+    def add_tensor(
+        self, name: str, tensor: Tensor, *, keep_float32: bool = False, is_vocab_table: bool = False
+    ) -> None:
         """Add a tensor. Norms and biases set `keep_float32`; an `is_vocab_table` has at least 8 bits per weight."""
         data = np.ascontiguousarray(tensor.detach().float().cpu().numpy())
         dtype = "f32" if keep_float32 else "q8_0" if is_vocab_table and self.dtype == "q4_0" else self.dtype

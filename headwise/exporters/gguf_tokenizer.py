@@ -62,7 +62,7 @@ def _byte_level_fields(tokenizer: Tokenizer, config: dict[str, Any], vocab: int)
     model = config["model"]
     patterns = tuple(_split_patterns(config))
     ignore_merges = bool(model.get("ignore_merges"))
-    name = _pretokenizer_name(patterns, ignore_merges)
+    name = _pretokenizer_name(patterns, ignore_merges=ignore_merges)
     tokens, types = _token_table(tokenizer, config, vocab)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if not merges:
@@ -96,7 +96,7 @@ def _split_patterns(config: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _pretokenizer_name(patterns: tuple[str, ...], ignore_merges: bool) -> str:
+def _pretokenizer_name(patterns: tuple[str, ...], *, ignore_merges: bool) -> str:
     """Return llama.cpp's name for a pre-tokenizer."""
     for name, pretokenizer in PRE_TOKENIZERS.items():
         if pretokenizer.patterns == patterns and pretokenizer.ignore_merges == ignore_merges and name != "default":

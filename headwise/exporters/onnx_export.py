@@ -17,7 +17,7 @@ from headwise.io.atomic_write import EXPORT_MARKER, atomic_folder
 OPSET = 23  # the first opset with the operator Attention
 
 
-def write_onnx(model: Any, folder: Path, int8: bool = False) -> tuple[str, ...]:
+def write_onnx(model: Any, folder: Path, *, int8: bool = False) -> tuple[str, ...]:
     """Write a folder with the ONNX graphs, our spec and the tokenizer. `int8` quantizes weights with onnxruntime."""
     check_exportable(model)
     try:

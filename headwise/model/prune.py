@@ -49,7 +49,7 @@ def prune(model: T, heads: HeadPattern, folded_biases: Biases | None = None, cac
         if cache is None
         else replace(model.spec, cache=rules_from_policies(cache, model.spec.cached_kv_head_addresses))
     )
-    spec = _pruned_spec(spec, heads_to_prune(model.spec, heads), bool(folded_biases))
+    spec = _pruned_spec(spec, heads_to_prune(model.spec, heads), add_out_bias=bool(folded_biases))
     state = dict(model.state_dict())  # one tensor per projection, with a head axis
     for name, layer in model.named_modules():
         if isinstance(layer, MultiHeadAttention):
@@ -73,7 +73,7 @@ def heads_to_prune(spec: ModelSpec, heads: HeadPattern) -> tuple[Address, ...]:
     return pruned
 
 
-def _pruned_spec(spec: ModelSpec, pruned: tuple[Address, ...], add_out_bias: bool) -> ModelSpec:
+def _pruned_spec(spec: ModelSpec, pruned: tuple[Address, ...], *, add_out_bias: bool) -> ModelSpec:
     spec = spec.without(pruned)
     return replace(spec, attention=replace(spec.attention, out_bias=True)) if add_out_bias else spec
 

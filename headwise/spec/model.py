@@ -581,7 +581,7 @@ def _filter_cache_rule(rule: CacheRule, present: set[str]) -> CacheRule:
     return replace(rule, heads=tuple(head for head in rule.heads if head in present))
 
 
-def _check_divisible(width: int, heads: int, rotary_pairs: bool) -> None:
+def _check_divisible(width: int, heads: int, *, rotary_pairs: bool) -> None:
     """Raise if the width is not divisible by the heads. With rotary positions, head_dim must be even."""
     multiple = 2 if rotary_pairs else 1
     if heads < 1 or width % (heads * multiple) == 0:

@@ -122,7 +122,7 @@ def add_mask_token(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer(backend, {**tokenizer.special, "mask": backend.token_to_id(MASK_TOKEN)})
 
 
-def add_bos_eos(tokenizer: Tokenizer, add_eos: bool = False) -> Tokenizer:
+def add_bos_eos(tokenizer: Tokenizer, *, add_eos: bool = False) -> Tokenizer:
     """Return the tokenizer with a template that adds the end token before every text, and after it with `add_eos`.
 
     An existing template is kept. The template is saved with the tokenizer.

@@ -104,7 +104,7 @@ def _wordpiece(fields: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer.from_wordpiece(pieces, lowercase=bool(fields.get("tokenizer.ggml.normalizer.lowercase", True)))
 
 
-def _add_special_tokens(backend: Backend, fields: Mapping[str, Any], add_bos: bool) -> Tokenizer:
+def _add_special_tokens(backend: Backend, fields: Mapping[str, Any], *, add_bos: bool) -> Tokenizer:
     """Add special tokens and the BOS/EOS template of the file. `add_bos` is the default if the file does not set it."""
     tokens, types = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.token_type", [])
     for token, kind in zip(tokens, types, strict=False):

@@ -107,7 +107,7 @@ def describe_role(support: RoleEvidence, *, pictures: bool = False) -> str:
     label = f"{support.role} {support.detail}".rstrip()
     if not support.is_relation and support.role not in (PATCH_ROLES if pictures else TOKEN_ROLES):
         return f"has the role {label}: {_score(support, 'its score is {}')}"
-    return f"{_pattern(support, pictures)} ({label}): {_score(support)}"
+    return f"{_pattern(support, pictures=pictures)} ({label}): {_score(support)}"
 
 
 def describe_role_name(role: str, *, is_relation: bool = False, pictures: bool = False) -> str:
@@ -128,7 +128,7 @@ def describe_role_name(role: str, *, is_relation: bool = False, pictures: bool =
     return f"{FIRST_TO_SECOND} {forward}; {SECOND_TO_FIRST} {backward}"
 
 
-def _pattern(support: RoleEvidence, pictures: bool) -> str:
+def _pattern(support: RoleEvidence, *, pictures: bool) -> str:
     if not support.is_relation:
         return describe_role_name(support.role, pictures=pictures)
     patterns = RELATION_ROLES.get(support.role) or _arc_patterns(support.role)

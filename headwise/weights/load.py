@@ -124,10 +124,12 @@ def load(
             raise UnsupportedModelError(
                 f"{path}: this model runs in transformers (attached), and attached models cannot be sharded. Remove mesh."
             )
-        return load_ggml_whisper(path, dtype, device) if is_whisper else _load_attached(path, dtype, device, check)
+        return (
+            load_ggml_whisper(path, dtype, device) if is_whisper else _load_attached(path, dtype, device, check=check)
+        )
     if mesh is not None:
-        return load_shard(path, mesh, dtype, device, check)
-    return load_native(Transformer, path, dtype, device, check)
+        return load_shard(path, mesh, dtype, device, check=check)
+    return load_native(Transformer, path, dtype, device, check=check)
 
 
 def load_native(
@@ -135,6 +137,7 @@ def load_native(
     source: str | Path,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    *,
     check: bool = True,
 ) -> T:
     """Load a model of a supported family or of our own format as `model_class`."""
@@ -165,6 +168,7 @@ def load_shard(
     mesh: DeviceMesh,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    *,
     check: bool = True,
 ) -> ShardedTransformer:
     """Load the part of a model that belongs to this process, slice by slice, one tensor at a time."""
@@ -281,7 +285,9 @@ def _attach_reason(path: Path) -> str:
     return f"Headwise does not implement {f'its {missing}' if missing else 'this model family'}"
 
 
-def _load_attached(folder: Path, dtype: torch.dtype | None, device: torch.device | str, check: bool) -> AttachedModel:
+def _load_attached(
+    folder: Path, dtype: torch.dtype | None, device: torch.device | str, *, check: bool
+) -> AttachedModel:
     attached = AttachedModel.reopen(folder, dtype, device)
     for name, tensor in attached.model.state_dict().items():
         if check and tensor.is_floating_point():

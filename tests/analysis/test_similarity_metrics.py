@@ -66,7 +66,7 @@ def test_cka_is_invariant_to_rotation_and_scale() -> None:
     X = randn(90, 11)
     rotation, _ = torch.linalg.qr(randn(11, 11, seed=1))
     for debiased in (True, False):
-        assert cka(X, 3 * X @ rotation + 5, debiased) == pytest.approx(1)
+        assert cka(X, 3 * X @ rotation + 5, debiased=debiased) == pytest.approx(1)
     assert cka(X, X @ torch.diag(torch.tensor([1.0] + [0.0] * 10, dtype=torch.float64))) < 0.6
 
 

@@ -220,7 +220,7 @@ class ForwardPassFlops:
         return sum(self.attention_flops) + self.mlp_rows * self.mlp_flops + target_rows * self.logits_flops
 
 
-def pass_cost(spec: ModelSpec, length: int, causal: bool = False) -> ForwardPassFlops:
+def pass_cost(spec: ModelSpec, length: int, *, causal: bool = False) -> ForwardPassFlops:
     """Count the floating-point operations of a forward pass over `length` tokens.
 
     Args:

@@ -206,7 +206,7 @@ def explain(
     """
     address = Address.parse(head) if isinstance(head, str) else head
     head_view = model.heads[address]
-    groups = _token_groups(model, text, words)
+    groups = _token_groups(model, text, words=words)
     ids = as_ids(model, text)
     query_position = groups.tokens[groups.find(query)][-1]
     residual_parts = ResidualParts.of(model, ids, address.layer)
@@ -353,7 +353,7 @@ def _trace_pair(
     return steps
 
 
-def _token_groups(model: ModelProtocol, text: str | Sequence[int] | Tensor, words: bool) -> TokenGroups:
+def _token_groups(model: ModelProtocol, text: str | Sequence[int] | Tensor, *, words: bool) -> TokenGroups:
     """Return the words or tokens of a text. Token ids become one group per token."""
     if isinstance(text, str):
         return TokenGroups.of(tokenizer_of(model).align(text), words)

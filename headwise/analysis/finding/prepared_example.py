@@ -79,7 +79,7 @@ class PreparedExample:
         if self.example.inputs is not None:
             return untyped_model(**{name: _to_device(value, model) for name, value in self.example.inputs.items()})
         if self.image is not None:
-            return forward_batch(model, make_batch([image_sample(0, self.image)], device=model.device), hidden)
+            return forward_batch(model, make_batch([image_sample(0, self.image)], device=model.device), hidden=hidden)
         source = self.ids if self.source is None and model.spec.kind == "encoder-decoder" else self.source
         return model(self.ids, hidden=hidden) if source is None else model(self.ids, source=source, hidden=hidden)
 

@@ -136,7 +136,7 @@ class FarAttentionMetric(TaskMetric):
 class _FarOffsetSums:
     """Mean weights of each text at every far offset and position, plain and value-weighted, and outside the window."""
 
-    def __init__(self, heads: int, texts: int, inner: range, ahead: bool) -> None:
+    def __init__(self, heads: int, texts: int, inner: range, *, ahead: bool) -> None:
         self.ahead, T = ahead, LENGTH
         row, key = np.arange(T)[:, None], np.arange(T)[None]
         visible = np.full(T, T) if ahead else np.arange(1, T + 1)

@@ -58,7 +58,7 @@ def fused_row_stats(call: AttentionCallContext) -> RowStats:
     return RowStats(
         attention_call, batch_context, call.output_gram, call.value_output_norms, **visibility, target_weights=target_weights,
         sees_future_keys=ahead, total=total, energy=scale * (q * keys).sum(-1) - lse, feature_sums=features,
-        square=(double_lse.to(q) - 2 * lse).exp(), near=_window_weights(q, k, lse, scale, mask, ahead),
+        square=(double_lse.to(q) - 2 * lse).exp(), near=_window_weights(q, k, lse, scale, mask, ahead=ahead),
         distance_ahead=_distance_ahead(q, k, lse, scale, mask) if ahead else None,
     )  # fmt: skip
 
@@ -123,7 +123,7 @@ def _at_target(q: Tensor, k: Tensor, lse: Tensor, scale: float, sees: Tensor, ta
     return torch.where(sees, (scores - lse).exp(), 0.0)
 
 
-def _window_weights(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor | None, ahead: bool) -> Tensor:
+def _window_weights(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor | None, *, ahead: bool) -> Tensor:
     """Return exp(score − lse) at each offset of the window, farthest back first, (B, H, T, o). 0 if no key is visible.
 
     Each block of rows is multiplied with the keys around it; the diagonals of the product are the offsets.

@@ -155,7 +155,7 @@ def make_batch(samples: list[TextSample], side: str = "right", device: torch.dev
     return replace(batch, source=sources.to(device), source_real_tokens=source_real_tokens.to(device))
 
 
-def forward_batch(model: ModelProtocol, batch: TokenBatch, hidden: bool = True) -> Any:
+def forward_batch(model: ModelProtocol, batch: TokenBatch, *, hidden: bool = True) -> Any:
     """Run one forward pass over a batch. Images return the output of the model itself.
 
     An attention mask is passed only if the batch has padding.
@@ -163,10 +163,12 @@ def forward_batch(model: ModelProtocol, batch: TokenBatch, hidden: bool = True) 
     if batch.pixels is not None:
         untyped_model: Any = model
         return untyped_model(pixel_values=batch.pixels.to(next(iter(model.parameters())).dtype))
-    return forward_ids(model, batch.ids, None if batch.is_unpadded else batch.real_tokens, hidden)
+    return forward_ids(model, batch.ids, None if batch.is_unpadded else batch.real_tokens, hidden=hidden)
 
 
-def forward_ids(model: ModelProtocol, ids: Tensor, attention_mask: Tensor | None = None, hidden: bool = True) -> Tensor:
+def forward_ids(
+    model: ModelProtocol, ids: Tensor, attention_mask: Tensor | None = None, *, hidden: bool = True
+) -> Tensor:
     """Run one forward pass over token ids, (B, T). An encoder-decoder reads them as source and as target."""
     source_kwargs = (
         {"source": ids, "source_attention_mask": attention_mask} if model.spec.kind == "encoder-decoder" else {}

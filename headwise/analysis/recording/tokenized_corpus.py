@@ -136,7 +136,7 @@ class TokenizedCorpus:
             corpus._check(model, needs_targets)
             return corpus if max_length is None else corpus.rechunk(max_length)
         tokenizer, corpus = tokenizer_of(model), default_corpus(model) if corpus is None else Corpus.of(corpus)
-        _check_kind(model, corpus, needs_targets)
+        _check_kind(model, corpus, needs_targets=needs_targets)
         chunking = ChunkingConfig.of(model, max_length, default_length, corpus.paired)
         return TokenizedCorpus(corpus, tokenizer, chunking, partial(_tokenize_corpus, corpus, tokenizer, chunking))
 
@@ -297,7 +297,7 @@ class TokenizedCorpus:
                 f"corpus: this TokenizedCorpus of {self.corpus.name} was made with another tokenizer. Create one for this "
                 f"model with TokenizedCorpus.of(model, corpus), or pass the original corpus."
             )
-        _check_kind(model, self.corpus, needs_targets)
+        _check_kind(model, self.corpus, needs_targets=needs_targets)
         context_length = model.spec.context if model.spec.positions == "learned" else None
         if self.corpus.paired and self.chunking.decoder_start_token != model.decoder_start_token:
             raise ArgumentError(
@@ -359,7 +359,7 @@ def _token_count(sample: TextSample) -> int:
     return len(sample.ids) + len(sample.source)
 
 
-def _check_kind(model: ModelProtocol, corpus: Corpus, needs_targets: bool) -> None:
+def _check_kind(model: ModelProtocol, corpus: Corpus, *, needs_targets: bool) -> None:
     if needs_targets or (corpus.paired and model.spec.kind != "encoder-decoder"):
         corpus.check_model_kind(model.spec.kind)
     elif corpus.paired:

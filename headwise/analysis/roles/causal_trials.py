@@ -114,10 +114,12 @@ class DocumentSample:
         relation_names = {name for name, _, _ in sample.document.relations}
         for name, where in RELATION_PROBES.items():
             role = ROLE_OF_RELATION.get(name, name)
-            self._keep_if_needed(sample, role, bool(target_positions(sample, role, where)))
-            self._keep_if_needed(sample, f"control of {role}", not relation_names.isdisjoint(CONTROLS.get(name, ())))
+            self._keep_if_needed(sample, role, needed=bool(target_positions(sample, role, where)))
+            self._keep_if_needed(
+                sample, f"control of {role}", needed=not relation_names.isdisjoint(CONTROLS.get(name, ()))
+            )
 
-    def _keep_if_needed(self, sample: TextSample, category: str, needed: bool) -> None:
+    def _keep_if_needed(self, sample: TextSample, category: str, *, needed: bool) -> None:
         if needed and self._counts[category] < MAX_DOCUMENTS:
             self._counts[category] += 1
             self.samples[sample.index] = sample

@@ -145,7 +145,9 @@ class HeadHistory:
             )
         with eval_mode(model), torch.no_grad():
             samples, repeats = self._probe_samples(model)
-            metric_names, counts, row = _measure_metrics(model, len(addresses), samples, repeats, self.relations)
+            metric_names, counts, row = _measure_metrics(
+                model, len(addresses), samples, repeats, with_relations=self.relations
+            )
         if self.metric_names and metric_names != self.metric_names:
             raise ArgumentError(
                 f"model: the measured metrics differ from those of this history. Got {len(metric_names)} metrics, expected "
@@ -309,7 +311,7 @@ def _default_corpus(model: Transformer) -> Corpus:
 
 
 def _measure_metrics(
-    model: Transformer, heads: int, samples: list[TextSample], repeats: RepeatedSequences, with_relations: bool
+    model: Transformer, heads: int, samples: list[TextSample], repeats: RepeatedSequences, *, with_relations: bool
 ) -> tuple[tuple[str, ...], tuple[int, ...], np.ndarray]:
     """Measure once: metric names, number of rows of each metric, and values (heads, metrics)."""
     accumulator = Accumulator(heads)

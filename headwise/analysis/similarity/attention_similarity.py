@@ -265,7 +265,7 @@ def _p_log_p(p: Tensor) -> Tensor:
     return logs.mul_(p).sum(-1)
 
 
-def cka(X: Tensor, Y: Tensor, debiased: bool = True) -> float:
+def cka(X: Tensor, Y: Tensor, *, debiased: bool = True) -> float:
     """Compute linear CKA of two feature matrices, invariant to rotation and scale.
 
     https://arxiv.org/abs/1905.00414, debiased as in https://arxiv.org/abs/2010.15327
@@ -282,7 +282,7 @@ def cka(X: Tensor, Y: Tensor, debiased: bool = True) -> float:
     >>> round(cka(X, X.flip(1)), 4)
     1.0
     """
-    return float(_pairwise_cka(X[None], Y[None], debiased)[0, 0])
+    return float(_pairwise_cka(X[None], Y[None], debiased=debiased)[0, 0])
 
 
 def cka_matrix(features: Tensor) -> np.ndarray:
@@ -300,7 +300,7 @@ def permuted_cka_threshold(features: Tensor, seed: int, heads: int = 32, draws: 
     return np.array(np.nanquantile(values, 0.95) if not np.isnan(values).all() else np.nan)
 
 
-def _pairwise_cka(X: Tensor, Y: Tensor, debiased: bool = True) -> np.ndarray:
+def _pairwise_cka(X: Tensor, Y: Tensor, *, debiased: bool = True) -> np.ndarray:
     n = X.shape[1]
     if debiased and n < 4:
         return np.full((len(X), len(Y)), np.nan)

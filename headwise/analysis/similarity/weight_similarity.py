@@ -211,7 +211,7 @@ def compress_product_columns(left: Tensor, right: Tensor) -> Tensor:
     return left @ torch.linalg.qr(right.mT, mode="r")[1].mT
 
 
-def pairwise_product_squared_norms(left: Tensor, right: Tensor, upper: bool = False) -> np.ndarray:
+def pairwise_product_squared_norms(left: Tensor, right: Tensor, *, upper: bool = False) -> np.ndarray:
     """Compute ‖left[a] right[b]‖² for all a and b, or 0 for a > b if `upper`: (H, d, n), (H, n, e) → (H, H)."""
     H, n, e = right.shape
     flat = right.transpose(0, 1).reshape(n, H * e)

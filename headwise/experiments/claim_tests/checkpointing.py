@@ -75,7 +75,9 @@ def measure_checkpointing(
         ]
         stored, recomputed = (Statistic.mean_of(values) for values in zip(*megabytes, strict=True))
         copy = type(model).reopen(folder).train()
-        steps = {name: _make_step(copy, ids.cpu(), name == "recomputed") for name in ("kept", "recomputed")}
+        steps = {
+            name: _make_step(copy, ids.cpu(), checkpointing=name == "recomputed") for name in ("kept", "recomputed")
+        }
         with one_thread():
             ratio = interleaved_timing(steps, "kept", rounds)["recomputed"]
     return CheckpointingMeasurement(stored, recomputed, ratio)
@@ -84,10 +86,12 @@ def measure_checkpointing(
 def _measure_memory(model_class: type[ModelProtocol], folder: str, ids: list[list[int]], checkpointing: bool) -> float:
     model, batch = model_class.reopen(folder).train(), torch.tensor(ids)
     small = batch[:1, :4]  # allocates the gradients, which are then not counted
-    return peak_memory(_make_step(model, batch, checkpointing), _make_step(model, small, checkpointing))
+    return peak_memory(
+        _make_step(model, batch, checkpointing=checkpointing), _make_step(model, small, checkpointing=checkpointing)
+    )
 
 
-def _make_step(model: ModelProtocol, ids: Tensor, checkpointing: bool) -> Callable[[], None]:
+def _make_step(model: ModelProtocol, ids: Tensor, *, checkpointing: bool) -> Callable[[], None]:
     def step() -> None:
         model.checkpointing = checkpointing
         LanguageLoss(model)(ids, ids.roll(-1, 1)).backward()

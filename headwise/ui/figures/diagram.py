@@ -108,6 +108,7 @@ def _draw_box(
     text: str,
     color: str,
     height: float = BOX_HEIGHT,
+    *,
     fill: bool = False,
 ) -> None:
     from matplotlib.patches import Rectangle
