@@ -27,13 +27,13 @@ def run(
     random_sets: Annotated[
         int, typer.Option(help="Number of random sets, matched by size, kind and layer.", min=0)
     ] = 99,
-    prompts: Annotated[
+    num_prompts: Annotated[
         int | None, typer.Option(help="Number of prompts. Default: 80, or all prompts of a file.", min=1)
     ] = None,
     ranking: Annotated[
         str, typer.Option(help="Ranking method: exact, attribution, eap-ig (integrated gradients) or gates.")
     ] = "exact",
-    steps: Annotated[int, typer.Option(help="Number of inputs of eap-ig.", min=1)] = 5,
+    ig_steps: Annotated[int, typer.Option(help="Number of inputs of eap-ig.", min=1)] = 5,
     target: Annotated[float, typer.Option(help="Faithfulness that the size must reach on the size split.")] = 0.85,
     min_accuracy: Annotated[
         float, typer.Option(help="Share of prompts that the model must answer correctly.", min=0, max=1)
@@ -81,7 +81,7 @@ def run(
     loaded = load(model, device=device, dtype=dtype)
     with resume_hint_on_interrupt() if out is not None else nullcontext(), show_progress(transient=True) as progress:
         result = find_circuit(
-            loaded, task, size, random_sets, prompts, ranking=ranking, steps=steps, target=target,
+            loaded, task, size, random_sets, num_prompts, ranking=ranking, ig_steps=ig_steps, target=target,
             min_accuracy=min_accuracy, alternative=alternative, edges=edges, seed=seed, out=out, progress=progress,
         )  # fmt: skip
     if save is not None:

@@ -50,7 +50,7 @@ def run(
     num_random: Annotated[int, typer.Option(help="Number of random baselines.", min=1)] = 19,
     seed: Annotated[int, typer.Option(help="Seed of the halves and of the random baselines.", min=0)] = 0,
     name: Annotated[str, typer.Option(help="Name of the steering, shown in the live view.")] = "",
-    steps: Annotated[
+    steps_file: Annotated[
         Path | None, typer.Option(help="File of finished steps. Run the same command again to resume.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Save the steering in this folder.")] = None,
@@ -86,11 +86,14 @@ def run(
     if case is not None:
         _check_case_options(searched)
     common: dict[str, Any] = {
-        "num_heads": num_heads, "num_random": num_random, "seed": seed, "steps": steps,
+        "num_heads": num_heads, "num_random": num_random, "seed": seed, "steps_file": steps_file,
     }  # fmt: skip
     common |= {} if strengths is None else {"strengths": _parse_strengths(strengths)}
     loaded: Any = load(model, device=device, dtype=dtype)
-    with resume_hint_on_interrupt() if steps is not None else nullcontext(), show_progress(transient=True) as progress:
+    with (
+        resume_hint_on_interrupt() if steps_file is not None else nullcontext(),
+        show_progress(transient=True) as progress,
+    ):
         if case is not None:
             case_result = run_steering_case(loaded, case, progress=progress, **common)
             result, data = case_result.search, case_result.to_dict()

@@ -532,7 +532,7 @@ def test_shipped_task_makes_pairs_of_equal_length(name: str) -> None:
         (word_pairs(8), {"ranking": "exat"}, "ranking='exat': unknown"),
         (word_pairs(8), {"min_accuracy": 1.0}, "prefers the right answer on"),
         (word_pairs(8), {"edges": -1}, "edges: must be 0 or more"),
-        (word_pairs(8), {"prompts": 0}, "prompts: must be at least 1"),
+        (word_pairs(8), {"num_prompts": 0}, "num_prompts: must be at least 1"),
     ],
 )
 def test_errors_say_what_to_do(task: object, options: dict, message: str) -> None:

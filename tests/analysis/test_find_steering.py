@@ -148,14 +148,14 @@ def test_interrupted_search_resumes_with_equal_result(model: hw.Transformer, tmp
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hw.find_steering(model, POSITIVE, NEGATIVE, steps=file, progress=interrupt, **OPTIONS)
+        hw.find_steering(model, POSITIVE, NEGATIVE, steps_file=file, progress=interrupt, **OPTIONS)
     steps_before = file.read_text().splitlines()
     file.write_text("\n".join([*steps_before, '{"step": "trunc']))  # a crash while writing
-    resumed = hw.find_steering(model, POSITIVE, NEGATIVE, steps=file, **OPTIONS)
+    resumed = hw.find_steering(model, POSITIVE, NEGATIVE, steps_file=file, **OPTIONS)
     assert resumed.to_dict() == expected.to_dict()
     assert file.read_text().splitlines()[: len(steps_before)] == steps_before
     with pytest.raises(HeadwiseError, match="another run"):
-        hw.find_steering(model, POSITIVE, NEGATIVE, steps=file, **{**OPTIONS, "seed": 5})
+        hw.find_steering(model, POSITIVE, NEGATIVE, steps_file=file, **{**OPTIONS, "seed": 5})
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

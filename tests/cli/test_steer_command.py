@@ -103,7 +103,7 @@ def test_steer_case_with_an_option_that_it_fixes_raises(folder: Path) -> None:
 
 def test_steer_defaults_equal_those_of_find_steering() -> None:
     command, function = (signature(item).parameters for item in (run, hw.find_steering))
-    shared = set(command) & set(function) - {"positive", "negative", "model", "steps", "strengths"}
+    shared = set(command) & set(function) - {"positive", "negative", "model", "steps_file", "strengths"}
     assert {"max_texts", "max_length", "num_heads", "num_random", "max_kl"} <= shared
     assert {name: command[name].default for name in shared} == {name: function[name].default for name in shared}
 

@@ -162,10 +162,10 @@ def find_circuit(
     task: str | Path | CircuitTask | Sequence[PromptPair | Mapping[str, Any]],
     size: int | None = None,
     random_sets: int = 99,
-    prompts: int | None = None,
+    num_prompts: int | None = None,
     *,
     ranking: str = "exact",
-    steps: int = 5,
+    ig_steps: int = 5,
     target: float = 0.85,
     min_accuracy: float = MIN_ACCURACY,
     alternative: bool = True,
@@ -185,10 +185,10 @@ def find_circuit(
             JSON Lines file, a `CircuitTask`, or a list of prompts.
         size: Number of nodes. None: the smallest size whose faithfulness on the size split reaches `target`.
         random_sets: Number of random sets to compare with, each with as many nodes of each kind in each layer.
-        prompts: Number of prompts. None: 80, or all prompts of your own task.
+        num_prompts: Number of prompts. None: 80, or all prompts of your own task.
         ranking: "exact" (each node is replaced in turn), "attribution" (one backward pass), "eap-ig" (integrated gradients)
             or "gates" (learned gates).
-        steps: Number of inputs of "eap-ig".
+        ig_steps: Number of inputs of "eap-ig".
         target: Faithfulness that the size must reach on the size split.
         min_accuracy: Share of prompts that the model must answer correctly. Below it, a circuit has no meaning.
         alternative: Search again without the heads of the circuit.
@@ -204,12 +204,12 @@ def find_circuit(
     Raises:
         ArgumentError: If the task is unknown, has too few templates, or is not done by the model.
     """
-    config = CircuitConfig(size, random_sets, ranking, steps, target, min_accuracy, alternative, seed)
+    config = CircuitConfig(size, random_sets, ranking, ig_steps, target, min_accuracy, alternative, seed)
     if edges < 0:
         raise ArgumentError(
             f"edges: must be 0 or more, the number of members between which edges are measured. Got {edges}."
         )
-    search, name, accuracy = _prepare(model, task, prompts, config, out, callback_of(progress))
+    search, name, accuracy = _prepare(model, task, num_prompts, config, out, callback_of(progress))
     base = np.ones(len(search.nodes), bool)
     ranked = _rank(search, base, "first")
     members, size_points, notes = _choose_members(search, ranked, config.size, "first")
@@ -243,7 +243,7 @@ def find_circuit(
 
 
 def _prepare(
-    model: ModelProtocol, task: Any, prompts: int | None, config: CircuitConfig, out: str | Path | None,
+    model: ModelProtocol, task: Any, num_prompts: int | None, config: CircuitConfig, out: str | Path | None,
     progress: Progress | None,
 ) -> tuple[CircuitSearch, str, float | None]:  # fmt: skip
     """Check the arguments, make and split the prompts, and check that the model does the task."""
@@ -251,7 +251,7 @@ def _prepare(
     nodes = ModelNodes.of(model)
     _check_config(config, len(nodes))
     encoder = PromptEncoder(tokenizer_of(model))
-    resolved = resolve_task(task, prompts, encoder, config.seed)
+    resolved = resolve_task(task, num_prompts, encoder, config.seed)
     pairs = add_partners(resolved.prompts, encoder)
     is_scored = resolved.metric is None
     encoded = [
@@ -293,18 +293,18 @@ def _check_config(config: CircuitConfig, num_nodes: int) -> None:
         )
     if config.random_sets < 0 or config.steps < 1 or not 0 <= config.min_accuracy <= 1 or not config.target > 0:
         raise ArgumentError(
-            "random_sets must be 0 or more, steps at least 1, min_accuracy from 0 to 1, and target above 0. Got "
-            f"random_sets={config.random_sets}, steps={config.steps}, min_accuracy={config.min_accuracy}, "
+            "random_sets must be 0 or more, ig_steps at least 1, min_accuracy from 0 to 1, and target above 0. Got "
+            f"random_sets={config.random_sets}, ig_steps={config.steps}, min_accuracy={config.min_accuracy}, "
             f"target={config.target}."
         )
 
 
-def resolve_task(task: Any, prompts: int | None, encoder: PromptEncoder, seed: int) -> CircuitTask:
+def resolve_task(task: Any, num_prompts: int | None, encoder: PromptEncoder, seed: int) -> CircuitTask:
     """Return a task by name, from a file, or from a list of prompts, with at most this number of prompts."""
-    if prompts is not None and prompts < 1:
-        raise ArgumentError(f"prompts: must be at least 1. Got {prompts}.")
+    if num_prompts is not None and num_prompts < 1:
+        raise ArgumentError(f"num_prompts: must be at least 1. Got {num_prompts}.")
     if isinstance(task, str) and task in SHIPPED_TASKS:
-        return make_shipped_task(task, prompts or DEFAULT_PROMPTS, encoder, seed)
+        return make_shipped_task(task, num_prompts or DEFAULT_PROMPTS, encoder, seed)
     if isinstance(task, str | Path):
         if Path(task).suffix != ".jsonl" and not Path(task).is_file():
             raise ArgumentError(
@@ -316,9 +316,9 @@ def resolve_task(task: Any, prompts: int | None, encoder: PromptEncoder, seed: i
         task = CircuitTask("task", task)
     if not task.prompts:
         raise ArgumentError("task: has no prompts. Add prompts with at least four templates.")
-    if prompts is None or prompts >= len(task.prompts):
+    if num_prompts is None or num_prompts >= len(task.prompts):
         return task
-    return CircuitTask(task.name, _first_of_each_template(task.prompts, prompts), task.metric)
+    return CircuitTask(task.name, _first_of_each_template(task.prompts, num_prompts), task.metric)
 
 
 def _first_of_each_template(pairs: Sequence[PromptPair], count: int) -> list[PromptPair]:

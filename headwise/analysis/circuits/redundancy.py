@@ -157,7 +157,7 @@ def redundancy(
     model: ModelProtocol,
     task: str | Path | CircuitTask | Sequence[PromptPair | Mapping[str, Any]],
     heads: HeadPattern,
-    prompts: int | None = None,
+    num_prompts: int | None = None,
     *,
     ablation: RedundancyAblation = "resample",
     seed: int = 0,
@@ -169,7 +169,7 @@ def redundancy(
         model: A decoder whose residual stream is a sum, native or attached.
         task: Name of a shipped task, a JSON Lines file, a `CircuitTask`, or a list of prompts, as in `find_circuit`.
         heads: Head pattern of 1 to 16 heads, for example `"16.0,18.6,18.7"`.
-        prompts: Number of prompts. None: 80, or all prompts of your own task.
+        num_prompts: Number of prompts. None: 80, or all prompts of your own task.
         ablation: "resample" takes z of the corrupted prompt, "zero" takes zeros.
         seed: Seed of the prompts and of the bootstrap.
         progress: Called with a label, done and total. None shows one line in a terminal or notebook, False nothing.
@@ -196,7 +196,7 @@ def redundancy(
     check_model(model)
     addresses = _check_heads(model, heads, ablation)
     encoder = PromptEncoder(tokenizer_of(model))
-    resolved = resolve_task(task, prompts, encoder, seed)
+    resolved = resolve_task(task, num_prompts, encoder, seed)
     pairs = add_partners(resolved.prompts, encoder)
     encoded = [encoder.encode(pair, f"prompts[{i}]") for i, pair in enumerate(pairs)]
     sets = [*((address,) for address in addresses), *combinations(addresses, 2)]

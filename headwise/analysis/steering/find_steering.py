@@ -133,7 +133,7 @@ def find_steering(
     num_random: int = 19,
     seed: int = 0,
     name: str = "",
-    steps: str | Path | None = None,
+    steps_file: str | Path | None = None,
     progress: ProgressOption = None,
 ) -> SteeringResult:
     """Find heads and directions that make a model prefer the positive texts, and judge them on held-out texts.
@@ -166,7 +166,7 @@ def find_steering(
         num_random: Number of random baselines. The smallest possible p-value is 1 / (num_random + 1).
         seed: Seed of the halves and of the random baselines.
         name: Name of the steering.
-        steps: File of finished steps. Repeat the call with the same file to resume an interrupted search.
+        steps_file: File of finished steps. Repeat the call with the same file to resume an interrupted search.
         progress: Called with a label, the number of finished steps and the total.
             None shows one line in a terminal or notebook, False nothing.
 
@@ -193,7 +193,7 @@ def find_steering(
         method, heads, num_heads, tuple(strengths) if isinstance(strengths, list | tuple) else (), max_kl, max_distance,
         corpus, max_texts, max_length, num_random, seed,
     )  # fmt: skip
-    search = _prepare_search(model, positive, negative, settings, steps, progress)
+    search = _prepare_search(model, positive, negative, settings, steps_file, progress)
     z, streams = mean_outputs(model, search.halves[0], last_prompt_token=method == "function_vector")
     is_positive = np.array([text.is_positive for text in search.halves[0]])
     directions = {head: _head_direction(z[head], is_positive, method) for head in search.heads}
@@ -219,7 +219,7 @@ def _prepare_search(
     positive: Sequence[Any],
     negative: Sequence[Any],
     settings: SteeringConfig,
-    steps: str | Path | None,
+    steps_file: str | Path | None,
     progress: Progress | None,
 ) -> SteeringSearch:
     """Check the arguments before long work, tokenize and split the texts."""
@@ -255,7 +255,7 @@ def _prepare_search(
     count = 2 + 4 * len(settings.strengths) + settings.num_random
     count += min(MAX_RESIDUAL_LAYERS, len(list(model.attention_layers()))) + 1
     count += 1 + len(addresses) if settings.method == "function_vector" else 0
-    runner = ResumableStepRunner(steps, stored_settings, progress, count)
+    runner = ResumableStepRunner(steps_file, stored_settings, progress, count)
     strengths = tuple(sorted(settings.strengths))
     axis = embedding_axis(model, halves[0]) if is_encoder else None
     return SteeringSearch(

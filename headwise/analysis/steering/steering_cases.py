@@ -296,7 +296,7 @@ def run_steering_case(
     strengths: Sequence[float] = (1.0, 2.0, 4.0, 8.0),
     num_random: int = 19,
     seed: int = 0,
-    steps: str | Path | None = None,
+    steps_file: str | Path | None = None,
     progress: ProgressOption = None,
 ) -> SteeringCaseResult:
     """Find a steering for a shipped case and judge continuations of held-out prompts.
@@ -308,7 +308,7 @@ def run_steering_case(
         strengths: Strengths to try.
         num_random: Number of random baselines of the search.
         seed: Seed of halves and random baselines.
-        steps: File of finished steps, to resume an interrupted run. The continuations are in a file next to it.
+        steps_file: File of finished steps, to resume an interrupted run. The continuations are in a file next to it.
         progress: Called with a label, the work done and the total.
             None shows one line in a terminal or notebook, False nothing.
 
@@ -327,7 +327,7 @@ def run_steering_case(
     texts = CASES[case]
     search = find_steering(
         model, texts.positive, texts.negative, num_heads=num_heads, strengths=strengths, max_texts=MAX_TEXTS, seed=seed,
-        num_random=num_random, name=case, steps=steps, progress=progress,
+        num_random=num_random, name=case, steps_file=steps_file, progress=progress,
     )  # fmt: skip
     settings = {
         "case": case,
@@ -335,7 +335,7 @@ def run_steering_case(
         "strength": search.steering.strength,
         "seed": seed,
     }
-    file = None if steps is None else Path(steps).with_suffix(".continuations.jsonl")
+    file = None if steps_file is None else Path(steps_file).with_suffix(".continuations.jsonl")
     runner = ResumableStepRunner(file, settings, progress, 2 + NUM_RANDOM_CONTINUATIONS)
     value_dims = {head.address: head.layer.spec.value_dim for head in model.heads}
     conditions: dict[str, Steering | None] = {"plain": None, "steered": search.steering}
