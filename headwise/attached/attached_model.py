@@ -194,7 +194,13 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         if model_kwargs:
             with self._apply_gates(gates):
                 return call_transformers_model(
-                    self.model, ids, attention_mask, source, source_attention_mask, hidden, model_kwargs
+                    self.model,
+                    ids,
+                    attention_mask,
+                    source,
+                    source_attention_mask,
+                    hidden=hidden,
+                    model_kwargs=model_kwargs,
                 )
         ids = validate_ids(self.model, ids, attention_mask)
         return_hidden = hidden or not has_lm_head(self.model)

@@ -135,7 +135,7 @@ def find_attention_modules(model: nn.Module, *, allow_towers: bool = True) -> li
     if len(stacks) > 1 and not is_encoder_decoder:
         return _find_towers(model, sorted(stacks), allowed=allow_towers)
     by_address: dict[LayerAddress, AttentionModuleInfo] = {}
-    addresses = _assign_addresses(candidates, is_encoder_decoder)
+    addresses = _assign_addresses(candidates, is_encoder_decoder=is_encoder_decoder)
     for name, module in candidates:
         pruned_info = module.__dict__.get(PRUNED_ATTRIBUTE)
         info = inspect_attention_module(model, name, module, addresses[name]) if pruned_info is None else pruned_info
@@ -271,7 +271,7 @@ def _is_encoder_decoder(stacks: set[str]) -> bool:
     return sides == ["dec", "enc"]
 
 
-def _assign_addresses(modules: list[tuple[str, nn.Module]], is_encoder_decoder: bool) -> dict[str, LayerAddress]:
+def _assign_addresses(modules: list[tuple[str, nn.Module]], *, is_encoder_decoder: bool) -> dict[str, LayerAddress]:
     """Assign an address to each module, by layer number.
 
     If layer numbers are not unique, as in `layers.0.blocks.1`, modules are numbered consecutively.

@@ -136,6 +136,7 @@ def call_transformers_model(
     attention_mask: Tensor | None,
     source: Tensor | None,
     source_attention_mask: Tensor | None,
+    *,
     hidden: bool,
     model_kwargs: dict[str, Any],
 ) -> Any:

@@ -267,7 +267,7 @@ def cache_study(
     (CachePolicy(bits=32, sink_tokens=1, window=8), 9, 4)
     """
     progress = callback_of(progress)
-    _check(model, study, out is not None or save_plan is not None)
+    _check(model, study, saves_output=out is not None or save_plan is not None)
     length = min(DEFAULT_LENGTH, model.spec.context) if study.max_length is None else study.max_length
     selection_corpus, test_corpus = _split_texts(model, study, length)
     plan = changed_model = report = None
@@ -454,7 +454,7 @@ def _split_texts(model: ModelProtocol, study: CacheStudyConfig, length: int) -> 
     return texts.halves() if study.needs_corpus_split else (texts, texts)
 
 
-def _check(model: ModelProtocol, study: CacheStudyConfig, saves_output: bool) -> None:
+def _check(model: ModelProtocol, study: CacheStudyConfig, *, saves_output: bool) -> None:
     if model.spec.kind != "decoder":
         raise UnsupportedModelError(
             f"model: only a decoder generates text with a KV cache. Got an {model.spec.kind}. Use a decoder."

@@ -44,6 +44,7 @@ def run_jobs_as_completed(
     jobs: Sequence[tuple],
     processes: int | None = None,
     on_poll: Callable[[], None] | None = None,
+    *,
     fresh_process: bool = False,
     executor: "Executor | str | None" = None,
     folder: Path | None = None,
@@ -66,7 +67,7 @@ def run_jobs_as_completed(
     Raises:
         HeadwiseError: If a worker process is killed twice.
     """
-    with _open_executor(executor, processes, max(1, len(jobs)), fresh_process, folder) as pool:
+    with _open_executor(executor, processes, max(1, len(jobs)), fresh_process=fresh_process, folder=folder) as pool:
         call = function if isinstance(pool, FaultTolerantProcessPool) else partial(_run_single_threaded, function)
         running: dict[Future, int] = {pool.submit(call, *job): i for i, job in enumerate(jobs)}
         try:
@@ -107,7 +108,7 @@ def check_executor(executor: "Executor | str | None") -> None:
 
 
 def _open_executor(
-    executor: "Executor | str | None", processes: int | None, jobs: int, fresh_process: bool, folder: Path | None
+    executor: "Executor | str | None", processes: int | None, jobs: int, *, fresh_process: bool, folder: Path | None
 ) -> AbstractContextManager[Executor]:
     check_executor(executor)
     if isinstance(executor, Executor):

@@ -191,7 +191,7 @@ def claims(
             f" --dtype {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
         )
         rerun = RerunCommand(model, corpus, load_options)
-        return _measure_on_model(applicable, loaded, rerun, corpus, bool(names), progress, log)
+        return _measure_on_model(applicable, loaded, rerun, corpus, by_name=bool(names), progress=progress, log=log)
     if seeds is not None and seeds < 1:
         raise ArgumentError(f"seeds: an experiment needs at least one seed. Got {seeds}. Use seeds=1 or more.")
     if first_seed < 0:
@@ -311,6 +311,7 @@ def _measure_on_model(
     model: "ModelProtocol",
     rerun: RerunCommand,
     corpus: Any,
+    *,
     by_name: bool,
     progress: Progress | None,
     log: Callable[[str], object] | None,

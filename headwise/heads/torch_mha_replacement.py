@@ -100,8 +100,8 @@ class TorchAttention(MultiHeadAttention):
         """
         batched, key_padding_mask = self._check_call(query, key, value, key_padding_mask)
         is_self_attention = query is key is value
-        query, key, value = (self._batch_first(x, batched) for x in (query, key, value))  # (B, T, D) (B, S, ·)
-        mask, bias = self._masks(query, key, key_padding_mask, attn_mask, is_causal)
+        query, key, value = (self._batch_first(x, batched=batched) for x in (query, key, value))  # (B, T, D) (B, S, ·)
+        mask, bias = self._masks(query, key, key_padding_mask, attn_mask, is_causal=is_causal)
         if is_self_attention and self.qkv.storage == "qkv":
             q, k, v = self.qkv(query)
         else:
@@ -175,6 +175,7 @@ class TorchAttention(MultiHeadAttention):
         key: Tensor,
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
+        *,
         is_causal: bool,
     ) -> tuple[Mask | None, Tensor | None]:
         (B, T, _), S = query.shape, key.shape[1]
@@ -220,7 +221,7 @@ class TorchAttention(MultiHeadAttention):
                 )
         return batched, key_padding_mask if key_padding_mask is None or batched else key_padding_mask[None]
 
-    def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
+    def _batch_first(self, x: Tensor, *, batched: bool) -> Tensor:
         if not batched:
             return x[None]
         return x if self.batch_first else x.transpose(0, 1)

@@ -24,7 +24,9 @@ def batched_rows(
 ) -> Tensor:
     """Attend with one block of queries to the keys that are visible to it: (B, H, R, e)."""
     scores = raw_scores(q, repeat_kv(k, params.kv_of_head), params)  # (B, H, R, C)
-    probs = softmax_weights(masked_scores(scores, params, rows, cols, T, S), params, params.may_have_empty_rows(T, S))
+    probs = softmax_weights(
+        masked_scores(scores, params, rows, cols, T, S), params, may_have_empty_rows=params.may_have_empty_rows(T, S)
+    )
     return torch.nn.functional.dropout(probs, params.dropout) @ repeat_kv(v, params.kv_of_head)
 
 
@@ -59,7 +61,7 @@ def _weight_block(q: Tensor, k: Tensor, params: ScoreParams, rows: range, cols: 
     T, S = q.shape[2], k.shape[2]
     scores = raw_scores(q[:, :, rows.start : rows.stop], k[:, :, cols.start : cols.stop], params)
     scores = masked_scores(scores, params, rows, cols, T, S, batch_slice, in_place=not torch.is_grad_enabled())
-    return softmax_weights(scores, params, params.may_have_empty_rows(T, S))
+    return softmax_weights(scores, params, may_have_empty_rows=params.may_have_empty_rows(T, S))
 
 
 def _weights_in_blocks(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:

@@ -70,7 +70,7 @@ def _masked_rows(
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, mask: Tensor | None = None, is_causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, mask: Tensor | None = None, *, is_causal: bool = False
 ) -> Tensor:
     """Call torch's kernel with inputs in a shape for which it selects the flash kernel."""
     H, K, d, e = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
@@ -81,7 +81,7 @@ def _sdpa(
     if params.sink is not None or not has_even_groups(params.kv_of_head, K):
         k, v = repeat_kv(k, params.kv_of_head), repeat_kv(v, params.kv_of_head)  # SDPA supports even groups only
     if params.sink is not None:
-        q, k, v, mask = _add_sink(q, k, v, params, mask, is_causal)
+        q, k, v, mask = _add_sink(q, k, v, params, mask, is_causal=is_causal)
         d = d + 1
     if d > e:
         v = F.pad(v, (0, d - e))
@@ -103,7 +103,7 @@ def _has_even_groups(kv_of_head: tuple[int, ...], K: int) -> bool:
 
 
 def _add_sink(
-    q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, mask: Tensor | None, is_causal: bool
+    q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, mask: Tensor | None, *, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Prepend a key that has the score `sink[h]` for every query and a value of zero. An additional channel has the score.
 

@@ -189,7 +189,7 @@ def _slice_batch(block: Tensor, batch_slice: slice) -> Tensor:
     return block[batch_slice] if block.ndim == 4 and len(block) > 1 else block  # otherwise all examples share it
 
 
-def softmax_weights(scores: Tensor, params: ScoreParams, may_have_empty_rows: bool) -> Tensor:
+def softmax_weights(scores: Tensor, params: ScoreParams, *, may_have_empty_rows: bool) -> Tensor:
     """Return the softmax over keys and the sink, (B, H, R, C). A row of only −inf gives zeros with zero gradients."""
     if params.sink is not None:
         sink = params.sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)

@@ -153,7 +153,13 @@ def run_request(
             )
         layout = ParallelStrategy.of(recipe.parallel, process_group, recipe.head_processes)
         return _run(
-            prepare_run(request, folder, layout), recipe, folder, out is not None, callback, callback_every, progress
+            prepare_run(request, folder, layout),
+            recipe,
+            folder,
+            keep_folder=out is not None,
+            callback=callback,
+            callback_every=callback_every,
+            progress=progress,
         )
 
 
@@ -192,13 +198,16 @@ def resume(
     folder = Path(folder)
     with gradients_enabled(), open_process_group(device) as process_group, torch.random.fork_rng():
         setup, recipe = load_setup(folder, loss, process_group)
-        return _run(setup, recipe, folder, True, callback, callback_every, progress)
+        return _run(
+            setup, recipe, folder, keep_folder=True, callback=callback, callback_every=callback_every, progress=progress
+        )
 
 
 def _run(
     setup: RunSetup,
     recipe: Recipe,
     folder: Path,
+    *,
     keep_folder: bool,
     callback: TrainCallback | None,
     callback_every: int | None,

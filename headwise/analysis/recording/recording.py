@@ -116,7 +116,9 @@ class HeadCall:
         for block in _contiguous_runs(row_indices):
             q_block = q[:, None, block.start : block.stop]  # (B, 1, r, d)
             scores = masked_scores(raw_scores(q_block, k[:, None], params), params, block, range(S), T, S)
-            block_weights = softmax_weights(scores, params, params.may_have_empty_rows(T, S))[:, 0]  # (B, r, S)
+            block_weights = softmax_weights(scores, params, may_have_empty_rows=params.may_have_empty_rows(T, S))[
+                :, 0
+            ]  # (B, r, S)
             attention[:, filled : filled + len(block)] = (
                 block_weights if cols is None else block_weights[:, :, col_indices]
             )

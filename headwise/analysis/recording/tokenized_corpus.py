@@ -133,7 +133,7 @@ class TokenizedCorpus:
                 if the model cannot read this kind of corpus.
         """
         if isinstance(corpus, TokenizedCorpus):
-            corpus._check(model, needs_targets)
+            corpus._check(model, needs_targets=needs_targets)
             return corpus if max_length is None else corpus.rechunk(max_length)
         tokenizer, corpus = tokenizer_of(model), default_corpus(model) if corpus is None else Corpus.of(corpus)
         _check_kind(model, corpus, needs_targets=needs_targets)
@@ -289,7 +289,7 @@ class TokenizedCorpus:
         assert self._counts is not None
         return self._counts
 
-    def _check(self, model: ModelProtocol, needs_targets: bool) -> None:
+    def _check(self, model: ModelProtocol, *, needs_targets: bool) -> None:
         """Raise an error if a model cannot read these samples."""
         own_tokenizer, model_tokenizer = self.tokenizer, tokenizer_of(model)
         if own_tokenizer is not model_tokenizer and own_tokenizer.backend.to_str() != model_tokenizer.backend.to_str():

@@ -162,7 +162,7 @@ def attention_rows(call: AttentionCall, positions: list[int]) -> Tensor:
     rows = [
         masked_scores(scores[:, :, n : n + 1], params, range(i, i + 1), range(S), T, S) for n, i in enumerate(positions)
     ]
-    attention = softmax_weights(torch.cat(rows, 2), params, params.may_have_empty_rows(T, S))
+    attention = softmax_weights(torch.cat(rows, 2), params, may_have_empty_rows=params.may_have_empty_rows(T, S))
     sink_weight = (
         (1 - attention.sum(-1, keepdim=True)).clamp(min=0)
         if params.sink is not None

@@ -74,7 +74,8 @@ def fold_norms_into_heads(model: ModelProtocol, addresses: Sequence[Address]) ->
     groups: KVWeights = {}
     all_heads = model.heads
     head_weights = [
-        _fold_head(all_heads[address], *norms[str(address.layer_address)], parallel, groups) for address in addresses
+        _fold_head(all_heads[address], *norms[str(address.layer_address)], parallel=parallel, groups=groups)
+        for address in addresses
     ]
     sizes = {projection: {tuple(head.weights[projection].shape) for head in head_weights} for projection in "qkvo"}
     widths = {shape[projection == "o"] for projection, shapes in sizes.items() for shape in shapes}
@@ -90,7 +91,7 @@ def fold_norms_into_heads(model: ModelProtocol, addresses: Sequence[Address]) ->
 
 
 def _fold_head(
-    head: Head, query_norm: nn.Module | None, source_norm: nn.Module | None, parallel: bool, groups: KVWeights
+    head: Head, query_norm: nn.Module | None, source_norm: nn.Module | None, *, parallel: bool, groups: KVWeights
 ) -> HeadWeights:
     group = str(head.address.layer_address), head.kv_index
     if group not in groups:

@@ -45,7 +45,7 @@ def score_std_and_entropy(scores: Tensor) -> tuple[Tensor, Tensor]:
     return variance.sqrt(), torch.special.entr(p).sum(-1) / num_visible.clamp(min=2).log()
 
 
-def random_std_and_entropy(head_dim: int, scaled: bool, seed: int = 0) -> tuple[float, float]:
+def random_std_and_entropy(head_dim: int, *, scaled: bool, seed: int = 0) -> tuple[float, float]:
     """Return both for random q and k with unit variance: the standard deviation is √d, or 1 if scaled by 1/√d."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(ROWS, 1, head_dim, generator=generator, device="cpu")  # one query per row
@@ -70,7 +70,7 @@ def model_std_and_entropy(model: ModelProtocol, corpus: Any = None, texts: int =
         )  # (B, H, T, S)
         long_rows = (scores > -torch.inf).sum(-1) >= MIN_KEYS  # (B, H, T)
         sd, _ = score_std_and_entropy(scores)
-        p = softmax_weights(scores, call.params, call.params.may_have_empty_rows(T, S))
+        p = softmax_weights(scores, call.params, may_have_empty_rows=call.params.may_have_empty_rows(T, S))
         entropy = torch.special.entr(p).sum(-1) / (scores > -torch.inf).sum(-1).clamp(min=2).log()
         for name, rows in (("sd", sd), ("raw sd", score_std_and_entropy(raw)[0]), ("entropy", entropy)):
             rows_by_name[name].append(rows[long_rows].cpu())
@@ -125,7 +125,9 @@ def measure(experiment: TrainedModelProvider) -> StatisticTable:
         statistics.add("entropy gained by a doubling of head_dim", name, fit_log2_slopes(by_size))
     for name, scaled in RANDOM.items():
         sizes = [width // heads for heads in reversed(head_counts(width))]
-        random_results = {d: [random_std_and_entropy(d, scaled, seed) for seed in experiment.seeds] for d in sizes}
+        random_results = {
+            d: [random_std_and_entropy(d, scaled=scaled, seed=seed) for seed in experiment.seeds] for d in sizes
+        }
         for d, samples in random_results.items():
             statistics.add(f"sd: random, {name}", d, [sd for sd, _ in samples])
         by_size = {d: [entropy for _, entropy in samples] for d, samples in random_results.items()}
