@@ -136,6 +136,8 @@ def check_audio(samples: np.ndarray, where: str = "audio") -> np.ndarray:
         raise ArgumentError(f"{where}: contains NaN or infinite samples. Convert the audio again.")
     if len(samples) > MAX_SECONDS * SAMPLE_RATE:
         raise ArgumentError(f"{where}: {len(samples) / SAMPLE_RATE:.1f} s is longer than 30 s. Split the audio.")
+    if not samples.any():
+        raise ArgumentError(f"{where}: is silent, every sample is 0. Record the audio again.")
     return samples
 
 

@@ -140,7 +140,7 @@ def test_find_heads_frames_score_a_uniform_head_by_the_length_of_the_gold_span(r
 
 def test_audio_examples_check_their_audio_and_times(reference: Any, tmp_path: Path) -> None:
     model: Any = hw.load(write_ggml(reference, tmp_path / "whisper.bin"))
-    second = np.zeros(16_000, np.float32)
+    second = np.full(16_000, 0.25, np.float32)
     with pytest.raises(HeadwiseError, match="with its tokenizer"):
         audio_example(model, second, [("hello", 0.0, 0.5)])
     special = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>", "<|endoftext|>"]
@@ -151,6 +151,7 @@ def test_audio_examples_check_their_audio_and_times(reference: Any, tmp_path: Pa
     for samples, words, message in (
         (second * np.nan, [("a", 0.0, 0.5)], "NaN"),
         (second[:0], [("a", 0.0, 0.5)], "at least one sample"),
+        (second * 0, [("a", 0.0, 0.5)], "is silent"),
         (np.zeros(500_000), [("a", 0.0, 0.5)], "longer than 30 s"),
         (second, [("a", 0.6, 0.5)], "in order"),
         (second, [("a", 0.0, 2.5)], "in order"),
@@ -160,7 +161,7 @@ def test_audio_examples_check_their_audio_and_times(reference: Any, tmp_path: Pa
             audio_example(model, samples, words)
     with wave.open(str(tmp_path / "a.wav"), "wb") as file:
         file.setparams((2, 2, 8000, 0, "NONE", ""))
-        file.writeframes(np.zeros(8000, "<i2").tobytes())
+        file.writeframes(np.full(8000, 99, "<i2").tobytes())
     assert len(read_audio(tmp_path / "a.wav")) == 8000
     row = {"audio": str(tmp_path / "a.wav"), "times": [["hello", 0.1, 0.4]], "name": "first"}
     assert convert_audio_example(model, row, "line 1")["pairs"] == [[3, list(range(5, 20))]]
