@@ -168,7 +168,10 @@ def main() -> None:
     fill.add_argument("path", type=Path, help="JSON file")
     options = parser.parse_args()
     if options.command == "fill":
-        filled = fill_page(PAGE.read_text(), json.loads(options.path.read_text()))
+        try:
+            filled = fill_page(PAGE.read_text(), json.loads(options.path.read_text()))
+        except HeadwiseError as error:
+            sys.exit(str(error))
         write_atomic(PAGE, filled.encode())
         return
     names = options.only or [
