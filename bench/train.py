@@ -33,10 +33,10 @@ from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
 from headwise.training.batch_samplers import ShuffledWindowSampler, causal_targets
 from headwise.training.loop import TrainLoop
+from headwise.training.model_with_loss import LanguageLoss
 from headwise.training.recipe import Recipe
 from headwise.training.run_setup import RunSetup
 from headwise.training.token_file import TokenFiles
-from headwise.training.training_losses import LanguageLoss
 
 BASE, GPT2 = "headwise", "transformers GPT-2"
 FORMS = ("eager", "compiled")

@@ -10,7 +10,7 @@ import headwise as hw
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
-from headwise.training.training_losses import LanguageLoss
+from headwise.training.model_with_loss import LanguageLoss
 from tests.runner import run_command
 
 TEXT = "the dog sees the cat . the cat sees the dog . " * 8

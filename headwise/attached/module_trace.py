@@ -48,7 +48,7 @@ class TracedModuleLayer(AttachedLayer):
         return any(isinstance(part, nn.Dropout) and part.p > 0 for part in self.module.modules())
 
 
-class RequireAttentionHook(TracedAttentionHook):
+class MissingAttentionErrorHook(TracedAttentionHook):
     """Trace of a module. Raises an error if a listener or an edit is open and no attention was seen in a call."""
 
     def __init__(self, layer: TracedModuleLayer) -> None:
@@ -76,7 +76,7 @@ def install_module_trace(layer: TracedModuleLayer) -> list[Any]:
     """Trace the calls of a module. Each returned hook has `.remove()`."""
     if not layer.spec.head_ids:
         return []
-    hook, module = RequireAttentionHook(layer), layer.module
+    hook, module = MissingAttentionErrorHook(layer), layer.module
     return [
         module.register_forward_pre_hook(UncopiedHook(hook.start_trace)),
         module.register_forward_hook(UncopiedHook(hook.end_trace), always_call=True),

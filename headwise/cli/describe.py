@@ -70,7 +70,7 @@ def run(
                 if as_json:
                     print(json.dumps(known_description.data, indent=2))
                 return
-        steps = partial(_steps, model, device, dtype, head, corpus_input, prompts=prompts)
+        steps = partial(_iter_descriptions, model, device, dtype, head, corpus_input, prompts=prompts)
         description = _measure(steps, stored, printer)
     printer.print_errors(description.errors)
     if as_json:
@@ -89,7 +89,7 @@ def _describe_saved_profile(path: str, head: str) -> "HeadDescription":
     return HeadDescription(profile, profile[head], HeadFacts(), HeadCompressionCosts())
 
 
-def _steps(
+def _iter_descriptions(
     model: str, device: str, dtype: str | None, head: str, corpus: Any, *, prompts: bool, **options: Any
 ) -> "Iterator[HeadDescription]":
     """Load the model and measure the head."""

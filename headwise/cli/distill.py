@@ -75,7 +75,7 @@ def run(
     from headwise.distributed.process_group import device_of_process
     from headwise.errors import ArgumentError
     from headwise.training.default_synthetic_run import DEFAULT_RECIPE
-    from headwise.ui.print_training import show_train_result
+    from headwise.ui.print_train_result import show_train_result
     from headwise.weights import load
 
     teacher_model = load(teacher, device=device_of_process(device), dtype=dtype)

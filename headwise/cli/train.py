@@ -117,7 +117,7 @@ def _print_result(result: Any, history: Any, out: Path, *, is_synthetic: bool, a
     """Print the result. A model of the synthetic language is also evaluated on cloze probes."""
     from headwise.model import Transformer
     from headwise.training.synthetic_evaluation import supports_synthetic_eval, synthetic_eval
-    from headwise.ui.print_training import show_train_result
+    from headwise.ui.print_train_result import show_train_result
 
     is_evaluated = is_synthetic and supports_synthetic_eval(result.model) and result.stop_reason != "interrupted"
     is_sharded = result.recipe.parallel != "ddp"  # a partition cannot be evaluated alone

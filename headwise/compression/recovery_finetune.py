@@ -12,8 +12,8 @@ from headwise.errors import ArgumentError, suggest_names
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 from headwise.training.loop import TrainResult, train
+from headwise.training.model_with_loss import LanguageLoss
 from headwise.training.recipe import Recipe
-from headwise.training.training_losses import LanguageLoss
 
 DEFAULT_MAX_LENGTH = 256  # tokens per training row
 

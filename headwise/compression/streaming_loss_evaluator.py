@@ -95,7 +95,7 @@ class StreamingTestResult:
 
 
 @dataclass(frozen=True)
-class RetrievalPrompt:
+class ControlledRetrievalText:
     """A text that needs retrieval.
 
     Attributes:
@@ -203,7 +203,7 @@ def _running_text(model: ModelProtocol, policy: CachePolicy, corpus: Any) -> Pai
     return PairedEvaluator.of(model, tokenized.subset(samples), skip_tokens=retained) if samples else None
 
 
-def _random_lists(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[RetrievalPrompt]:
+def _random_lists(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[ControlledRetrievalText]:
     length = _window(policy) + MARGIN
     repeats = make_repeated_sequences(model, TEXTS[TOKENS], length, seed)
     if repeats.length < length:
@@ -213,11 +213,11 @@ def _random_lists(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[
     for twice, once in zip(repeats.repeated.tolist(), repeats.control.tolist(), strict=True):
         lead, other = twice[: repeats.start], once[start:stop]  # R′, which is not R
         control = (*lead, *other, *twice[start:])
-        prompts.append(RetrievalPrompt(tuple(twice[:stop]), control[:stop], range(start + 1, stop)))
+        prompts.append(ControlledRetrievalText(tuple(twice[:stop]), control[:stop], range(start + 1, stop)))
     return prompts
 
 
-def _noun_lists(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[RetrievalPrompt]:
+def _noun_lists(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[ControlledRetrievalText]:
     tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
     before, length, prompts = tokenizer.template_ids[0], _window(policy) + MARGIN, []
     for _ in range(TEXTS[NOUN_LISTS]):
@@ -226,7 +226,7 @@ def _noun_lists(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[Re
             return []
         start = len(before) + length
         ids, control = ((*before, *context, *first) for context in (first, other))
-        prompts.append(RetrievalPrompt(ids, control, range(start + 1, start + length)))
+        prompts.append(ControlledRetrievalText(ids, control, range(start + 1, start + length)))
     return prompts
 
 
@@ -239,7 +239,7 @@ def _nouns(tokenizer: Tokenizer, length: int, rng: np.random.Generator) -> tuple
     return None if tokenizer.special["unk"] in ids else tuple(ids)
 
 
-def _facts(model: ModelProtocol, policy: CachePolicy, corpus: Any, seed: int) -> Iterator[RetrievalPrompt]:
+def _facts(model: ModelProtocol, policy: CachePolicy, corpus: Any, seed: int) -> Iterator[ControlledRetrievalText]:
     """Yield a fact, text that pushes it out of the window, and its question. The control states another fact."""
     tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
     before, unknown = tokenizer.template_ids[0], tokenizer.special["unk"]
@@ -259,11 +259,11 @@ def _facts(model: ModelProtocol, policy: CachePolicy, corpus: Any, seed: int) ->
         if answer is None or len(stated[0]) != len(stated[1]) or unknown in (*asks, *stated[0], *stated[1]):
             continue
         ids, control = ((*before, *filler[:LEAD], *fact_ids, *filler[LEAD:], *asks, answer) for fact_ids in stated)
-        yield RetrievalPrompt(ids, control, range(len(ids) - 1, len(ids)))
+        yield ControlledRetrievalText(ids, control, range(len(ids) - 1, len(ids)))
 
 
 def _batches(
-    model: ModelProtocol, prompts: Sequence[RetrievalPrompt], *, control: bool = False
+    model: ModelProtocol, prompts: Sequence[ControlledRetrievalText], *, control: bool = False
 ) -> tuple[TargetBatch, ...]:
     """Batch prompts, padded on the right, to which a causal decoder does not attend."""
     max_length = max(len(prompt.ids) for prompt in prompts)

@@ -24,9 +24,9 @@ from headwise.progress import Progress
 from headwise.spec import ModelSpec
 from headwise.text import Tokenizer
 from headwise.training.loop import TrainCallback, TrainResult, run_request
+from headwise.training.model_with_loss import MakeLoss
 from headwise.training.recipe import Recipe
 from headwise.training.train_request import TrainRequest
-from headwise.training.training_losses import MakeLoss
 
 DEFAULT_TOP_K = 64  # teacher logits stored per token in logits_folder
 

@@ -15,7 +15,7 @@ from headwise.errors import UnsupportedModelError
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.training.batch_samplers import TrainBatch
-from headwise.training.training_losses import ModelWithLoss
+from headwise.training.model_with_loss import ModelWithLoss
 
 
 class DistillationLoss(ModelWithLoss):

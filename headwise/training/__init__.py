@@ -6,12 +6,12 @@ from headwise.lazy_import import make_lazy_getattr
 
 if TYPE_CHECKING:
     from headwise.training.loop import DivergenceError, resume, run_request, train
+    from headwise.training.model_with_loss import LanguageLoss, MakeLoss
     from headwise.training.recipe import Recipe
     from headwise.training.run_folder import last_logged_step
     from headwise.training.synthetic_evaluation import ClozeScore, synthetic_eval
     from headwise.training.train_request import TrainRequest
     from headwise.training.train_result import TrainResult
-    from headwise.training.training_losses import LanguageLoss, MakeLoss
 
 __all__ = [
     "ClozeScore",
@@ -31,7 +31,7 @@ __all__ = [
 __getattr__ = make_lazy_getattr(
     __name__,
     {
-        "training_losses": ["LanguageLoss", "MakeLoss"],
+        "model_with_loss": ["LanguageLoss", "MakeLoss"],
         "loop": ["DivergenceError", "resume", "run_request", "train"],
         "recipe": ["Recipe"],
         "run_folder": ["last_logged_step"],

@@ -33,8 +33,8 @@ from headwise.errors import ArgumentError, FileFormatError
 from headwise.io.aligned_safetensors import read_tensors, write_tensors
 from headwise.io.atomic_write import atomic_folder
 from headwise.model.transformer import Transformer
+from headwise.training.model_with_loss import ModelWithLoss
 from headwise.training.optimizer import optimizer_state, restore_optimizer
-from headwise.training.training_losses import ModelWithLoss
 from headwise.weights.save import write_metadata
 
 CHECKSUMS_FILE = "checksums.json"

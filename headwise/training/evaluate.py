@@ -8,7 +8,7 @@ import torch
 from headwise.distributed.process_group import ProcessGroup
 from headwise.model import ModelProtocol, eval_mode
 from headwise.training.batch_samplers import MaskTokens, make_train_batch, pad_with_minus_one
-from headwise.training.training_losses import LanguageLoss
+from headwise.training.model_with_loss import LanguageLoss
 
 
 @torch.no_grad()

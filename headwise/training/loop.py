@@ -30,6 +30,7 @@ from headwise.training.batch_samplers import (
 )
 from headwise.training.checkpoint import CheckpointFolder, ShardedCheckpointFolder, checkpoint_problem
 from headwise.training.evaluate import evaluate
+from headwise.training.model_with_loss import LanguageLoss, LossAccumulator, MakeLoss
 from headwise.training.optimizer import make_optimizer
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import MetricsLog, write_run_json_if_missing
@@ -38,7 +39,6 @@ from headwise.training.stop_signals import interruptible
 from headwise.training.train_progress_display import ProgressDisplay, ThroughputTimer
 from headwise.training.train_request import TrainRequest
 from headwise.training.train_result import TrainResult, nonfinite_to_none
-from headwise.training.training_losses import LanguageLoss, LossAccumulator, MakeLoss
 from headwise.weights.load import merge_sharded_checkpoint
 
 TrainCallback = Callable[[Transformer, int], object]

@@ -24,11 +24,11 @@ from headwise.text import Tokenizer
 from headwise.text.build_tokenizers import add_bos_eos, add_mask_token, make_tokenizer
 from headwise.training.batch_samplers import DocumentSampler, PairSampler, RandomWindowSampler, ShuffledWindowSampler
 from headwise.training.checkpoint import checkpoint_problem
+from headwise.training.model_with_loss import MakeLoss, ModelWithLoss
 from headwise.training.recipe import Recipe
 from headwise.training.run_folder import RUN_FORMAT, check_run_folder, read_run_json
 from headwise.training.token_file import TokenFiles, read_tokens, write_tokens
 from headwise.training.train_request import TrainRequest
-from headwise.training.training_losses import MakeLoss, ModelWithLoss
 from headwise.weights.load import load
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)

@@ -10,8 +10,8 @@ from headwise.spec import ModelSpec, preset
 from headwise.text import Tokenizer
 from headwise.text.corpus import Corpus
 from headwise.training.default_synthetic_run import DEFAULT_RECIPE, default_corpora
+from headwise.training.model_with_loss import LanguageLoss, MakeLoss
 from headwise.training.recipe import Recipe
-from headwise.training.training_losses import LanguageLoss, MakeLoss
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ lm_eval: Any = pytest.importorskip("lm_eval")
 transformers: Any = pytest.importorskip("transformers")
 
 from headwise.analysis.evaluation.evaluate import MetricResult, _differences  # noqa: E402
-from headwise.analysis.evaluation.local_tasks import minimal_pairs, read_documents  # noqa: E402
+from headwise.analysis.evaluation.local_tasks import minimal_pairs, read_articles  # noqa: E402
 
 WORDS = sorted({word for pair in minimal_pairs() for word in f"{pair['good']} {pair['bad']}".split()})
 CONTEXT = 24
@@ -189,7 +189,7 @@ def test_perplexity_of_file_equals_direct_computation(tmp_path: Path) -> None:
 def test_wikitext_file_is_split_at_articles(tmp_path: Path) -> None:
     path = tmp_path / "wiki.txt"
     path.write_text(" \n = First = \n\n A @-@ b . \n\n = = Part = = \n\n More . \n = Second = \n\n End . \n")
-    documents, is_wikitext = read_documents(path)
+    documents, is_wikitext = read_articles(path)
     assert is_wikitext
     assert [document.strip().splitlines()[0].strip() for document in documents] == ["= First =", "= Second ="]
 

@@ -13,7 +13,7 @@ from headwise.model import Transformer
 from headwise.model import chunked_cross_entropy as model_loss
 from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.spec import ModelSpec
-from headwise.training.training_losses import LanguageLoss
+from headwise.training.model_with_loss import LanguageLoss
 from tests.training.tiny import ODD, PLAIN
 
 SPECS: dict[str, ModelSpec] = {

@@ -11,7 +11,7 @@ from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from headwise.training import resume
 from headwise.training.batch_samplers import TrainBatch
-from headwise.training.training_losses import LanguageLoss, ModelWithLoss
+from headwise.training.model_with_loss import LanguageLoss, ModelWithLoss
 from tests.training.tiny import PLAIN, SHORT, checkpoint_folder, run, run_interrupted, same_weights
 
 

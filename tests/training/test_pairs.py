@@ -25,8 +25,8 @@ from headwise.text import Corpus, Tokenizer
 from headwise.text.build_tokenizers import byte_tokenizer, character_tokenizer
 from headwise.training import Recipe, TrainResult
 from headwise.training.batch_samplers import PairSampler, make_train_batch, pad_with_minus_one
+from headwise.training.model_with_loss import LanguageLoss
 from headwise.training.token_file import read_tokens, write_tokens
-from headwise.training.training_losses import LanguageLoss
 from tests.contract.variants import FIXED_SETTINGS
 from tests.training.tiny import PLAIN, assert_same_run, drop_timing, run, run_interrupted
 

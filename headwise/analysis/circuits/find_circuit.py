@@ -104,7 +104,7 @@ class SplitData:
 
 
 @dataclass(frozen=True, eq=False)
-class CircuitSearch:
+class CircuitSearchState:
     """A search in progress.
 
     Attributes:
@@ -245,7 +245,7 @@ def find_circuit(
 def _prepare(
     model: ModelProtocol, task: Any, num_prompts: int | None, config: CircuitConfig, out: str | Path | None,
     progress: Progress | None,
-) -> tuple[CircuitSearch, str, float | None]:  # fmt: skip
+) -> tuple[CircuitSearchState, str, float | None]:  # fmt: skip
     """Check the arguments, make and split the prompts, and check that the model does the task."""
     check_model(model)
     nodes = ModelNodes.of(model)
@@ -280,7 +280,7 @@ def _prepare(
             f"{config.min_accuracy:.0%} are required, because a circuit of a task that the model cannot do has no meaning. "
             f"Use another model or task, or set min_accuracy."
         )
-    return CircuitSearch(model, nodes, config, runner, (splits[0], splits[1], splits[2])), resolved.name, accuracy
+    return CircuitSearchState(model, nodes, config, runner, (splits[0], splits[1], splits[2])), resolved.name, accuracy
 
 
 def _check_config(config: CircuitConfig, num_nodes: int) -> None:
@@ -348,7 +348,7 @@ def _count_steps(nodes: ModelNodes, config: CircuitConfig, size: int) -> int:
     return len(SPLITS) + empty + search * (1 + config.alternative) + curves + check
 
 
-def _rank(search: CircuitSearch, base: np.ndarray, tag: str) -> RankedNodes:
+def _rank(search: CircuitSearchState, base: np.ndarray, tag: str) -> RankedNodes:
     """Rank the nodes of the base on the score split."""
     config, evaluator, P = search.config, search.splits[0].evaluator, len(search.splits[0].prompts)
     candidates = [int(node) for node in np.flatnonzero(base)]
@@ -370,7 +370,7 @@ def _rank(search: CircuitSearch, base: np.ndarray, tag: str) -> RankedNodes:
 
 
 def _exact_effects_in_steps(
-    search: CircuitSearch, candidates: Sequence[int], base: np.ndarray, step: str
+    search: CircuitSearchState, candidates: Sequence[int], base: np.ndarray, step: str
 ) -> np.ndarray:
     """Return exact effects of nodes, (candidates, P), stored by groups of layers."""
     effects = np.zeros((len(candidates), len(search.splits[0].prompts)))
@@ -387,7 +387,7 @@ def _exact_effects_in_steps(
 
 
 def _choose_members(
-    search: CircuitSearch, ranked: RankedNodes, size: int | None, tag: str
+    search: CircuitSearchState, ranked: RankedNodes, size: int | None, tag: str
 ) -> tuple[list[int], tuple[FaithfulnessPoint, ...], list[str]]:
     """Return the members of the circuit, faithfulness on the size split, and notes."""
     split = search.splits[1]
@@ -408,7 +408,7 @@ def _choose_members(
     return ranked.order[:size], points, notes
 
 
-def _judge(search: CircuitSearch, members: list[int], tag: str, excluded: Sequence[int]) -> EvaluatedCircuit:
+def _judge(search: CircuitSearchState, members: list[int], tag: str, excluded: Sequence[int]) -> EvaluatedCircuit:
     """Evaluate a circuit on the judged prompts."""
     split, config = search.splits[2], search.config
     alone, without = search.node_mask(members), ~search.node_mask(members)
@@ -442,7 +442,7 @@ def _judge(search: CircuitSearch, members: list[int], tag: str, excluded: Sequen
     return EvaluatedCircuit(names, tuple(effects), test, tuple(sorted(drops, key=lambda item: -item.drop.value)))
 
 
-def _find_alternative(search: CircuitSearch, excluded: list[int]) -> tuple[EvaluatedCircuit | None, list[str]]:
+def _find_alternative(search: CircuitSearchState, excluded: list[int]) -> tuple[EvaluatedCircuit | None, list[str]]:
     """Search again with the heads of the circuit replaced, and judge the result."""
     base = ~search.node_mask(excluded)
     if not excluded or not any(
@@ -454,7 +454,7 @@ def _find_alternative(search: CircuitSearch, excluded: list[int]) -> tuple[Evalu
     return _judge(search, members, "second", excluded), notes
 
 
-def _edges(search: CircuitSearch, members: list[int]) -> tuple[EdgeEffect, ...]:
+def _edges(search: CircuitSearchState, members: list[int]) -> tuple[EdgeEffect, ...]:
     """Measure the edges between members on the judged prompts, largest first."""
     split = search.splits[2]
 
@@ -491,7 +491,7 @@ def _adjust_p(
     return circuit, other
 
 
-def _curves(search: CircuitSearch, ranked: RankedNodes) -> tuple[FaithfulnessCurve, ...]:
+def _curves(search: CircuitSearchState, ranked: RankedNodes) -> tuple[FaithfulnessCurve, ...]:
     """Return faithfulness over sizes on the judged prompts, for each ablation."""
     N, split = len(search.nodes), search.splits[2]
     curves = []
@@ -509,7 +509,7 @@ def _curves(search: CircuitSearch, ranked: RankedNodes) -> tuple[FaithfulnessCur
     return tuple(curves)
 
 
-def _check_ranking(search: CircuitSearch, ranked: RankedNodes, size: int) -> RankingCheck | None:
+def _check_ranking(search: CircuitSearchState, ranked: RankedNodes, size: int) -> RankingCheck | None:
     """Compare a gradient-based ranking with exact patching on the top 2k nodes and k random others."""
     if search.config.ranking in ("exact", "gates"):
         return None
@@ -531,7 +531,7 @@ def _check_ranking(search: CircuitSearch, ranked: RankedNodes, size: int) -> Ran
     )
 
 
-def _node_scores(search: CircuitSearch, ranked: RankedNodes, size: int) -> tuple[NodeScore, ...]:
+def _node_scores(search: CircuitSearchState, ranked: RankedNodes, size: int) -> tuple[NodeScore, ...]:
     nodes, split, config = search.nodes, search.splits[0], search.config
     if ranked.effects is None:
         shares = np.full(len(nodes), np.nan)
@@ -554,7 +554,7 @@ def _node_scores(search: CircuitSearch, ranked: RankedNodes, size: int) -> tuple
     )  # fmt: skip
 
 
-def _settings(search: CircuitSearch, name: str, task: Any) -> CircuitSettings:
+def _settings(search: CircuitSearchState, name: str, task: Any) -> CircuitSettings:
     config, spec = search.config, search.model.spec
     metric = "metric of the user" if isinstance(task, CircuitTask) and task.metric is not None else (
         "log-probability of the right answers minus that of the wrong answers"

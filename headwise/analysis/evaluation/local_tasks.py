@@ -40,7 +40,7 @@ def local_task(task: str) -> dict[str, Any] | None:
         return None
     from lm_eval.tasks.wikitext.preprocess_wikitext import process_results, wikitext_detokenizer
 
-    pages, is_wikitext = read_documents(task)
+    pages, is_wikitext = read_articles(task)
     return _task_config(
         Path(task).stem, [{"page": page} for page in pages], output_type="loglikelihood_rolling", doc_to_text="",
         doc_to_target=wikitext_detokenizer if is_wikitext else "{{page}}", process_results=process_results,
@@ -48,7 +48,7 @@ def local_task(task: str) -> dict[str, Any] | None:
     )  # fmt: skip
 
 
-def read_documents(path: str | Path) -> tuple[list[str], bool]:
+def read_articles(path: str | Path) -> tuple[list[str], bool]:
     """Read the documents of a text file: the articles of a file in WikiText format, otherwise the paragraphs.
 
     Args:

@@ -219,7 +219,7 @@ class _SinglePatchAccumulator(RowBlockAccumulator):
         return torch.stack((weight, baseline, value_weighted), -1), rows.sum().expand(len(weight), 1, 1)
 
 
-class RowEntropyMetric(Metric):
+class PatchAttentionEntropyMetric(Metric):
     """Entropy of attention rows. The rows of class tokens and registers count too."""
 
     metric_specs = (
@@ -332,7 +332,7 @@ def image_metrics(grid: PatchGrid) -> list[Metric]:
     return [
         OutputNormMetric(),
         ConfidenceMetric(),
-        RowEntropyMetric(),
+        PatchAttentionEntropyMetric(),
         MeanPatchDistanceMetric(),
         LOCAL_PATCHES,
         SAME_ROW,

@@ -14,7 +14,7 @@ from headwise.experiments.claim_tests.identical_init import (
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
-from headwise.training.training_losses import LanguageLoss
+from headwise.training.model_with_loss import LanguageLoss
 from tests.experiments.tiny import tiny_experiment
 
 SHARE = "share of others' distance"
