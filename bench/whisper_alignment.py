@@ -26,7 +26,7 @@ import torch
 import headwise as hw
 from headwise.analysis.finding.job_examples import read_examples, split_examples
 from headwise.analysis.metrics.statistics import bootstrap_interval
-from headwise.attached.whisper import SAMPLE_RATE, audio_example, log_mel, write_alignment_heads
+from headwise.attached.whisper_io import SAMPLE_RATE, audio_example, log_mel, write_alignment_heads
 from headwise.spec import Address
 
 VOICES, RANDOM_LISTS = ("en-us", "en-gb-scotland"), 10

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headwise.analysis.roles.head_history import HeadHistory
     from headwise.analysis.roles.profile import profile
     from headwise.analysis.roles.profile_corpus_shards import profile_shards
-    from headwise.analysis.roles.profile_estimate import estimate_profile
+    from headwise.analysis.roles.profile_cost_estimate import estimate_profile
     from headwise.analysis.roles.profile_result import Profile
     from headwise.analysis.roles.roles import RELATION_THRESHOLD, Role, score
     from headwise.analysis.similarity.compare_heads import compare_heads
@@ -97,7 +97,7 @@ __getattr__ = make_lazy_getattr(
         "roles.profile": ["profile"],
         "roles.profile_result": ["Profile"],
         "roles.roles": ["RELATION_THRESHOLD", "Role", "score"],
-        "roles.profile_estimate": ["estimate_profile"],
+        "roles.profile_cost_estimate": ["estimate_profile"],
         "roles.profile_corpus_shards": ["profile_shards"],
         "similarity.compare_heads": ["compare_heads"],
         "similarity.match_heads": ["match_heads"],

@@ -15,7 +15,7 @@ from headwise.attached.layer_probe import check_reconstruction, probe_layers
 from headwise.attached.masks import MaskConverter
 from headwise.attached.module_discovery import TorchMHA, find_module_attention, infer_module_spec
 from headwise.attached.module_prune import prune_module
-from headwise.attached.module_trace import TracedModuleLayer, install_module_trace
+from headwise.attached.module_trace import TracedAttentionLayer, install_module_trace
 from headwise.attached.prune_in_place import add_to_output_biases
 from headwise.attached.torch_mha import TorchMHALayer, install_torch_mha_hooks
 from headwise.errors import ArgumentError, UnsupportedModelError
@@ -246,7 +246,7 @@ def make_module_layers(model: nn.Module) -> list[AttachedLayer]:
                 f"that module first."
             )
         is_torch = isinstance(info.module, TorchMHA)
-        layers.append(TorchMHALayer(info, converter) if is_torch else TracedModuleLayer(info, converter))
+        layers.append(TorchMHALayer(info, converter) if is_torch else TracedAttentionLayer(info, converter))
     return layers
 
 
@@ -282,7 +282,7 @@ class ModuleAttachment:
         torch_layers = [layer for layer in self.layers if isinstance(layer, TorchMHALayer)]
         self._hooks += install_torch_mha_hooks(self.model, torch_layers)
         for layer in self.layers:
-            if isinstance(layer, TracedModuleLayer):
+            if isinstance(layer, TracedAttentionLayer):
                 self._hooks += [*install_module_trace(layer), *layer.register_output_projection_hooks()]
 
     def remove_hooks(self) -> None:

@@ -102,10 +102,10 @@ class TextOffsets:
     def canonical_mask(self, mask: Mask | None, window_size: int | None, T: int, S: int) -> Mask:
         """Return the mask of a call as causal, window and padding masks if it is one, which kernels and caches skip."""
         if mask is None:
-            return _canonical_mask(None, window_size, self.starts, T, S)
+            return _recognize_structured_mask(None, window_size, self.starts, T, S)
         key = (id(mask), window_size)
         if key not in self._canonical:
-            self._canonical[key] = mask, _canonical_mask(mask, window_size, self.starts, T, S)
+            self._canonical[key] = mask, _recognize_structured_mask(mask, window_size, self.starts, T, S)
         return self._canonical[key][1]
 
 
@@ -134,7 +134,9 @@ def advance_starts(
     return starts if bool(starts.any()) else None
 
 
-def _canonical_mask(mask: Mask | None, window_size: int | None, starts: Tensor | None, T: int, S: int) -> Mask:
+def _recognize_structured_mask(
+    mask: Mask | None, window_size: int | None, starts: Tensor | None, T: int, S: int
+) -> Mask:
     canonical: Mask = CausalMask() if window_size is None else CausalMask() & window(window_size)
     dense = next((part for part in flatten_and_mask(mask) if isinstance(part, DenseMask)), None)
     if mask is None or dense is None:

@@ -18,7 +18,7 @@ from headwise.errors import UnsupportedModelError
 from headwise.kernels.score_params import ScoreParams
 
 
-class TracedModuleLayer(AttachedLayer):
+class TracedAttentionLayer(AttachedLayer):
     """Layer of a traced attention module. Until a call of it was tested, z is compared with the input of W_O."""
 
     def __init__(self, *args: Any) -> None:
@@ -51,7 +51,7 @@ class TracedModuleLayer(AttachedLayer):
 class MissingAttentionErrorHook(TracedAttentionHook):
     """Trace of a module. Raises an error if a listener or an edit is open and no attention was seen in a call."""
 
-    def __init__(self, layer: TracedModuleLayer) -> None:
+    def __init__(self, layer: TracedAttentionLayer) -> None:
         super().__init__(layer)
         self._traced_layer, self._before = layer, 0
 
@@ -72,7 +72,7 @@ class MissingAttentionErrorHook(TracedAttentionHook):
             )
 
 
-def install_module_trace(layer: TracedModuleLayer) -> list[Any]:
+def install_module_trace(layer: TracedAttentionLayer) -> list[Any]:
     """Trace the calls of a module. Each returned hook has `.remove()`."""
     if not layer.spec.head_ids:
         return []

@@ -144,13 +144,13 @@ def _check_layer(layer: AttachedLayer) -> None:
     except HeadwiseError as error:
         raise UnsupportedModelError(f"heads of {name} cannot be pruned: {str(error).rstrip('.')}. {hint}") from None
     for module in modules:
-        if hasattr(module, "in_features") and not _is_linear(module):
+        if hasattr(module, "in_features") and not _is_prunable_linear(module):
             raise UnsupportedModelError(
                 f"{info.name}: a projection of type {type(module).__name__} cannot be pruned. {hint}"
             )
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _is_prunable_linear(module: nn.Module) -> bool:
     """Return whether a module is nn.Linear or a subclass of it in transformers, which the verification then tests."""
     module_class = type(module)
     return module_class is nn.Linear or (

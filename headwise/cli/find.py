@@ -72,7 +72,7 @@ def run(
 
     from headwise.analysis.finding.head_search import find_heads
     from headwise.analysis.finding.head_search_result import HeadSearchResult
-    from headwise.attached.whisper import check_alignment_folder, write_alignment_heads
+    from headwise.attached.whisper_io import check_alignment_folder, write_alignment_heads
     from headwise.errors import ArgumentError
     from headwise.ui.figures.figure_with_data import check_path
     from headwise.ui.print_head_search import head_search_tables

@@ -187,7 +187,7 @@ def _print_estimate(
     as_json: bool,
 ) -> None:
     """Print the expected time and memory of a profile."""
-    from headwise.analysis.roles.profile_estimate import estimate_profile
+    from headwise.analysis.roles.profile_cost_estimate import estimate_profile
 
     result = estimate_profile(
         model, corpus, relations=relations, max_length=max_length, row_stride=row_stride, layers=layers,

@@ -63,8 +63,8 @@ def run(
     from headwise.errors import ArgumentError
     from headwise.text.corpus import Corpus
     from headwise.ui.figures.figure_with_data import check_path
-    from headwise.ui.print_quantization import draw_bits
     from headwise.ui.progress import show_progress
+    from headwise.ui.quantization_tables_and_figures import draw_bits
     from headwise.weights import load
 
     if plot is not None:
@@ -113,7 +113,7 @@ def run(
 
 
 def _print_result(report: Any, allocation_report: Any, out: Path | None, *, as_json: bool) -> None:
-    from headwise.ui.print_quantization import show_allocation_losses, show_quantization
+    from headwise.ui.quantization_tables_and_figures import show_allocation_losses, show_quantization
 
     if as_json:
         extra = {

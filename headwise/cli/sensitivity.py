@@ -60,8 +60,8 @@ def run(
     from headwise.errors import ArgumentError
     from headwise.text.corpus import Corpus
     from headwise.ui.figures.figure_with_data import check_path
-    from headwise.ui.print_quantization import draw_quantization_costs
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
+    from headwise.ui.quantization_tables_and_figures import draw_quantization_costs
     from headwise.ui.terminal_table import make_table
     from headwise.weights import load
 

@@ -14,7 +14,7 @@ from headwise.heads.balanced_basis import LayerHeadMatrices, change_basis
 from headwise.heads.quantized_layers import QuantizedWeight
 from headwise.model import ModelProtocol, Transformer, check_model
 from headwise.model.prune import rebuild_like
-from headwise.model.quantized_state import quantize_state
+from headwise.model.quantize_state_dict import quantize_state_dict
 from headwise.spec import ModelSpec
 from headwise.spec.weight_bits import FULL_PRECISION, GROUP_SIZE, Basis, BitAllocation, check_basis
 
@@ -101,7 +101,7 @@ def _quantize_native(model: Transformer, spec: ModelSpec, basis: Basis) -> Trans
     state = dict(model.state_dict())  # projections are split and have a head axis
     if basis != "given":
         _apply_basis(model, spec, state, basis)
-    return rebuild_like(spec, quantize_state(spec, state), model)
+    return rebuild_like(spec, quantize_state_dict(spec, state), model)
 
 
 @contextmanager

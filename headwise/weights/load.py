@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.attached import AttachedModel
 from headwise.attached.save_load import METADATA_FILE, can_attach
-from headwise.attached.whisper import load_ggml_whisper
+from headwise.attached.whisper_io import load_ggml_whisper
 from headwise.distributed.distributed_checkpoint_reader import DistributedCheckpointReader
 from headwise.distributed.model_shard import ShardedTransformer, build_shard, partitions_and_collectives
 from headwise.distributed.shard_axes import named_slices_for_rank

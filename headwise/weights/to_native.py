@@ -17,7 +17,7 @@ from headwise.attached.quantize_in_place import quantization_of
 from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, Transformer, check_model, eval_mode
-from headwise.model.quantized_state import quantize_state
+from headwise.model.quantize_state_dict import quantize_state_dict
 from headwise.spec import AttentionSpec, LayerAddress, ModelSpec
 from headwise.weights.families import FAMILIES, ModelFamilySpec
 from headwise.weights.keymap import expand_mappings
@@ -291,7 +291,7 @@ def _build(spec: ModelSpec, tensors: dict[str, Tensor], family: ModelFamilySpec)
         name: value.detach().to(dtype).clone(memory_format=torch.contiguous_format) for name, value in tensors.items()
     }
     if spec.weight_rules:
-        state = quantize_state(spec, state)
+        state = quantize_state_dict(spec, state)
     if shared and "embed.tokens.weight" in state:  # a quantized vocabulary has no weight of its own
         state["output.vocabulary.weight"] = state["embed.tokens.weight"]
     native = Transformer(spec, storage="qkv" if family.storage == "qkv" else "q,k,v", device="meta")

@@ -43,7 +43,7 @@ def test_compiled_program_all_heads_and_components_are_named(tmp_path: Path) -> 
 @pytest.mark.skipif(ctypes.util.find_library("espeak-ng") is None, reason="needs espeak-ng: make truth")
 def test_whisper_heads_follow_synthesized_speech(tmp_path: Path) -> None:
     from bench.whisper_alignment import prepare_folder, spoken_sentences
-    from headwise.attached.whisper import audio_example
+    from headwise.attached.whisper_io import audio_example
 
     model: Any = hw.load(prepare_folder(NPM / "whisper", NPM / "tokenizer", tmp_path))
     rows = [audio_example(model, *item) for item in spoken_sentences()[:24]]

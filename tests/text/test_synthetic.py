@@ -11,7 +11,7 @@ import pytest
 from headwise.errors import HeadwiseError
 from headwise.text.annotated_document import Document, best_offset, count_relation_offsets
 from headwise.text.synthetic import (
-    MAX_OFFSET_FRACTIONS,
+    FIXED_OFFSET_ACCURACY_LIMITS,
     VOCABULARY,
     WORD_CLASSES,
     SyntheticLanguage,
@@ -116,13 +116,13 @@ def test_synthetic_documents_have_expected_length() -> None:
 
 @pytest.mark.parametrize("split", DOCUMENTS)
 def test_synthetic_relations_exceed_no_offset_limit(split: str) -> None:
-    assert max(MAX_OFFSET_FRACTIONS.values()) <= 0.6
+    assert max(FIXED_OFFSET_ACCURACY_LIMITS.values()) <= 0.6
     table = count_relation_offsets(DOCUMENTS[split])
-    assert set(table) == set(MAX_OFFSET_FRACTIONS)
+    assert set(table) == set(FIXED_OFFSET_ACCURACY_LIMITS)
     for name, counts in table.items():
         assert counts.total() > 400, name
         offset, fraction = best_offset(counts)
-        assert fraction <= MAX_OFFSET_FRACTIONS[name], f"{name}: the offset {offset} hits {fraction:.3f}"
+        assert fraction <= FIXED_OFFSET_ACCURACY_LIMITS[name], f"{name}: the offset {offset} hits {fraction:.3f}"
 
 
 def test_synthetic_arcs_join_words_of_expected_classes() -> None:
@@ -337,7 +337,7 @@ def test_cloze_probes_agreement_follows_both_numbers() -> None:
 
 def test_describe_covers_every_relation() -> None:
     rows, document = describe_language(documents=300, split="held-out", seed=4)
-    assert [row.relation for row in rows] == list(MAX_OFFSET_FRACTIONS)
+    assert [row.relation for row in rows] == list(FIXED_OFFSET_ACCURACY_LIMITS)
     assert document == SyntheticLanguage(4, "held-out").document(0)
     assert all(row.example.count("*") == 4 for row in rows)
     with pytest.raises(HeadwiseError, match="at least 1"):
@@ -347,9 +347,9 @@ def test_describe_covers_every_relation() -> None:
 def test_corpus_command_does_not_import_torch() -> None:
     code = [sys.executable, "-X", "importtime", "-m", "headwise", "corpus", "--documents", "300"]
     done = subprocess.run(code, capture_output=True, text=True, check=True)
-    assert all(name in done.stdout for name in MAX_OFFSET_FRACTIONS)
+    assert all(name in done.stdout for name in FIXED_OFFSET_ACCURACY_LIMITS)
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert not imported & {"torch", "numpy", "scipy", "tokenizers"}
     data = json.loads(subprocess.run([*code, "--json"], capture_output=True, text=True, check=True).stdout)
-    assert [row["relation"] for row in data["relations"]] == list(MAX_OFFSET_FRACTIONS)
+    assert [row["relation"] for row in data["relations"]] == list(FIXED_OFFSET_ACCURACY_LIMITS)
     assert data["document"] == DOCUMENTS["train"][0].text

@@ -45,7 +45,7 @@ from headwise.analysis.metrics.statistics import (
 )
 from headwise.analysis.recording.recording import select_heads
 from headwise.analysis.recording.text_hash_split import REPORTING
-from headwise.attached.whisper import convert_audio_example
+from headwise.attached.whisper_io import convert_audio_example
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.head import HeadPattern
 from headwise.heads.hook_point import HookPoint

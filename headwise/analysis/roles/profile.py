@@ -15,7 +15,7 @@ from headwise.analysis.recording.model_calls import reads_calls
 from headwise.analysis.roles.call_profile import profile_calls
 from headwise.analysis.roles.causal_test import causal_test, supports_causal_test
 from headwise.analysis.roles.image_profile import profile_images
-from headwise.analysis.roles.profile_estimate import fit_batch_tokens, print_estimate_of_large_model
+from headwise.analysis.roles.profile_cost_estimate import fit_batch_tokens, print_estimate_of_large_model
 from headwise.analysis.roles.profile_result import Profile, build_profile
 from headwise.analysis.roles.profile_sums import (
     CollectOptions,

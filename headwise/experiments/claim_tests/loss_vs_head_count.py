@@ -17,10 +17,10 @@ PLATEAU = 0.02  # nats: head counts this close to the best belong to the plateau
 PUBLISHED = {1: 5.29, 4: 5.00, 8: 4.92, 16: 4.91, 32: 5.01}
 
 
-def gap_to_best(losses: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+def gap_to_best_middle_count(losses: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
     """Return the loss above the best head count between the two ends, per seed.
 
-    >>> gap_to_best({1: [3.0], 4: [2.0], 8: [1.5], 16: [2.5]})
+    >>> gap_to_best_middle_count({1: [3.0], 4: [2.0], 8: [1.5], 16: [2.5]})
     {1: [1.5], 4: [0.5], 8: [0.0], 16: [1.0]}
     """
     best = min(sorted(losses)[1:-1], key=lambda heads: sum(losses[heads]))
@@ -36,7 +36,7 @@ def measure(experiment: TrainedModelProvider) -> StatisticTable:
     statistics = StatisticTable()
     for heads, values in losses.items():
         statistics.add("loss", heads, values)
-    for heads, values in gap_to_best(losses).items():
+    for heads, values in gap_to_best_middle_count(losses).items():
         statistics.add("behind the best", heads, values)
     smallest, *middle, largest = sorted(losses)
     above = np.mean([losses[h] for h in (smallest, largest)], 0) - np.mean([losses[h] for h in middle], 0)  # (seeds,)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from headwise.errors import ArgumentError
 from headwise.text.annotated_document import Document, Relation, best_offset, count_relation_offsets
+from headwise.text.synthetic.fixed_offset_accuracy_limits import FIXED_OFFSET_ACCURACY_LIMITS
 from headwise.text.synthetic.generator import SyntheticLanguage
-from headwise.text.synthetic.max_offset_fractions import MAX_OFFSET_FRACTIONS
 
 
 class RelationSummary(NamedTuple):
@@ -55,7 +55,7 @@ def describe_language(documents: int = 2000, split: str = "train", seed: int = 0
     sampled = list(islice(SyntheticLanguage(seed, split), documents))
     table = count_relation_offsets(sampled)
     rows = []
-    for name, max_fraction in MAX_OFFSET_FRACTIONS.items():
+    for name, max_fraction in FIXED_OFFSET_ACCURACY_LIMITS.items():
         if name in table:
             best, fraction = best_offset(table[name])
             rows.append(

@@ -1,6 +1,6 @@
 import pytest
 
-from headwise.experiments.claim_tests.loss_vs_head_count import CLAIM, gap_to_best
+from headwise.experiments.claim_tests.loss_vs_head_count import CLAIM, gap_to_best_middle_count
 from headwise.experiments.engine.statistic import StatisticTable
 from tests.experiments.stub_experiment import stub_experiment
 
@@ -42,7 +42,7 @@ def test_loss_vs_head_count_open_interval_depends(one_head, max_heads, word, rea
 
 
 def test_behind_the_best_is_paired_and_excludes_ends():
-    gaps = gap_to_best({1: [1.0, 1.1], 2: [1.5, 1.7], 4: [1.6, 1.9], 8: [2.0, 2.0]})
+    gaps = gap_to_best_middle_count({1: [1.0, 1.1], 2: [1.5, 1.7], 4: [1.6, 1.9], 8: [2.0, 2.0]})
     assert gaps[1] == pytest.approx([-0.5, -0.6])
     assert gaps[2] == [0, 0]
     assert gaps[8] == pytest.approx([0.5, 0.3])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.roles import profile_estimate
-from headwise.analysis.roles.profile_estimate import estimate_profile, fit_batch_tokens, parse_bytes
+from headwise.analysis.roles import profile_cost_estimate
+from headwise.analysis.roles.profile_cost_estimate import estimate_profile, fit_batch_tokens, parse_bytes
 from headwise.errors import HeadwiseError
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import byte_tokenizer
@@ -93,8 +93,8 @@ def test_profile_of_a_large_model_prints_its_estimate_first(
     settings: dict[str, Any] = {"relations": False, "causal": False}
     expected = estimate_profile(model, TEXTS, relations=False)
     first = hw.profile(model, TEXTS, **settings, progress=small)
-    monkeypatch.setattr(profile_estimate, "LARGE_WEIGHTS", 1)
-    monkeypatch.setattr(profile_estimate, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(profile_cost_estimate, "LARGE_WEIGHTS", 1)
+    monkeypatch.setattr(profile_cost_estimate, "_available_bytes", lambda: 1000)
     second = hw.profile(model, TEXTS, **settings, progress=large)
     hw.profile(model, TEXTS, **settings, progress=callback)  # prints nothing, and raises nothing
     assert small.lines == []

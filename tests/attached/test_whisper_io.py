@@ -12,7 +12,13 @@ import torch
 import transformers
 
 import headwise as hw
-from headwise.attached.whisper import RENAMES, audio_example, convert_audio_example, read_audio, write_alignment_heads
+from headwise.attached.whisper_io import (
+    RENAMES,
+    audio_example,
+    convert_audio_example,
+    read_audio,
+    write_alignment_heads,
+)
 from headwise.errors import HeadwiseError
 from headwise.io.ggml_whisper import read_ggml_whisper
 from headwise.text.build_tokenizers import word_tokenizer

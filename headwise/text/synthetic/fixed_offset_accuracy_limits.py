@@ -5,7 +5,7 @@ target may cover at most this fraction of the arcs of a relation. The limits wer
 `headwise corpus` prints them with the measured fractions.
 """
 
-MAX_OFFSET_FRACTIONS: dict[str, float] = {
+FIXED_OFFSET_ACCURACY_LIMITS: dict[str, float] = {
     "determiner-noun": 0.60,  # the → dog
     "adjective-noun": 0.60,  # old → dog
     "subject-verb": 0.60,  # dog → sees

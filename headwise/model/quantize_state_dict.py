@@ -7,7 +7,7 @@ from headwise.model.transformer import Transformer
 from headwise.spec import ModelSpec
 
 
-def quantize_state(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def quantize_state_dict(spec: ModelSpec, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict with packed buffers in place of the weights that have weight rules.
 
     Args:
