@@ -119,3 +119,10 @@ def test_pages_have_at_most_2500_words_outside_tables() -> None:
     for page in DOCS:
         prose = re.sub(r"^\|.*$", "", page.read_text(), flags=re.MULTILINE)
         assert len(prose.split()) <= 2500, page.name
+
+
+def test_claim_pages_equal_the_figures_of_the_seeds() -> None:
+    from tools.fill_claims import filled_pages
+
+    for page, text in filled_pages().items():
+        assert page.read_text() == text, f"{page.name}: run python tools/fill_claims.py"
