@@ -1,10 +1,10 @@
-"""Export to GGUF for stock llama.cpp: full and pruned Llama models, Qwen3, Gemma, OLMo, Phi-3, SmolLM3, GPT-2, BERT.
+"""Export to GGUF for stock llama.cpp: full and pruned Llama models, Qwen3, Gemma, OLMo, Phi-3, SmolLM3, GPT-2 and BERTs.
 
 Each architecture lists, for every field of our specs, the value it requires or `ANY_VALUE`. A field that is not listed must
 be None, so a new field is never ignored by mistake.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,16 @@ from headwise.exporters.gguf_tensors import (
     GGUF_TYPES,
     QUANT_BLOCK,
     GgufFile,
+    encoder_layers,
     llama_architecture_name,
     write_bert,
     write_gpt2,
     write_llama,
+    write_modern_bert,
 )
 from headwise.exporters.gguf_tokenizer import placeholder_tokenizer_fields, tokenizer_fields
 from headwise.model import Transformer
-from headwise.spec import AttentionSpec, ModelSpec
+from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.spec.attention import POSITION_BIASES
 from headwise.text import Tokenizer
 from headwise.weights.families.gguf_decoders import DECODER_FORMATS
@@ -94,6 +96,15 @@ BERT = GgufArchitecture(
     },
     {**ATTENTION_FIELDS, "rotary": None},
 )  # fmt: skip
+MODERN_BERT = GgufArchitecture(
+    "modern-bert",
+    {
+        **BERT.model_fields, "norm_placement": "pre", "norm": "layer_no_bias", "activation": ANY_VALUE,
+        "mlp_bias": False, "positions": "none", "token_types": 0, "pooler": False, "first_norm": False,
+        "rotaries": ANY_VALUE,
+    },
+    {**ATTENTION_FIELDS, "rotary": ANY_VALUE, "bias": False, "out_bias": False},
+)  # fmt: skip
 
 
 RMS_DECODER = LLAMA.model_fields | {"mlp_bias": False, "rotaries": ANY_VALUE}
@@ -129,7 +140,8 @@ def choose_gguf_architecture(spec: ModelSpec) -> GgufArchitecture:
             "hw.dequantize(model)."
         )
     is_rms_decoder = spec.kind == "decoder" and spec.norm != "layer"
-    nearest = DECODERS[nearest_decoder(spec)] if is_rms_decoder else BERT if spec.kind == "encoder" else GPT2
+    encoder = MODERN_BERT if spec.attention.rotary is not None and spec.norm.startswith("layer") else BERT
+    nearest = DECODERS[nearest_decoder(spec)] if is_rms_decoder else encoder if spec.kind == "encoder" else GPT2
     if problems := [*_field_differences(spec, nearest), *_size_problems(spec, nearest)]:
         suffix = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         others = "" if spec.kind == "encoder-decoder" else "to='onnx', or "
@@ -168,12 +180,11 @@ def _size_problems(spec: ModelSpec, architecture: GgufArchitecture) -> list[str]
         )
         reasons |= {f"{name} is None, but must be a number": value is None for name, value in caps.items()}
         return [reason for reason, applies in reasons.items() if applies]
-    problems = {
-        "its attention window is shorter than its context": any(
-            window is not None and window < spec.context for window in (attention.window, *spec.windows)
-        ),
-        "value_dim differs from head_dim": attention.value_dim != attention.head_dim,
-    }
+    problems = _modern_bert_problems(spec) if architecture is MODERN_BERT else {}
+    problems["its attention window is shorter than its context"] = architecture is not MODERN_BERT and any(
+        window is not None and window < spec.context for window in (attention.window, *spec.windows)
+    )
+    problems["value_dim differs from head_dim"] = attention.value_dim != attention.head_dim
     if architecture is LLAMA:
         problems["it has no rotary positions"] = rotary is None
         kind = "none" if rotary is None or rotary.scaling is None else rotary.scaling.kind
@@ -191,6 +202,28 @@ def _size_problems(spec: ModelSpec, architecture: GgufArchitecture) -> list[str]
             f"heads × head_dim is {attention.heads} × {attention.head_dim}, but must equal the width {spec.width}"
         ] = attention.heads * attention.head_dim != spec.width
     return [problem for problem, applies in problems.items() if applies]
+
+
+def _modern_bert_problems(spec: ModelSpec) -> dict[str, bool]:
+    """Return the reasons why `modern-bert` cannot hold an encoder with rotary positions, and whether they apply."""
+    attention, layers = spec.attention, encoder_layers(spec)
+    windows, rotaries = {window for window, _ in layers} - {None}, {rotary for _, rotary in layers}
+    return {
+        f"its activation is {spec.activation}, but must be geglu or swiglu": spec.activation not in ("geglu", "swiglu"),
+        f"it has {attention.kv_heads} KV heads, but must have {attention.heads}": attention.kv_heads != attention.heads,
+        "its layers have different windows": len(windows) > 1,
+        "its window is a single token": 1 in windows,
+        "every layer has a window": None not in {window for window, _ in layers},
+        "it has layers without positions": None in rotaries,
+        "its rotary positions are scaled, interleaved, or apply to only part of a head's channels": any(
+            replace(rotary, dims=rotary.dims or attention.head_dim) != Rotary(rotary.theta, dims=attention.head_dim)
+            for rotary in rotaries
+            if rotary is not None
+        ),
+        "its layers have rotary positions that differ in another way than by their windows": any(
+            len({rotary for window, rotary in layers if (window is None) is is_full}) > 1 for is_full in (True, False)
+        ),
+    }
 
 
 WRITER_TAG = "written by headwise"
@@ -228,7 +261,7 @@ def write_gguf(
             f"dtype={dtype!r}: must be one of {', '.join(GGUF_TYPES)}; {suggest_names(dtype, GGUF_TYPES)}"
         )
     architecture = choose_gguf_architecture(model.spec).name
-    if pooling is not None and architecture != "bert":
+    if pooling is not None and architecture not in ("bert", "modern-bert"):
         raise ArgumentError(f"pooling={pooling!r}: applies only to encoders, and this model is a decoder. Remove it.")
     has_tokenizer = tokenizer and model.tokenizer is not None
     fields = (
@@ -246,7 +279,8 @@ def write_gguf(
     elif architecture == "gpt2":
         notes = write_gpt2(model, store)
     else:
-        notes = write_bert(model, store, pooling or "mean")
+        write_encoder = write_modern_bert if architecture == "modern-bert" else write_bert
+        notes = write_encoder(model, store, pooling or "mean")
     _write_tokenizer(store.writer, fields)
     store.close()
     notes += (

@@ -6,7 +6,7 @@ zero. A layer without heads is written without attention; its output bias is add
 both are added to the same residual stream. The first layer always has at least one (zero) head, because llama.cpp infers
 the head size from it.
 
-GPT-2 and BERT: all layers have the same number of heads, so pruned heads are stored as zeros in the full shape.
+GPT-2, BERT and ModernBERT: all layers have the same number of heads, so pruned heads are stored as zeros in the full shape.
 """
 
 from contextlib import suppress
@@ -24,6 +24,7 @@ from headwise.kernels import sinusoidal
 from headwise.model import Transformer
 from headwise.spec import ModelSpec, Rotary, RotaryScaling
 from headwise.weights.export import full_shape_state
+from headwise.weights.families.gguf_gpt2_bert import MODERN_BERT_NAMES
 
 GGUF_TYPES = ("f32", "f16", "q8_0", "q4_0")
 QUANT_BLOCK = 32  # consecutive weights of a row that share a quantization scale
@@ -330,14 +331,9 @@ def write_gpt2(model: Transformer, store: GgufFile) -> list[str]:
 
 def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
     """Write sizes and tensors of an encoder; llama.cpp pools its hidden states by `pooling`. Returns notes."""
-    if pooling not in POOLING:
-        raise ArgumentError(
-            f"pooling={pooling!r}: must be one of {', '.join(POOLING)}; {suggest_names(pooling, POOLING)}"
-        )
     spec, state = model.spec, full_shape_state(model)
     _write_sizes(store, spec)
-    store.writer.add_causal_attention(False)
-    store.writer.add_pooling_type(store.package.PoolingType[pooling.upper()])
+    pooling_notes = _write_pooling(store, pooling)
     store.add_tensor("token_embd.weight", state["embed.tokens.weight"], is_vocab_table=True)
     token_types = state["embed.types.weight"] if spec.token_types else torch.zeros(1, spec.width, dtype=torch.float32)
     store.writer.add_token_type_count(len(token_types))
@@ -353,14 +349,76 @@ def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
         _write_output_and_mlp(store, spec, state, i)
         _write_norm(store, f"{gguf_prefix}attn_output_norm", state, f"{prefix}norm_attention")
         _write_norm(store, f"{gguf_prefix}layer_output_norm", state, f"{prefix}norm_mlp")
-    notes = [f"pooling of hidden states into one vector: {pooling}"] if pooling != "none" else []
-    notes += ["the pooler is omitted: llama.cpp does not support it"] if spec.pooler else []
+    notes = ["the pooler is omitted: llama.cpp does not support it"] if spec.pooler else []
     notes += ["llama.cpp uses the first token type for all tokens"] if spec.token_types > 1 else []
     return [
         *prune_notes(spec),
+        *pooling_notes,
         *notes,
         "llama.cpp computes GELU with tanh instead of erf, in 16 bits: hidden states differ in the third digit",
     ]
+
+
+def _write_pooling(store: GgufFile, pooling: str) -> list[str]:
+    """Write how llama.cpp pools the hidden states of an encoder. Returns notes."""
+    if pooling not in POOLING:
+        raise ArgumentError(
+            f"pooling={pooling!r}: must be one of {', '.join(POOLING)}; {suggest_names(pooling, POOLING)}"
+        )
+    store.writer.add_causal_attention(False)
+    store.writer.add_pooling_type(store.package.PoolingType[pooling.upper()])
+    return [f"pooling of hidden states into one vector: {pooling}"] if pooling != "none" else []
+
+
+def encoder_layers(spec: ModelSpec) -> list[tuple[int | None, Rotary | None]]:
+    """Return the window and the rotary embedding of each layer."""
+    attentions = [spec.attention_at(address) for address in spec.layer_addresses]
+    return [(attention.window, attention.rotary) for attention in attentions]
+
+
+def write_modern_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
+    """Write sizes and tensors of a ModernBERT model. Returns notes."""
+    spec, state = model.spec, full_shape_state(model)
+    _write_sizes(store, spec)
+    _write_windows(store, encoder_layers(spec))
+    if spec.activation == "swiglu":
+        store.writer.add_string("modern-bert.hidden_activation", "silu")
+    pooling_notes = _write_pooling(store, pooling)
+    for native, external in MODERN_BERT_NAMES.items():
+        for i in range(spec.layers) if "{i}" in native else (0,):
+            key = native.format(i=i)
+            if key in state:  # the first layer has no norm before its attention
+                weight = state[key].flatten(1) if "output_projection" in key else state[key]
+                store.add_tensor(
+                    external.format(i=i),
+                    weight,
+                    keep_float32="norm" in key,
+                    is_vocab_table=key == "embed.tokens.weight",
+                )
+    for i in range(spec.layers):
+        prefix = f"blocks.{i}."
+        rows = [_projection_rows(spec, state, f"{prefix}attention.", projection)[0] for projection in "qkv"]
+        store.add_tensor(f"blk.{i}.attn_qkv.weight", torch.cat(rows))
+        up = [state[f"{prefix}mlp.{part}.weight"] for part in ("gate", "up")]
+        store.add_tensor(f"blk.{i}.ffn_up.weight", torch.cat(up))
+    note = "older releases of llama.cpp compute GELU with tanh, in 16 bits: hidden states differ in the third digit"
+    return [*prune_notes(spec), *pooling_notes, *([note] if spec.activation == "geglu" else [])]
+
+
+def _write_windows(store: GgufFile, layers: list[tuple[int | None, Rotary | None]]) -> None:
+    """Write the window of ModernBERT, the layers that have it, and the theta of both kinds of layers."""
+    has_window = [window is not None for window, _ in layers]
+    theta = {window is not None: rotary.theta for window, rotary in layers if rotary is not None}
+    store.writer.add_rope_scaling_type(store.package.RopeScalingType.NONE)
+    store.writer.add_rope_freq_base(theta.get(False, theta.get(True)))
+    window = next((window for window, _ in layers if window is not None), None)
+    if window is None:
+        return
+    store.writer.add_rope_freq_base_swa(theta[True])
+    store.writer.add_sliding_window(2 * (window - 1))  # keys on both sides
+    periods = range(1, len(layers) + 1)
+    patterns = [period for period in periods if has_window == [layer % period != 0 for layer in range(len(layers))]]
+    store.writer.add_sliding_window_pattern(patterns[0] if patterns else has_window)
 
 
 def _write_sizes(store: GgufFile, spec: ModelSpec) -> None:

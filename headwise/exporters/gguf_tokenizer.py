@@ -34,8 +34,10 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
     if kind == "WordPiece":
         fields["bos_token_id"] = tokenizer.special["cls"]  # llama.cpp reads [CLS] from this field
     else:
-        for added_ids, role in ((prefix, "bos"), (suffix, "eos")):
-            if added_ids not in ((), (tokenizer.special.get(role),)):
+        for added_ids, role, encoder_role in ((prefix, "bos", "cls"), (suffix, "eos", "sep")):
+            if tokenizer.special.get(role) is None and added_ids == (tokenizer.special.get(encoder_role),):
+                fields[f"{role}_token_id"] = added_ids[0]  # ModernBERT adds [CLS] and [SEP]
+            elif added_ids not in ((), (tokenizer.special.get(role),)):
                 raise UnsupportedModelError(
                     f"tokenizer: it adds the token ids {added_ids} to each text, but GGUF can only add {role.upper()}. "
                     f"{EXPORT_WITHOUT_TOKENIZER}."

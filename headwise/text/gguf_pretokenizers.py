@@ -68,7 +68,9 @@ class PreTokenizer:
 
 _PRE_TOKENIZER_FAMILIES: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4": PreTokenizer((_GPT2,)),
+    "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4 modern-bert": PreTokenizer(
+        (_GPT2,)
+    ),
     "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": PreTokenizer((r"\p{N}", _GPT2)),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": PreTokenizer(
@@ -125,7 +127,6 @@ UNSUPPORTED = frozenset(
         "jina-v2-code",
         "jina-v5-nano",
         "roberta-bpe",
-        "modern-bert",
     ]
 )
 

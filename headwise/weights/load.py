@@ -46,13 +46,21 @@ from headwise.weights.families.gguf_decoders import (
     decoder_spec_from_gguf,
     gguf_mappings,
 )
-from headwise.weights.families.gguf_gpt2_bert import bert_spec_from_gguf, gpt2_spec_from_gguf
+from headwise.weights.families.gguf_gpt2_bert import (
+    bert_spec_from_gguf,
+    gpt2_spec_from_gguf,
+    modern_bert_spec_from_gguf,
+)
 from headwise.weights.families.llama_meta_and_gguf import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import MappedTensor, TensorMapping, check_names_and_shapes, expand_mappings, find_prefix
 from headwise.weights.save import PLANS_FILE, shared_tensor_name, write_metadata
 
 T = TypeVar("T", bound=Transformer)
-LEARNED_POSITIONS = {"gpt2": gpt2_spec_from_gguf, "bert": bert_spec_from_gguf}  # architectures of GGUF files
+LAYER_NORM_FORMATS = {  # architectures of GGUF files
+    "gpt2": gpt2_spec_from_gguf,
+    "bert": bert_spec_from_gguf,
+    "modern-bert": modern_bert_spec_from_gguf,
+}
 
 
 @dataclass(frozen=True)
@@ -395,13 +403,14 @@ def _open_gguf(file: Path) -> PretrainedCheckpoint:
     fields = reader.fields()
     name = fields.get("general.architecture")
     is_decoder = name in DECODER_FORMATS
-    family = family_of(DECODER_FORMATS[name].model_type if is_decoder else name, _experts_in_gguf(fields))
+    model_type = DECODER_FORMATS[name].model_type if is_decoder else "modernbert" if name == "modern-bert" else name
+    family = family_of(model_type, _experts_in_gguf(fields))
     if not is_decoder and "gguf" not in family.other_mappings:
         raise UnsupportedModelError(
             f"{file}: contains a {family.name} model, but GGUF files are read only for llama, qwen2, "
-            f"{', '.join((*DECODER_FORMATS, *LEARNED_POSITIONS))}. Use the model in Hugging Face's format."
+            f"{', '.join((*DECODER_FORMATS, *LAYER_NORM_FORMATS))}. Use the model in Hugging Face's format."
         )
-    to_spec = decoder_spec_from_gguf if is_decoder else LEARNED_POSITIONS.get(str(name), spec_from_gguf)
+    to_spec = decoder_spec_from_gguf if is_decoder else LAYER_NORM_FORMATS.get(str(name), spec_from_gguf)
     mappings = gguf_mappings(name) if is_decoder else family.other_mappings["gguf"]
     spec = _parse_spec(partial(to_spec, reader=reader), fields, file)
     tokenizer = partial(tokenizer_from_gguf, fields) if "tokenizer.ggml.model" in fields else None

@@ -10,7 +10,7 @@ import torch
 import headwise as hw
 from headwise.errors import UnsupportedModelError
 from headwise.exporters.engine_parity import EncoderParityReport
-from headwise.exporters.gguf_export import BERT, GPT2, LLAMA
+from headwise.exporters.gguf_export import BERT, GPT2, LLAMA, MODERN_BERT
 from headwise.exporters.llama_cpp import embeddings, is_available, tokenize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
@@ -234,7 +234,7 @@ def test_export_gguf_unsupported_layer_norm_spec_raises(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("architecture", [LLAMA, GPT2, BERT], ids=lambda architecture: architecture.name)
+@pytest.mark.parametrize("architecture", [LLAMA, GPT2, BERT, MODERN_BERT], ids=lambda architecture: architecture.name)
 def test_gguf_compat_covers_every_spec_field(architecture) -> None:
     """A new field raises an error until it is listed for each architecture."""
     assert {field.name for field in fields(ModelSpec)} == set(architecture.model_fields)

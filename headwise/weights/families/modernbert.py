@@ -26,6 +26,7 @@ from headwise.weights.families.family import (
     setting_or_default,
     translate_setting,
 )
+from headwise.weights.families.gguf_gpt2_bert import MODERN_BERT_MAPPINGS
 from headwise.weights.keymap import TensorMapping
 
 KINDS = ("full_attention", "sliding_attention")
@@ -205,10 +206,15 @@ FAMILY = ModelFamilySpec(
     spec_from_config=spec_from_config,
     config_from_spec=config_from_spec,
     mappings=MAPPINGS,
+    other_mappings={"gguf": MODERN_BERT_MAPPINGS},
     storage="qkv",
     adjust=adjust_to_tensors,
     prefixes=("model.", ""),
     export_prefix=lambda spec: "model." if spec.output == "mlm" else "",
-    ignored_suffixes=("decoder.weight",),
+    ignored_suffixes=(
+        "decoder.weight",
+        "cls.weight",
+        "cls.norm.weight",
+    ),  # cls: masked-LM output in GGUF, without its bias
     architectures=("ModernBertForMaskedLM", "ModernBertModel"),
 )
