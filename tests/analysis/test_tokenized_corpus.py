@@ -1,5 +1,6 @@
 """Tokenized corpus: tokenized once, equal in every pass, in constant memory."""
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -221,10 +222,14 @@ def test_tokenized_corpus_too_long_for_context_raises() -> None:
 # Memory.
 
 
+# With fixed thresholds glibc returns freed buffers at once. Its default thresholds change during a run, and so does the peak.
+FIXED_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+
+
 def profile_in_subprocess(*arguments: str, timeout: int) -> tuple[int, float]:
     """Return the tokens read and the memory increase in MB, in a separate process with a memory limit."""
-    command = [sys.executable, "-m", "tests.analysis.stream_script", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout)
+    command, environment = [sys.executable, "-m", "tests.analysis.stream_script", *arguments], os.environ | FIXED_MALLOC
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     tokens, megabytes = done.stdout.split(" tokens: ")
     return int(tokens), float(megabytes.split()[0])
