@@ -230,12 +230,13 @@ def distance_shares(encoder: Encoder, inputs: Inputs) -> tuple[np.ndarray, np.nd
         part = slice(start, start + CALL_SIZE)
         with torch.inference_mode(), hw.record(encoder.model) as recording:
             encoder.compute_logits(*(x[part] for x in inputs.call))
-        ordinary = inputs.ordinary[part].double()
-        columns = torch.arange(ordinary.shape[1])
-        distance = (columns[:, None] - columns).abs()
         layers: dict[int, list[Tensor]] = {}
         for head in encoder.model.heads:
-            weights = recording[str(head.address)].map().double() * ordinary[:, None] * ordinary[..., None]
+            weights = recording[str(head.address)].map().double()
+            ordinary = inputs.ordinary[part, : weights.shape[-1]].double()  # torch leaves out columns of padding
+            columns = torch.arange(weights.shape[-1])
+            distance = (columns[:, None] - columns).abs()
+            weights = weights * ordinary[:, None] * ordinary[..., None]
             near_share, far_share = ((weights * keep).sum((1, 2)) / weights.sum((1, 2))
                 for keep in ((distance > 0) & (distance <= NEAR), distance >= FAR))  # fmt: skip
             layers.setdefault(head.address.layer, []).append(torch.stack((near_share, far_share)))
