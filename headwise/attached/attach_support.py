@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,10 +78,17 @@ def check_supported(model: Any) -> None:
     _check_transformers_version(transformers.__version__)
     name = type(model).__name__
     if not isinstance(model, transformers.PreTrainedModel):
-        raise ArgumentError(
-            f"model: must be a transformers model or a torch module. Got {name}. Headwise's own models have .heads without "
-            f"attaching."
-        )
+        advice = "Headwise's own models have .heads without attaching."
+        if isinstance(model, str | Path):
+            name, advice = repr(str(model)), "Use hw.load(folder), or from_pretrained of transformers first."
+        elif isinstance(model, type):
+            name, advice = (
+                f"the class {model.__name__}",
+                f"Make a model first, with {model.__name__}.from_pretrained(…).",
+            )
+        elif hasattr(model, "attention_layers"):
+            advice = "It is attached already and has .heads."
+        raise ArgumentError(f"model: must be a transformers model or a torch module. Got {name}. {advice}")
     for path, module in model.named_modules():
         if layer_of(module) is not None:
             raise ArgumentError(

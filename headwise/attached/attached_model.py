@@ -37,7 +37,12 @@ from headwise.attached.layer import AttachedLayer
 from headwise.attached.layer_probe import check_reconstruction, probe_layers
 from headwise.attached.offload import check_in_memory, copy_to_memory, is_offloaded
 from headwise.attached.prune_in_place import add_to_output_biases, prune_and_verify
-from headwise.attached.quantize_in_place import dequantize_in_place, linear_layers, quantize_in_place
+from headwise.attached.quantize_in_place import (
+    blocks_with_mlps,
+    dequantize_in_place,
+    linear_layers,
+    quantize_in_place,
+)
 from headwise.attached.residual_stream import find_residual_stream
 from headwise.attached.resumable_forward import make_resumable_forward, why_not_resumable
 from headwise.attached.save_load import (
@@ -366,7 +371,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         check_in_memory(self.model)
         if any(layer.hook_point.is_active for layer in self._layers):
             raise HeadwiseError("a context that records or edits heads is open. Close it before quantizing.")
-        restore = quantize_in_place(self.model, self._layers, self._blocks(), spec)
+        restore = quantize_in_place(self.model, self._layers, blocks_with_mlps(self.model, self._layers), spec)
         patch_save_pretrained(self.model)
         self._forget_derived()
 
@@ -381,9 +386,10 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         names = {id(module): name for name, module in self.model.named_modules()}
         attention = [module for layer in self._layers for module in (layer.module, layer.info.output_module)]
         vocabulary = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        mlps = linear_layers(self._layers, blocks_with_mlps(self.model, self._layers))
         return {
             "heads": tuple(names[id(module)] for module in attention if module is not None),
-            "MLPs": tuple(names[id(module)] for module in linear_layers(self._layers, self._blocks())),
+            "MLPs": tuple(names[id(module)] for module in mlps),
             "vocabulary": tuple(names[id(module)] for module in vocabulary if module is not None),
         }
 

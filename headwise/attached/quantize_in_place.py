@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headwise.attached.discover import is_conv1d
 from headwise.attached.layer import AttachedLayer, check_no_adapters
 from headwise.attached.packed_weights import PackedMatrix, is_packed, pack_weight, unpack_weight
+from headwise.attached.train_mode_and_checkpointing_mixin import blocks_with_attention
 from headwise.errors import UnsupportedModelError
 from headwise.spec import ModelSpec
 from headwise.spec.weight_bits import FULL_PRECISION, LayerBits, WeightRule
@@ -188,27 +189,50 @@ def _matrix(module: Any) -> Tensor:
     return module.weight.detach().mT if is_conv1d(module) else module.weight.detach()
 
 
+def blocks_with_mlps(model: nn.Module, layers: Sequence[AttachedLayer]) -> list[nn.Module]:
+    """Return the blocks with attention, and the other blocks of the same lists (hybrid models have blocks without)."""
+    blocks = blocks_with_attention(model, layers)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    siblings = [block for module in lists if any(block in blocks for block in module) for block in module]
+    return list(dict.fromkeys([*blocks, *siblings]))
+
+
 def linear_layers(layers: Sequence[AttachedLayer], blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the linear layers of blocks that do not belong to attention, without those that choose experts."""
-    attention = {module for layer in layers for module in layer.module.modules()}
-    attention |= {layer.info.output_module for layer in layers if layer.info.output_module is not None}
+    """Return the linear layers of blocks, without those of attention, of recurrent mixers, and those that choose experts."""
+    excluded = {module for layer in layers for module in layer.module.modules()}
+    excluded |= {layer.info.output_module for layer in layers if layer.info.output_module is not None}
+    excluded |= _recurrent_modules(blocks)
     modules = [
         module
         for block in blocks
         for name, module in block.named_modules()
-        if module not in attention
+        if module not in excluded
         and (isinstance(module, nn.Linear) or is_conv1d(module))
         and name.rpartition(".")[2] not in ROUTER_NAMES
     ]
     return list(dict.fromkeys(modules))
 
 
+def _recurrent_modules(blocks: Sequence[nn.Module]) -> set[nn.Module]:
+    """Return the modules of recurrent mixers (Mamba, delta nets, short convolutions): children of a block with a Conv1d.
+
+    Their code reads weights without calling the linear layers, so packed weights would not be found.
+    """
+    mixers = [
+        child
+        for block in blocks
+        for child in block.children()
+        if any(isinstance(module, nn.Conv1d) for module in child.modules())
+    ]
+    return {module for mixer in mixers for module in mixer.modules()}
+
+
 def mlp_modules(layers: Sequence[AttachedLayer], blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the linear layers of the MLPs. Raise an error if MLPs have other weights."""
-    modules = linear_layers(layers, blocks)
+    modules, recurrent = linear_layers(layers, blocks), _recurrent_modules(blocks)
     for block in blocks:
         for name, module in block.named_modules():
-            if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+            if module not in recurrent and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
                 raise UnsupportedModelError(
                     f"mlp: {name} of type {type(module).__name__} stores the weights of several experts in one tensor, which "
                     f"cannot be quantized. Leave out 'mlp', for example weights={{'*': 4}}."

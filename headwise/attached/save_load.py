@@ -28,9 +28,8 @@ from headwise.attached.masks import MaskConverter
 from headwise.attached.offload import copy_to_memory, is_offloaded
 from headwise.attached.packed_weights import PackedMatrix, is_packed
 from headwise.attached.prune_in_place import expand_kv_groups, prune_layers
-from headwise.attached.quantize_in_place import quantization_of, quantize_in_place
+from headwise.attached.quantize_in_place import blocks_with_mlps, quantization_of, quantize_in_place
 from headwise.attached.remote_code_export import check_remote_code, uniform_config, write_remote_code
-from headwise.attached.train_mode_and_checkpointing_mixin import blocks_with_attention
 from headwise.errors import ArgumentError, FileFormatError, HeadwiseError, MissingDependencyError, UnsupportedModelError
 from headwise.spec import CachePolicy, CacheRule, LayerAddress
 from headwise.spec.migration import migrate_attached
@@ -302,7 +301,7 @@ def _quantize_from_metadata(model: Any, layers: list[AttachedLayer], metadata: d
         spec = replace(infer_spec(model, layers), weight_rules=rules, activation_bits=metadata["activation_bits"])
     except (TypeError, KeyError, ValueError) as error:
         raise FileFormatError(f"{METADATA_FILE}: invalid weight_rules ({error}). Save the model again.") from None
-    quantize_in_place(model, layers, blocks_with_attention(model, layers), spec)
+    quantize_in_place(model, layers, blocks_with_mlps(model, layers), spec)
 
 
 def _prune_metadata(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, Any]:
@@ -417,18 +416,26 @@ def _load_weights(model: Any, layers: Sequence[AttachedLayer], folder: Path) -> 
         raise FileFormatError(
             f"{folder}: the weights do not match {METADATA_FILE}: {str(error).splitlines()[-1].strip()} Save the model again."
         ) from None
-    tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
     unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # for example sinusoids, computed by the model
-    missing = [name for name in missing if name not in tied | unsaved]
-    if missing or unexpected:
-        missing_text, unexpected_text = ", ".join(missing) or "nothing", ", ".join(unexpected) or "nothing"
+    unexplained = [name for name in missing if name not in tied.keys() | unsaved]
+    if unexplained or unexpected:
+        missing_text, unexpected_text = ", ".join(unexplained) or "nothing", ", ".join(unexpected) or "nothing"
         raise FileFormatError(
             f"{folder}: the weights do not match {METADATA_FILE}. Missing: {missing_text}. Unexpected: {unexpected_text}. "
             f"Save the model again."
         )
     if not any(is_packed(module) for module in model.modules() if isinstance(module, torch.nn.Embedding)):
-        model.tie_weights()
+        # Layers that shared their weights (Zamba) differ if other heads of each were pruned.
+        for target in [name for name, source in tied.items() if _are_different(state, name, source)]:
+            del tied[target]
+        model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
     return set(state)
+
+
+def _are_different(state: Mapping[str, torch.Tensor], first: str, second: str) -> bool:
+    """Return whether two stored tensors have different values."""
+    return first in state and second in state and not torch.equal(state[first], state[second])
 
 
 def _floats(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

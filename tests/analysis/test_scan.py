@@ -229,6 +229,12 @@ def test_scan_steps_complete_the_result_in_order() -> None:
     [
         ({"text": "  "}, "at least one word"),
         ({"text": []}, "at least one token"),
+        ({"text": [TEXT, TEXT]}, "Pass one text at a time"),
+        ({"text": [[1, 2], [3]]}, "Pass one text at a time"),
+        ({"text": [1.5, 2.0]}, "as token ids"),
+        ({"text": None}, "as token ids. Got None"),
+        ({"text": [1, 10**6]}, "token ids must be from 0 to"),
+        ({"text": [1, -1]}, "token ids must be from 0 to"),
         ({"text": TEXT, "position": 99}, "position: out of range"),
         ({"text": TEXT, "answer": 10**6}, "answer: must be a token id"),
         ({"text": TEXT, "max_heads": -1}, "max_heads"),

@@ -306,6 +306,8 @@ def test_attach_rejects_what_has_no_attention_and_arguments_that_do_not_fit() ->
         hw.attach(randomize(ViT()), object())
     with pytest.raises(HeadwiseError, match=r"must be a transformers model or a torch module"):
         hw.attach("model")
+    with pytest.raises(HeadwiseError, match="Make a model first"):
+        hw.attach(ViT)
     model = randomize(ViT())
     attached = hw.attach(model)
     with pytest.raises(HeadwiseError, match="already attached"):

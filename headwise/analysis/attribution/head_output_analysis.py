@@ -59,6 +59,13 @@ def copying_scores(model: ModelProtocol, heads: HeadPattern = "*") -> dict[str, 
     """
     scores = {}
     for head in model.heads.select(select_heads(heads, model.spec.head_addresses)):
+        read_width, written_width = head.W_V.shape[0], head.W_O.shape[1]
+        if read_width != written_width:  # Zamba reads two vectors per token, and cross-attention may read another width
+            raise UnsupportedModelError(
+                f"model: the eigenvalues of W_V W_O of {head.address} are not defined, because its values are made from "
+                f"vectors of width {read_width} and its output has width {written_width}. Ablate the head instead, for "
+                f"example with hw.importance(model, corpus, heads='{head.address}')."
+            )
         values = Circuit(to_float64(head.W_V.detach()), to_float64(head.W_O.detach())).eigenvalues()  # (e,), complex
         size = values.abs().sum()
         scores[str(head.address)] = float(values.real.sum() / size) if size > 0 else float("nan")

@@ -281,15 +281,35 @@ def check_attributable(model: ModelProtocol) -> None:
 
 def as_ids(model: ModelProtocol, text: str | Sequence[int] | Tensor) -> Tensor:
     """Return the token ids of one text as a tensor (1, T)."""
-    if isinstance(text, str):
-        text = tokenizer_of(model).encode(text)
-    ids = torch.as_tensor(text, device=model.device)
+    ids = tokenizer_of(model).encode(text) if isinstance(text, str) else text
+    try:
+        ids = torch.as_tensor(ids, device=model.device)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # for example, a list of texts
+        raise _one_text_error(f"Got {_shorten(text)}") from None
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise _one_text_error(f"Got values of type {ids.dtype}")
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
+        raise _one_text_error(f"Got token ids of shape {tuple(ids.shape)}")
+    smallest, largest = int(ids.min()), int(ids.max())
+    if smallest < 0 or largest >= model.spec.vocab:
         raise ArgumentError(
-            f"text: must be one text with at least one token. Got token ids of shape {tuple(ids.shape)}."
+            f"text: token ids must be from 0 to {model.spec.vocab - 1}. Got {smallest if smallest < 0 else largest}. Use the "
+            f"tokenizer of the model."
         )
     return ids
+
+
+def _one_text_error(received: str) -> ArgumentError:
+    return ArgumentError(
+        f"text: must be one text with at least one token, as a string or as token ids. {received}. Pass one text at a time."
+    )
+
+
+def _shorten(value: object) -> str:
+    """Return the representation of a value, at most 60 characters of it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def token_id(model: ModelProtocol, token: str | int, name: str) -> int:
