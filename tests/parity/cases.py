@@ -143,6 +143,11 @@ def scaled_rope(kind: str, **extra: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, **extra}}
 
 
+YARN_MSCALE = {  # cosines and sines are scaled by 0.98, and scores by 1.25
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0,
+    "mscale": 0.7, "mscale_all_dim": 0.85,
+}  # fmt: skip
+
 CASES = (
     gpt2("gpt2, tied"),
     gpt2("gpt2, untied", tie_word_embeddings=False),
@@ -205,6 +210,12 @@ CASES = (
     deepseek("deepseek-v2, query rank, biases", q_lora_rank=7, attention_bias=True, mlp_bias=True),
     deepseek("deepseek-v2, wide values, eps", v_head_dim=13, rms_norm_eps=1e-2, kv_lora_rank=4),
     deepseek("deepseek-v2, linear rope, tied", tie_word_embeddings=True, **scaled_rope("linear")),
+    deepseek("deepseek-v2, yarn", slow=False, rope_parameters=YARN_MSCALE),
+    deepseek("deepseek-v2, yarn, equal mscale, query rank", q_lora_rank=7, rope_parameters=YARN_MSCALE | {
+        "mscale": 0.7, "mscale_all_dim": 0.7}),
+    deepseek("deepseek-v2, yarn without mscale", rope_scaling={
+        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}),
+    deepseek("deepseek-v2, linear rope, mscale", **scaled_rope("linear", mscale_all_dim=1.5)),
     deepseek("deepseek-v2, no output head", "DeepseekV2Model", "last_hidden_state"),
     llama("llama, yarn", slow=True, **scaled_rope("yarn", original_max_position_embeddings=16, beta_fast=4.0)),
     llama("llama, dynamic rope", slow=True, max_position_embeddings=16, **scaled_rope("dynamic")),

@@ -1,6 +1,8 @@
 """DeepSeek-V2: generation, errors, and mixture-of-experts checkpoints, which are attached."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,50 @@ from headwise.errors import HeadwiseError
 from headwise.weights import open_checkpoint
 from tests.parity.cases import CASES, LAYERS, VOCAB, deepseek
 
-CASE = next(case for case in CASES if case.name == "deepseek-v2, direct queries")
+BY_NAME = {case.name: case for case in CASES}
+CASE = BY_NAME["deepseek-v2, direct queries"]
 
 
-def test_deepseek_generate_with_cache_equals_transformers(tmp_path: Path) -> None:
-    model: Any = hw.load(CASE.save(tmp_path))
+def test_deepseek_yarn_step_by_step_equals_transformers(tmp_path: Path) -> None:
+    """Keys in the cache are rotated with positions far beyond the original context."""
+    case = BY_NAME["deepseek-v2, yarn, equal mscale, query rank"]
+    model: Any = hw.load(case.save(tmp_path))
+    ids = torch.randint(VOCAB, (2, 40), generator=torch.Generator().manual_seed(3))
+    cache = model.cache()
+    with torch.no_grad():
+        want = case.oracle(tmp_path)(ids).logits
+        steps = [model(part, cache=cache) for part in ids.split([13, *[1] * 27], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2, yarn", "deepseek-v2, linear rope, mscale"])
+def test_deepseek_scores_scaled_by_yarn_equal_closed_form(name: str, tmp_path: Path) -> None:
+    """The scores are scaled by (1 + 0.1 · mscale_all_dim · ln factor)² / √d, cosines by the ratio of both mscales."""
+    case = BY_NAME[name]
+    attention = open_checkpoint(case.save(tmp_path)).spec.attention
+    rope = case.config["rope_parameters"]
+    scaled = 1 + 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"])
+    assert attention.scale == pytest.approx(scaled**2 / 10**0.5)
+    assert attention.rotary is not None
+    assert attention.rotary.scaling is not None
+    ratio = (1 + 0.1 * rope["mscale"] * math.log(rope["factor"])) / scaled if "mscale" in rope else 1.0
+    assert attention.rotary.scaling.cos_sin_factor == pytest.approx(ratio)
+
+
+def test_export_deepseek_with_scale_that_no_mscale_gives_raises(tmp_path: Path) -> None:
+    model: Any = hw.load(CASE.save(tmp_path / "theirs"))
+    model = hw.Transformer(replace(model.spec, attention=replace(model.spec.attention, scale=0.5)))
+    with pytest.raises(HeadwiseError, match="a custom attention scale"):
+        hw.export(model, tmp_path / "out", family="deepseek-v2")
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2, direct queries", "deepseek-v2, yarn"])
+def test_deepseek_generate_with_cache_equals_transformers(name: str, tmp_path: Path) -> None:
+    """The original context of YaRN is 8 tokens, so texts become longer than it."""
+    case = BY_NAME[name]
+    model: Any = hw.load(case.save(tmp_path))
     ids = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(3))
-    want = CASE.oracle(tmp_path).generate(
+    want = case.oracle(tmp_path).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, eos_token_id=None
     )
     assert model.generate(ids, 9, stop=[]).tolist() == want.tolist()

@@ -196,10 +196,11 @@ def read_rotary(config: Config, settings: Mapping[str, Any], defaults: DecoderSe
             f"partial_rotary_factor {share} is not supported: in this model family all channels of a head are rotated. "
             f"Remove it."
         )
-    return Rotary(theta, dims=None if dims == head_dim else dims, scaling=_read_scaling(config, settings, context))
+    return Rotary(theta, dims=None if dims == head_dim else dims, scaling=read_scaling(config, settings, context))
 
 
-def _read_scaling(config: Config, settings: Mapping[str, Any], context: int) -> RotaryScaling | None:
+def read_scaling(config: Config, settings: Mapping[str, Any], context: int) -> RotaryScaling | None:
+    """Convert the settings of a rotary scaling. `context` is the context length of the model."""
     kind = setting_or_default(settings, "rope_type", default=settings.get("type", "default"))
     kind = "longrope" if kind == "su" else kind
     if kind not in SCALINGS:
@@ -231,7 +232,7 @@ def _read_scaling(config: Config, settings: Mapping[str, Any], context: int) -> 
         )
     mscale, mscale_all = settings.get("mscale"), settings.get("mscale_all_dim")
     if attention_factor is None and mscale and mscale_all:
-        attention_factor = _yarn_factor(factor, mscale) / _yarn_factor(factor, mscale_all)
+        attention_factor = yarn_factor(factor, mscale) / yarn_factor(factor, mscale_all)
     return RotaryScaling(
         "yarn",
         factor,
@@ -243,7 +244,7 @@ def _read_scaling(config: Config, settings: Mapping[str, Any], context: int) -> 
     )
 
 
-def _yarn_factor(factor: float, mscale: float) -> float:
+def yarn_factor(factor: float, mscale: float) -> float:
     """Return YaRN's factor of cosines and sines, whose logarithmic part some models weight by `mscale`."""
     scaling = RotaryScaling("yarn", factor)
     return 1.0 + mscale * (scaling.cos_sin_factor - 1.0)

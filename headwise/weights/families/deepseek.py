@@ -1,5 +1,8 @@
 """DeepSeek-V2 with dense MLPs: multi-head latent attention, RMS norms, SwiGLU (https://arxiv.org/abs/2405.04434).
 
+YaRN scales cosines and sines by a factor m(mscale) / m(mscale_all_dim), and all scores by m(mscale_all_dim)², with
+m(x) = 1 + 0.1 · x · ln(factor). In the spec, these are `attention_factor` of the rotary scaling and `scale` of the layer.
+
 Released models have mixture-of-experts MLPs in all layers but the first. `hw.load` attaches these.
 """
 
@@ -8,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.errors import UnsupportedModelError
-from headwise.spec import AttentionSpec, Latent, ModelSpec, Rotary, RotaryScaling
+from headwise.spec import AttentionSpec, Latent, ModelSpec, Rotary
+from headwise.weights.families.decoder_config import read_scaling, rope_parameters, yarn_factor
 from headwise.weights.families.family import (
     Config,
     ModelFamilySpec,
@@ -45,7 +49,7 @@ def spec_from_config(config: Config) -> ModelSpec:
     translate_setting(setting_or_default(config, "hidden_act", default="silu"), {"silu": "swiglu"}, "activation")
     rotary_dims = positive_int_setting(config, "qk_rope_head_dim", default=64)
     head_dim = positive_int_setting(config, "qk_nope_head_dim", default=128) + rotary_dims
-    rotary = _rotary(config, rotary_dims)
+    rotary, scale = _rotary_and_scale(config, rotary_dims, head_dim)
     biased = bool_setting(config, "attention_bias", default=False)
     return ModelSpec(
         vocab=required_setting(config, "vocab_size"),
@@ -58,6 +62,7 @@ def spec_from_config(config: Config) -> ModelSpec:
             value_dim=positive_int_setting(config, "v_head_dim", default=128),
             bias=biased,
             out_bias=biased,
+            scale=scale,
             rotary=rotary,
             latent=Latent(
                 positive_int_setting(config, "kv_lora_rank", default=512),
@@ -76,17 +81,37 @@ def spec_from_config(config: Config) -> ModelSpec:
     )
 
 
-def _rotary(config: Config, rotary_dims: int) -> Rotary:
-    """Read rope_parameters (transformers 5), or rope_scaling and rope_theta (4)."""
+def _rotary_and_scale(config: Config, rotary_dims: int, head_dim: int) -> tuple[Rotary, float | None]:
+    """Read rope_parameters (transformers 5), or rope_scaling and rope_theta (4), and the factor of the scores."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise UnsupportedModelError(f"rope_parameters must be a mapping. Got {rope!r}.")
     theta = setting_or_default(rope, "rope_theta", default=setting_or_default(config, "rope_theta", default=10000.0))
     kind = setting_or_default(rope, "rope_type", default=rope.get("type", "default"))
-    if not isinstance(rope, Mapping) or kind not in ("default", "linear"):
+    if kind not in ("default", "linear", "yarn"):
         raise UnsupportedModelError(
-            f"rotary scaling {kind!r} is not supported for DeepSeek-V2. Supported: default, linear."
+            f"rotary scaling {kind!r} is not supported for DeepSeek-V2. Supported: default, linear, yarn."
         )
-    scaling = RotaryScaling("linear", required_setting(rope, "factor")) if kind == "linear" else None
-    return Rotary(theta=theta, layout="interleaved", dims=rotary_dims, scaling=scaling)
+    context = positive_int_setting(config, "max_position_embeddings", default=2048)
+    scaling, mscale = read_scaling(config, rope, context), rope.get("mscale_all_dim")
+    rotary = Rotary(theta=theta, layout="interleaved", dims=rotary_dims, scaling=scaling)
+    return rotary, scale_from_mscale(head_dim, scaling.factor, mscale) if scaling is not None and mscale else None
+
+
+def scale_from_mscale(head_dim: int, factor: float, mscale: float) -> float | None:
+    """Return the factor of the scores for `mscale_all_dim`. None if it is the usual 1/√head_dim."""
+    return head_dim**-0.5 * yarn_factor(factor, mscale) ** 2 if factor > 1 and mscale else None
+
+
+def mscale_from_scale(attention: AttentionSpec) -> float | None:
+    """Return `mscale_all_dim` of a layer; None if no value gives the factor of its scores."""
+    scale, rotary = attention.scale, attention.rotary
+    ratio = 1.0 if scale is None else scale * attention.head_dim**0.5
+    if abs(ratio - 1) < 1e-9:
+        return 0.0
+    if rotary is None or rotary.scaling is None or rotary.scaling.factor <= 1 or ratio <= 0:
+        return None
+    return round((ratio**0.5 - 1) / (yarn_factor(rotary.scaling.factor, 1.0) - 1), 9)
 
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
@@ -103,7 +128,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
             "an MLP other than SwiGLU": spec.activation != "swiglu",
             "absolute positions": spec.positions != "none",
             "windows": bool(spec.windows) or attention.window is not None,
-            "a custom attention scale": attention.scale is not None,
+            "a custom attention scale": mscale_from_scale(attention) is None,
             "a learned sink or off-by-one softmax": attention.softmax != "plain",
             "soft-capped scores": attention.softcap is not None,
             **gates_and_norms(spec),
@@ -119,13 +144,11 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     )
     assert latent is not None
     assert rotary is not None
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.theta}
-    if rotary.scaling is not None:
-        if rotary.scaling.kind != "linear":
-            raise UnsupportedModelError(
-                f"the DeepSeek-V2 format is not written with {rotary.scaling.kind} rotary scaling."
-            )
-        rope |= {"rope_type": "linear", "factor": rotary.scaling.factor}
+    if rotary.scaling is not None and rotary.scaling.kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(f"the DeepSeek-V2 format is not written with {rotary.scaling.kind} rotary scaling.")
+    rope = rope_parameters(rotary, latent.rotary_dims)
+    if mscale := mscale_from_scale(attention):
+        rope["mscale_all_dim"] = mscale
     return {
         "model_type": "deepseek_v2",
         "architectures": ["DeepseekV2Model" if spec.output == "none" else "DeepseekV2ForCausalLM"],
@@ -158,7 +181,8 @@ def adjust_to_tensors(spec: ModelSpec, names: set[str], config: Config) -> Model
     return replace(spec, output="none") if is_body else spec
 
 
-def _has_query_rank(spec: ModelSpec) -> bool:
+def has_query_rank(spec: ModelSpec) -> bool:
+    """Return whether queries are computed from a latent."""
     return spec.attention.latent is not None and spec.attention.latent.query_rank > 0
 
 
@@ -170,15 +194,15 @@ _ATTENTION = "self_attn"
 MAPPINGS = (
     TensorMapping("embed_tokens.weight", "embed.tokens.weight"),
     _mapping("input_layernorm.weight", "norm_attention.weight"),
-    _mapping(f"{_ATTENTION}.q_proj.weight", "attention.qkv.q_weight", lambda spec: not _has_query_rank(spec)),
-    _mapping(f"{_ATTENTION}.q_b_proj.weight", "attention.qkv.q_weight", _has_query_rank),
-    _mapping(f"{_ATTENTION}.q_a_proj.weight", "attention.qkv.q_down_weight", _has_query_rank),
+    _mapping(f"{_ATTENTION}.q_proj.weight", "attention.qkv.q_weight", lambda spec: not has_query_rank(spec)),
+    _mapping(f"{_ATTENTION}.q_b_proj.weight", "attention.qkv.q_weight", has_query_rank),
+    _mapping(f"{_ATTENTION}.q_a_proj.weight", "attention.qkv.q_down_weight", has_query_rank),
     _mapping(
         f"{_ATTENTION}.q_a_proj.bias",
         "attention.qkv.q_down_bias",
-        lambda spec: _has_query_rank(spec) and spec.attention.bias,
+        lambda spec: has_query_rank(spec) and spec.attention.bias,
     ),
-    _mapping(f"{_ATTENTION}.q_a_layernorm.weight", "attention.qkv.q_norm_weight", _has_query_rank),
+    _mapping(f"{_ATTENTION}.q_a_layernorm.weight", "attention.qkv.q_norm_weight", has_query_rank),
     _mapping(f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "attention.qkv.kv_down_weight"),
     _mapping(f"{_ATTENTION}.kv_a_proj_with_mqa.bias", "attention.qkv.kv_down_bias", lambda spec: spec.attention.bias),
     _mapping(f"{_ATTENTION}.kv_a_layernorm.weight", "attention.qkv.kv_norm_weight"),
