@@ -22,9 +22,11 @@ NOTE_GELU = "llama.cpp computes GELU in 16 bits: log-probabilities differ in the
 
 
 def nearest_decoder(spec: ModelSpec) -> str:
-    """Return the architecture that is nearest to a decoder with RMS norms: "llama" or one of DECODER_FORMATS."""
+    """Return the architecture that is nearest to a decoder with RMS norms."""
     attention, rotary = spec.attention, spec.attention.rotary
     norm = attention.qk_norm
+    if attention.latent is not None:
+        return "deepseek2"
     if norm is not None:
         return "olmo2" if norm.over == "width" else "gemma3" if norm.kind == "rms_plus_one" else "qwen3"
     if spec.norm_placement == "sandwich":
@@ -89,6 +91,9 @@ def _rotary_problems(
         "mistral3": ("yarn", "linear"),
     }
     kinds = {value.scaling.kind for value in rotaries if value is not None and value.scaling is not None}
+    not_truncated = any(
+        value is not None and value.scaling is not None and not value.scaling.truncate for value in rotaries
+    )
     is_full = rotary is None or rotary.dims in (None, attention.head_dim)
     expected_nope = [(layer + 1) % 4 == 0 for layer in range(len(rotaries))]
     by_kind = {
@@ -100,6 +105,7 @@ def _rotary_problems(
     can_mix = name == "gemma3" or (name == "olmo2" and len(theta) == 1)
     problem = f"its rotary scaling is {', '.join(sorted(kinds))}" if kinds else "no scaling"
     return {
+        "YaRN with truncate=False": not_truncated,
         "its attention window is shorter than its context": has_windows and name not in ("gemma2", "gemma3", "olmo2"),
         problem: bool(kinds - set(scalings.get(name, ("linear",)))),
         "rotary positions apply to only part of a head's channels": not is_full and name != "phi3",

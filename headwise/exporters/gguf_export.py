@@ -1,4 +1,4 @@
-"""Export to GGUF for stock llama.cpp: full and pruned Llama models, Qwen3, Gemma, OLMo, Phi-3, SmolLM3, GPT-2 and BERTs.
+"""Export to GGUF for stock llama.cpp: full and pruned Llama models, other decoders, BERTs, T5 and DeepSeek-V2.
 
 Each architecture lists, for every field of our specs, the value it requires or `ANY_VALUE`. A field that is not listed must
 be None, so a new field is never ignored by mistake.
@@ -10,6 +10,8 @@ from typing import Any
 
 from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
 from headwise.exporters.gguf_decoders import decoder_problems, nearest_decoder, write_decoder
+from headwise.exporters.gguf_deepseek import deepseek_problems, write_deepseek
+from headwise.exporters.gguf_t5 import t5_problems, write_t5
 from headwise.exporters.gguf_tensors import (
     GGUF_TYPES,
     QUANT_BLOCK,
@@ -105,6 +107,27 @@ MODERN_BERT = GgufArchitecture(
     },
     {**ATTENTION_FIELDS, "rotary": ANY_VALUE, "bias": False, "out_bias": False},
 )  # fmt: skip
+T5_ENCODER = GgufArchitecture(
+    "t5encoder",
+    {
+        **MODEL_FIELDS, "kind": "encoder", "norm_placement": "pre", "norm": "rms", "activation": ANY_VALUE,
+        "mlp_bias": False, "positions": "none",
+        "embed_norm": False, "token_types": 0, "pooler": False, "output": "none",
+    },
+    {
+        **ATTENTION_FIELDS, "rotary": None, "t5_buckets": ANY_VALUE, "t5_bidirectional": ANY_VALUE, "window": None,
+        "bias": False, "out_bias": False,
+    },
+)  # fmt: skip
+T5 = GgufArchitecture(
+    "t5",
+    {
+        **T5_ENCODER.model_fields, "kind": "encoder-decoder", "output": "lm", "encoder_layers": ANY_VALUE,
+        "decoder_start_id": ANY_VALUE, "logit_scale": ANY_VALUE,
+    },
+    T5_ENCODER.attention_fields,
+)  # fmt: skip
+ENCODERS = ("bert", "modern-bert", "t5encoder")  # their hidden states can be pooled
 
 
 RMS_DECODER = LLAMA.model_fields | {"mlp_bias": False, "rotaries": ANY_VALUE}
@@ -128,6 +151,7 @@ DECODERS = {
         GgufArchitecture("phi3", RMS_DECODER, PLAIN),
         GgufArchitecture("smollm3", RMS_DECODER, PLAIN),
         GgufArchitecture("mistral3", RMS_DECODER, PLAIN | {"query_scaling": ANY_VALUE}),
+        GgufArchitecture("deepseek2", LLAMA.model_fields | {"mlp_bias": False}, PLAIN | {"latent": ANY_VALUE}),
     )
 }
 
@@ -139,17 +163,24 @@ def choose_gguf_architecture(spec: ModelSpec) -> GgufArchitecture:
             "to='gguf': weights quantized per head cannot be stored in GGUF. Dequantize the model first: "
             "hw.dequantize(model)."
         )
-    is_rms_decoder = spec.kind == "decoder" and spec.norm != "layer"
-    encoder = MODERN_BERT if spec.attention.rotary is not None and spec.norm.startswith("layer") else BERT
-    nearest = DECODERS[nearest_decoder(spec)] if is_rms_decoder else encoder if spec.kind == "encoder" else GPT2
+    nearest = _nearest_architecture(spec)
     if problems := [*_field_differences(spec, nearest), *_size_problems(spec, nearest)]:
         suffix = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
-        others = "" if spec.kind == "encoder-decoder" else "to='onnx', or "
+        others, noun = ("", spec.kind) if spec.kind == "encoder-decoder" else ("to='onnx', or ", "model")
         raise UnsupportedModelError(
-            f"to='gguf': llama.cpp's {nearest.name} architecture cannot compute this model: {'; '.join(problems[:3])}"
+            f"to='gguf': llama.cpp's {nearest.name} architecture cannot compute this {noun}: {'; '.join(problems[:3])}"
             f"{suffix}. Use {others}model.save(folder)."
         )
     return nearest
+
+
+def _nearest_architecture(spec: ModelSpec) -> GgufArchitecture:
+    if spec.kind == "encoder-decoder":
+        return T5
+    if spec.kind == "encoder":
+        has_rotary_layer_norms = spec.attention.rotary is not None and spec.norm.startswith("layer")
+        return T5_ENCODER if spec.attention.t5_buckets else MODERN_BERT if has_rotary_layer_norms else BERT
+    return GPT2 if spec.norm == "layer" else DECODERS[nearest_decoder(spec)]
 
 
 def _field_differences(spec: ModelSpec, architecture: GgufArchitecture) -> list[str]:
@@ -172,6 +203,10 @@ def _field_differences(spec: ModelSpec, architecture: GgufArchitecture) -> list[
 
 def _size_problems(spec: ModelSpec, architecture: GgufArchitecture) -> list[str]:
     attention, rotary = spec.attention, spec.attention.rotary
+    if architecture in (T5, T5_ENCODER):
+        return [reason for reason, applies in t5_problems(spec).items() if applies]
+    if architecture.name == "deepseek2":
+        return [reason for reason, applies in deepseek_problems(spec).items() if applies] if attention.latent else []
     if architecture.name in DECODER_FORMATS:
         reasons = decoder_problems(spec, architecture.name)
         reasons["value_dim differs from head_dim"] = attention.value_dim != attention.head_dim
@@ -189,6 +224,9 @@ def _size_problems(spec: ModelSpec, architecture: GgufArchitecture) -> list[str]
         problems["it has no rotary positions"] = rotary is None
         kind = "none" if rotary is None or rotary.scaling is None else rotary.scaling.kind
         problems[f"its rotary scaling is {kind}"] = kind not in ("none", "linear", "llama3", "yarn")
+        problems["YaRN with truncate=False"] = (
+            rotary is not None and rotary.scaling is not None and (not rotary.scaling.truncate)
+        )
         problems["rotary positions apply to only part of a head's channels"] = (
             rotary is not None
             and rotary.dims
@@ -261,8 +299,8 @@ def write_gguf(
             f"dtype={dtype!r}: must be one of {', '.join(GGUF_TYPES)}; {suggest_names(dtype, GGUF_TYPES)}"
         )
     architecture = choose_gguf_architecture(model.spec).name
-    if pooling is not None and architecture not in ("bert", "modern-bert"):
-        raise ArgumentError(f"pooling={pooling!r}: applies only to encoders, and this model is a decoder. Remove it.")
+    if pooling is not None and architecture not in ENCODERS:
+        raise ArgumentError(f"pooling={pooling!r}: applies only to encoders. Got kind={model.spec.kind!r}. Remove it.")
     has_tokenizer = tokenizer and model.tokenizer is not None
     fields = (
         _tokenizer_fields(model)
@@ -272,15 +310,7 @@ def write_gguf(
     name = llama_architecture_name(model) if architecture == "llama" else architecture
     store = GgufFile(path, name, dtype)
     store.writer.add_name(WRITER_TAG)
-    if architecture in DECODER_FORMATS:
-        notes = write_decoder(model, store, name)
-    elif architecture == "llama":
-        notes = write_llama(model, store, name)
-    elif architecture == "gpt2":
-        notes = write_gpt2(model, store)
-    else:
-        write_encoder = write_modern_bert if architecture == "modern-bert" else write_bert
-        notes = write_encoder(model, store, pooling or "mean")
+    notes = _write_model(model, store, name, pooling or "mean")
     _write_tokenizer(store.writer, fields)
     store.close()
     notes += (
@@ -290,6 +320,20 @@ def write_gguf(
     )
     notes += [] if has_tokenizer else ["no tokenizer: texts are token ids in decimal digits"]
     return GgufResult(path, name, tuple(notes))
+
+
+def _write_model(model: Transformer, store: GgufFile, name: str, pooling: str) -> list[str]:
+    """Write sizes and tensors. Returns notes."""
+    if name in ENCODERS:
+        write_encoder = {"bert": write_bert, "modern-bert": write_modern_bert, "t5encoder": write_t5}[name]
+        return write_encoder(model, store, pooling)
+    if name in DECODER_FORMATS:
+        return write_decoder(model, store, name)
+    if name == "t5":
+        return write_t5(model, store, pooling)
+    if name == "deepseek2":
+        return write_deepseek(model, store)
+    return write_gpt2(model, store) if name == "gpt2" else write_llama(model, store, name)
 
 
 def written_by_headwise(path: Path) -> bool:

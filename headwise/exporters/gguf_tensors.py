@@ -333,7 +333,7 @@ def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
     """Write sizes and tensors of an encoder; llama.cpp pools its hidden states by `pooling`. Returns notes."""
     spec, state = model.spec, full_shape_state(model)
     _write_sizes(store, spec)
-    pooling_notes = _write_pooling(store, pooling)
+    pooling_notes = write_pooling(store, pooling)
     store.add_tensor("token_embd.weight", state["embed.tokens.weight"], is_vocab_table=True)
     token_types = state["embed.types.weight"] if spec.token_types else torch.zeros(1, spec.width, dtype=torch.float32)
     store.writer.add_token_type_count(len(token_types))
@@ -359,7 +359,7 @@ def write_bert(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
     ]
 
 
-def _write_pooling(store: GgufFile, pooling: str) -> list[str]:
+def write_pooling(store: GgufFile, pooling: str) -> list[str]:
     """Write how llama.cpp pools the hidden states of an encoder. Returns notes."""
     if pooling not in POOLING:
         raise ArgumentError(
@@ -383,7 +383,7 @@ def write_modern_bert(model: Transformer, store: GgufFile, pooling: str) -> list
     _write_windows(store, encoder_layers(spec))
     if spec.activation == "swiglu":
         store.writer.add_string("modern-bert.hidden_activation", "silu")
-    pooling_notes = _write_pooling(store, pooling)
+    pooling_notes = write_pooling(store, pooling)
     for native, external in MODERN_BERT_NAMES.items():
         for i in range(spec.layers) if "{i}" in native else (0,):
             key = native.format(i=i)
@@ -479,7 +479,7 @@ def _write_norm(store: GgufFile, gguf_name: str, state: State, name: str) -> Non
 
 def prune_notes(spec: ModelSpec) -> list[str]:
     """Return a note on pruned heads that are stored as zeros."""
-    pruned_count = spec.attention.heads * spec.layers - len(spec.head_addresses)
+    pruned_count = spec.attention.heads * len(spec.layer_addresses) - len(spec.head_addresses)
     return (
         [
             f"{pruned_count} pruned heads are stored as zeros: outputs equal those of the pruned model, but the size is "

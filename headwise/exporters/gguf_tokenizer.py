@@ -8,7 +8,13 @@ from typing import Any
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.text import Tokenizer
 from headwise.text.gguf_pretokenizers import PRE_TOKENIZERS
-from headwise.text.gguf_tokenizer import CONTROL_TYPE, GGUF_SPECIAL_NAMES, UNKNOWN_TYPE, USER_DEFINED_TYPE
+from headwise.text.gguf_tokenizer import (
+    CONTROL_TYPE,
+    GGUF_SPECIAL_NAMES,
+    PLACEHOLDER_TOKENIZER,
+    UNKNOWN_TYPE,
+    USER_DEFINED_TYPE,
+)
 
 EXPORT_WITHOUT_TOKENIZER = "Export with tokenizer=False and pass token ids"
 NORMAL_TYPE, BYTE_TYPE = 1, 6  # GGUF types of ordinary tokens and of single-byte tokens
@@ -57,7 +63,12 @@ def placeholder_tokenizer_fields(vocab: int, special: Mapping[str, int | None]) 
         for role, id in special.items()
         if id is not None and role in ("bos", "eos")
     }
-    return {"model": "rwkv", "tokens": [f" {i}" for i in range(vocab)], "token_type": [NORMAL_TYPE] * vocab, **ids}
+    return {
+        "model": PLACEHOLDER_TOKENIZER,
+        "tokens": [f" {i}" for i in range(vocab)],
+        "token_type": [NORMAL_TYPE] * vocab,
+        **ids,
+    }
 
 
 def _byte_level_fields(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) -> dict[str, Any]:

@@ -26,7 +26,10 @@ class WeightReader(ABC):
 
     Attributes:
         shapes: Shape of each tensor by name.
+        default_dtype: Dtype of the weights if the caller does not name one. None means that of the file.
     """
+
+    default_dtype: torch.dtype | None = None
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -174,6 +177,8 @@ def _read_strings(array: np.ndarray, count: int, byte_order: Literal["little", "
 
 class GGUFReader(WeightReader):
     """Reader of GGUF files, based on the `gguf` package. Quantized tensors are dequantized to float32 on request."""
+
+    default_dtype = torch.float32  # the types of the files are for storage
 
     def __init__(self, file: Path) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ from headwise.text.tokenizer import Tokenizer
 
 # Types of tokens that are matched before pre-tokenization. The first two are special tokens.
 UNKNOWN_TYPE, CONTROL_TYPE, USER_DEFINED_TYPE = 2, 3, 4
+PLACEHOLDER_TOKENIZER = "rwkv"  # of files that Headwise writes without a tokenizer: ids as decimal numbers
 
 # GGUF names of the special tokens, with its spelling.
 GGUF_SPECIAL_NAMES = {

@@ -37,7 +37,7 @@ from headwise.spec.migration import (
 )
 from headwise.spec.plan import plans_from_dicts
 from headwise.text import Tokenizer
-from headwise.text.gguf_tokenizer import tokenizer_from_gguf
+from headwise.text.gguf_tokenizer import PLACEHOLDER_TOKENIZER, tokenizer_from_gguf
 from headwise.weights.families import FAMILIES, ModelFamilySpec, family_of, missing_part
 from headwise.weights.families.family import Config
 from headwise.weights.families.gguf_decoders import (
@@ -46,21 +46,29 @@ from headwise.weights.families.gguf_decoders import (
     decoder_spec_from_gguf,
     gguf_mappings,
 )
+from headwise.weights.families.gguf_deepseek import DEEPSEEK_MAPPINGS, SplitLatentReader, deepseek_spec_from_gguf
 from headwise.weights.families.gguf_gpt2_bert import (
     bert_spec_from_gguf,
     gpt2_spec_from_gguf,
     modern_bert_spec_from_gguf,
 )
+from headwise.weights.families.gguf_t5 import T5_FORMATS, t5_gguf_mappings, t5_spec_from_gguf
 from headwise.weights.families.llama_meta_and_gguf import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import MappedTensor, TensorMapping, check_names_and_shapes, expand_mappings, find_prefix
 from headwise.weights.save import PLANS_FILE, shared_tensor_name, write_metadata
 
 T = TypeVar("T", bound=Transformer)
-LAYER_NORM_FORMATS = {  # architectures of GGUF files
+OTHER_FORMATS = {  # architectures of GGUF files, besides Llama and those of DECODER_FORMATS
     "gpt2": gpt2_spec_from_gguf,
     "bert": bert_spec_from_gguf,
     "modern-bert": modern_bert_spec_from_gguf,
+    "t5": t5_spec_from_gguf,
+    "t5encoder": t5_spec_from_gguf,
+    "deepseek2": deepseek_spec_from_gguf,
 }
+GGUF_MODEL_TYPES = {name: layout.model_type for name, layout in DECODER_FORMATS.items()} | {
+    "modern-bert": "modernbert", "t5encoder": "t5", "deepseek2": "deepseek_v2",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -235,8 +243,8 @@ def _dtype_of(state: dict[str, Tensor], quantized: set[str]) -> torch.dtype:
 
 def _default_dtype(checkpoint: PretrainedCheckpoint, stored: torch.dtype, device: torch.device | str) -> torch.dtype:
     """Return the dtype of the weights if the caller does not name one, and report it on stderr if it is a surprise."""
-    if isinstance(checkpoint.reader, GGUFReader):  # its types are for storage
-        return torch.float32
+    if checkpoint.reader.default_dtype is not None:
+        return checkpoint.reader.default_dtype
     dtype = stored_or_float32(stored, torch.device(device))
     _report_dtype(checkpoint.source, stored, dtype)
     return dtype
@@ -403,18 +411,27 @@ def _open_gguf(file: Path) -> PretrainedCheckpoint:
     fields = reader.fields()
     name = fields.get("general.architecture")
     is_decoder = name in DECODER_FORMATS
-    model_type = DECODER_FORMATS[name].model_type if is_decoder else "modernbert" if name == "modern-bert" else name
-    family = family_of(model_type, _experts_in_gguf(fields))
-    if not is_decoder and "gguf" not in family.other_mappings:
+    family = family_of(GGUF_MODEL_TYPES.get(str(name), name), _experts_in_gguf(fields))
+    if not is_decoder and name not in OTHER_FORMATS and "gguf" not in family.other_mappings:
         raise UnsupportedModelError(
             f"{file}: contains a {family.name} model, but GGUF files are read only for llama, qwen2, "
-            f"{', '.join((*DECODER_FORMATS, *LAYER_NORM_FORMATS))}. Use the model in Hugging Face's format."
+            f"{', '.join((*DECODER_FORMATS, *OTHER_FORMATS))}. Use the model in Hugging Face's format."
         )
-    to_spec = decoder_spec_from_gguf if is_decoder else LAYER_NORM_FORMATS.get(str(name), spec_from_gguf)
-    mappings = gguf_mappings(name) if is_decoder else family.other_mappings["gguf"]
+    if name == "deepseek2":
+        reader = SplitLatentReader(reader)
+    to_spec = decoder_spec_from_gguf if is_decoder else OTHER_FORMATS.get(str(name), spec_from_gguf)
     spec = _parse_spec(partial(to_spec, reader=reader), fields, file)
-    tokenizer = partial(tokenizer_from_gguf, fields) if "tokenizer.ggml.model" in fields else None
+    mappings = gguf_mappings(name) if is_decoder else _other_gguf_mappings(family, fields, reader)
+    has_tokenizer = fields.get("tokenizer.ggml.model") not in (None, PLACEHOLDER_TOKENIZER)
+    tokenizer = partial(tokenizer_from_gguf, fields) if has_tokenizer else None
     return PretrainedCheckpoint(file, spec, reader, tokenizer, family, mappings, family.storage, fuse_qkv=True)
+
+
+def _other_gguf_mappings(family: ModelFamilySpec, fields: Config, reader: WeightReader) -> Sequence[TensorMapping]:
+    """Return the tensor name map of an architecture that is not one of DECODER_FORMATS."""
+    if fields["general.architecture"] in T5_FORMATS:
+        return t5_gguf_mappings(fields, reader)
+    return DEEPSEEK_MAPPINGS if fields["general.architecture"] == "deepseek2" else family.other_mappings["gguf"]
 
 
 def _experts_in_gguf(fields: Mapping[str, Any]) -> dict[str, Any]:

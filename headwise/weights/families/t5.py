@@ -245,6 +245,7 @@ FAMILY = ModelFamilySpec(
     ignored_suffixes=(
         *("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
         "layer.1.EncDecAttention.relative_attention_bias.weight",  # in old files, never used
+        "cross_attn_rel_b.weight",  # the name of this tensor in GGUF
     ),
     architectures=(
         *("T5Model", "T5ForConditionalGeneration", "T5EncoderModel"),
