@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from headwise.cache import NO_CACHE, LayerCache
+from headwise.cache import NO_CACHE, AttendResult, LayerCache
 from headwise.cache.per_head_cache import fake_quantize_kv, streaming_mask
 from headwise.errors import ArgumentError, HeadwiseError, suggest_names
 from headwise.heads.collectives_protocol import HeadPartitionProtocol
@@ -428,6 +428,12 @@ class MultiHeadAttention(nn.Module):
         """Attend, apply gates and head dropout, and pass the hook point: z, (B, H, T, e)."""
         with self._local_rng(q.device):
             result = cache.attend(q, k, v, self._bind(request))
+        return self._finish_z(q, result, gate, token_gate)
+
+    def _finish_z(
+        self, q: Tensor, result: AttendResult, gate: Tensor | None = None, token_gate: Tensor | None = None
+    ) -> Tensor:
+        """Apply gates and head dropout to the output of the kernel, and pass the hook point: z, (B, H, T, e)."""
         z = self._apply_gates(result.z if token_gate is None else result.z * token_gate, gate)
         return z if HOOKS.now is HOOKS else self.hook_point.apply(q, result, z, token_gate)
 

@@ -4,8 +4,13 @@ Differences from torch:
 
 - A query that may not attend to any key returns zeros. torch returns NaN.
 - Returned attention weights are those before dropout. torch returns them after dropout.
-- `need_weights` never changes the output. With `is_causal=True` and `need_weights=False`, torch replaces `attn_mask` by its
-  own causal mask, which hides the extra keys of `add_bias_kv` and `add_zero_attn`.
+- `need_weights` never changes the output, not even its last bit. In torch it selects another kernel. With `is_causal=True`
+  and `need_weights=False`, torch replaces `attn_mask` by its own causal mask, which hides the extra keys of `add_bias_kv` and
+  `add_zero_attn`.
+
+Short calls without gradients on a CPU (`MAX_KEYS`) compute the attention weights in blocks that stay in the cache, and z from
+them, with and without `need_weights`. Returning the weights then costs one copy. All other calls run the kernel of any layer,
+and `need_weights` computes the weights in addition.
 """
 
 from dataclasses import replace
@@ -15,13 +20,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.cache import NO_CACHE, LayerCache
+from headwise.cache import NO_CACHE, AttendResult, LayerCache
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.attention import MultiHeadAttention
 from headwise.heads.projections import QKVProjection
-from headwise.kernels import Bias, Mask, RotaryTable, ScoreRequest, attention_weights, causal
+from headwise.kernels import (
+    Bias,
+    KernelChoice,
+    Mask,
+    RotaryTable,
+    ScoreRequest,
+    attend_with_weights,
+    attention_weights,
+    causal,
+)
 from headwise.kernels.torch_masks import from_mha, from_mha_padding
 from headwise.spec import AttentionSpec
+
+MAX_KEYS = 2048  # without a mask; with more keys weights are computed after the fused kernel
+MAX_MASKED_KEYS = 512  # with a mask, of which the fused kernel skips more than blocks of 64 rows
 
 
 class TorchAttention(MultiHeadAttention):
@@ -110,13 +127,78 @@ class TorchAttention(MultiHeadAttention):
             )  # (B, H, T, d) (B, H, S, d) (B, H, S, d)
         k, v, mask, bias = self._append_extra_kv(k, v, mask, bias, q.shape[2])
         request = ScoreRequest(mask, bias)
-        out = self.output_projection(self._attend(q, k, v, request))  # (B, T, D)
-        weights = attention_weights(q, k, self.score_params(q, k, v, request)) if need_weights else None  # (B, H, T, S)
+        if need_weights and self._uses_weight_blocks(q, k.shape[2], request):
+            z, weights = self._attend_in_blocks(q, k, v, request, keep_weights=True)  # (B, H, T, d) (B, H, T, S)
+        else:
+            z = self._attend(q, k, v, request)
+            weights = attention_weights(q, k, self.score_params(q, k, v, request)) if need_weights else None
+        out = self.output_projection(z)  # (B, T, D)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)  # (B, T, S)
         if not batched:
             return out[0], None if weights is None else weights[0]
         return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        request: ScoreRequest,
+        gate: Tensor | None = None,
+        cache: LayerCache = NO_CACHE,
+        token_gate: Tensor | None = None,
+    ) -> Tensor:
+        """Attend for `compute_z` and `per_head_output`, with the kernel of `forward`: z, (B, H, T, e)."""
+        if cache is not NO_CACHE or not self._uses_weight_blocks(q, k.shape[2], request):
+            return super()._attend(q, k, v, request, gate, cache, token_gate)
+        return self._attend_in_blocks(q, k, v, request, gate, keep_weights=False)[0]
+
+    def _attend_in_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest, gate: Tensor | None = None, *, keep_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return z, (B, H, T, e), and the attention weights it was computed from, (B, H, T, S), or None."""
+        params = self.score_params(q, k, v, request)
+        z, weights = attend_with_weights(q, k, v, params, keep_weights=keep_weights)
+        return self._finish_z(q, AttendResult(z, lambda: (k, v, params)), gate), weights
+
+    def _uses_weight_blocks(self, q: Tensor, num_keys: int, request: ScoreRequest) -> bool:
+        """Whether a call computes z from blocks of attention weights. The answer does not depend on `need_weights`."""
+        max_keys = MAX_KEYS if request.mask is None and request.bias is None else MAX_MASKED_KEYS
+        return (
+            not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
+            and self.backend == "auto"
+            and self.partition is None
+            and not (self.training and self.dropout)
+            and q.device.type == "cpu"
+            and q.dtype in (torch.float32, torch.float64)
+            and q.numel() > 0
+            and 0 < num_keys <= max_keys
+        )
+
+    def kernel_choice(
+        self,
+        T: int = 512,
+        S: int | None = None,
+        *,
+        B: int = 1,
+        mask: Mask | None = None,
+        bias: Bias | Tensor | None = None,
+    ) -> KernelChoice:
+        """Return the kernel that a call of this size runs in the current grad mode, as for any native layer."""
+        num_keys = (T if S is None else S) + (self.bias_k is not None) + self.add_zero_attn
+        weight = self.output_projection.weight
+        q = weight.detach()[:1] if B and T else weight.new_empty(0)
+        if self._uses_weight_blocks(q, num_keys, ScoreRequest(mask, bias)):
+            return KernelChoice(
+                "batched",
+                f"calls without gradients on a CPU with at most {MAX_KEYS} keys, or {MAX_MASKED_KEYS} with a mask, compute z "
+                "from blocks of attention weights, so that need_weights=True costs little",
+                "Gradients, more keys or layer.backend = 'fused' would select fused.",
+            )
+        return super().kernel_choice(T, S, B=B, mask=mask, bias=bias)
 
     @property
     def in_proj_bias(self) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Attention as pure functions on tensors: four kernels with one signature, masks, position encodings and biases."""
 
-from headwise.kernels.batched import attention_weights, batched
+from headwise.kernels.batched import attend_with_weights, attention_weights, batched
 from headwise.kernels.blockwise import blockwise
 from headwise.kernels.dispatch import (
     BACKENDS,
@@ -48,6 +48,7 @@ __all__ = [
     "ScoreRequest",
     "T5RelativeBias",
     "alibi_slopes",
+    "attend_with_weights",
     "attention",
     "attention_weights",
     "batched",

@@ -1,16 +1,21 @@
 """Batched kernel: all heads in one matrix product, all attention maps in memory (n²). Fast for short inputs."""
 
+from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.kernels.empty_large import empty_large
 from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.kernels.score_params import ScoreParams, masked_scores, raw_scores, repeat_kv, softmax_weights
 from headwise.kernels.symbolic_sizes import full_range
 
-MAX_ENTRIES = 2**20  # larger maps are computed in blocks of rows on a CPU, which stay in its cache until they are done
-BLOCK_ROWS = 64
+MAX_ENTRIES = 2**20  # larger maps are computed in blocks on a CPU, which stay in its cache until they are done
+BLOCK_ROWS = 64  # rows per block if a mask hides keys, which the block skips
+BLOCK_ENTRIES = 2**18  # approximate number of weights per block
+BlockIndex = tuple[slice, slice, slice]  # example, heads and rows
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> Tensor:
@@ -64,22 +69,73 @@ def _weight_block(q: Tensor, k: Tensor, params: ScoreParams, rows: range, cols: 
     return softmax_weights(scores, params, may_have_empty_rows=params.may_have_empty_rows(T, S))
 
 
-def _weights_in_blocks(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:
-    """Return the weights of all queries, (B, H, T, S), one block of rows of one example at a time."""
+def attend_with_weights(
+    q: Tensor, k: Tensor, v: Tensor, params: ScoreParams, *, keep_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend in blocks without dropout and gradients: z, (B, H, T, e), and the weights, (B, H, T, S), or None.
+
+    z has the same bits with and without `keep_weights`, because both run the same operations on the same blocks.
+    """
     (B, H, T, _), S = q.shape, k.shape[2]
-    weights = q.new_empty(B, H, T, S)
+    k, v = repeat_kv(k, params.kv_of_head), repeat_kv(v, params.kv_of_head)
+    z = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)  # so that concatenating heads needs no copy
+    weights = empty_large(q, B, H, T, S) if keep_weights else None
+    for index, cols, block in _iter_weight_blocks(q, k, params):
+        z[index] = block @ v[index[:2]][:, :, cols.start : cols.stop]
+        if weights is not None:
+            _write_weights(weights[index], cols, block)
+    return z, weights
+
+
+def _weights_in_blocks(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:
+    """Return the weights of all queries, (B, H, T, S), computed in blocks."""
+    weights = empty_large(q, *q.shape[:3], k.shape[2])
+    for index, cols, block in _iter_weight_blocks(q, k, params):
+        _write_weights(weights[index], cols, block)
+    return weights
+
+
+def _iter_weight_blocks(q: Tensor, k: Tensor, params: ScoreParams) -> Iterator[tuple[BlockIndex, range, Tensor]]:
+    """Yield the index, the keys and the weights, (1, h, R, C), of each block. k has a copy of each head's keys.
+
+    The memory of a block is reused by the next.
+    """
+    (B, H, T, _), S = q.shape, k.shape[2]
+    in_place = params.bias is None and params.softcap is None and params.sink is None
+    in_place = in_place and not params.may_have_empty_rows(T, S)
+    num_rows = min(T, BLOCK_ROWS if params.mask is not None else max(BLOCK_ROWS, BLOCK_ENTRIES // S))
+    num_heads = max(1, BLOCK_ENTRIES // (num_rows * S))
+    head_groups = [slice(first, min(first + num_heads, H)) for first in range(0, H, num_heads)]
+    params_by_group = [params.select_heads(heads, params.kv_of_head[heads]) for heads in head_groups]
+    scratch = q.new_empty(min(num_heads, H) * num_rows * S if in_place else 0)
+    q = q * params.scale if in_place else q
     for example in range(B):
         batch_slice = slice(example, example + 1)
-        for start in range(0, T, BLOCK_ROWS):
-            rows = range(start, min(start + BLOCK_ROWS, T))
+        for start in range(0, T, num_rows):
+            rows = range(start, min(start + num_rows, T))
             cols = params.key_range(rows, T, S)
-            block = weights[batch_slice, :, rows.start : rows.stop]  # (1, H, R, S)
-            block[..., : cols.start] = 0
-            block[..., cols.stop :] = 0
-            block[..., cols.start : cols.stop] = _weight_block(
-                q[batch_slice], k[batch_slice], params, rows, cols, batch_slice
-            )
-    return weights
+            for heads, group_params in zip(head_groups, params_by_group, strict=True):
+                inputs = (q[batch_slice, heads], k[batch_slice, heads], group_params, rows, cols, batch_slice)
+                block = _weight_block_in_place(scratch, *inputs) if in_place else _weight_block(*inputs)
+                yield (batch_slice, heads, slice(rows.start, rows.stop)), cols, block
+
+
+def _weight_block_in_place(
+    scratch: Tensor, q: Tensor, k: Tensor, params: ScoreParams, rows: range, cols: range, batch_slice: slice
+) -> Tensor:
+    """Compute a block like `_weight_block` in the memory of `scratch`. q is scaled, and every row has a visible key."""
+    shape = (*q.shape[:2], len(rows), len(cols))
+    block = scratch[: prod(shape)].view(shape)  # (1, h, R, C)
+    torch.matmul(q[:, :, rows.start : rows.stop], k[:, :, cols.start : cols.stop].mT, out=block)
+    masked_scores(block, params, rows, cols, q.shape[2], k.shape[2], batch_slice, in_place=True)
+    return torch.softmax(block, -1, out=block)
+
+
+def _write_weights(out: Tensor, cols: range, block: Tensor) -> None:
+    """Write a block, (1, h, R, C), into its rows of all keys, (1, h, R, S). The weights of other keys are 0."""
+    out[..., : cols.start] = 0
+    out[..., cols.stop :] = 0
+    out[..., cols.start : cols.stop] = block
 
 
 class _AttentionWeightsFunction(torch.autograd.Function):

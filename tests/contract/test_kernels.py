@@ -20,9 +20,10 @@ from headwise.kernels import (
     document_mask,
     padding_mask,
     per_head,
+    repeat_kv,
     window,
 )
-from headwise.kernels.batched import attention_weight_rows, attention_weights
+from headwise.kernels.batched import attend_with_weights, attention_weight_rows, attention_weights
 from headwise.kernels.dispatch import make_score_params
 from tests.contract.variants import (
     FIXED_SETTINGS,
@@ -77,6 +78,7 @@ def blocks_of_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """Compute maps of any size in blocks of this many rows."""
     monkeypatch.setattr(batched_module, "MAX_ENTRIES", 0)
     monkeypatch.setattr(batched_module, "BLOCK_ROWS", rows)
+    monkeypatch.setattr(batched_module, "BLOCK_ENTRIES", 8 * rows)  # several heads of few keys
 
 
 def full_weights(call: KernelCall) -> Tensor:
@@ -93,6 +95,20 @@ def test_maps_in_blocks_equal_maps_at_once(call: KernelCall, rows: int, grad: bo
         blocks_of_rows(monkeypatch, rows)
         weights = attention_weights(call.q, call.k, params)
     torch.testing.assert_close(weights, full_weights(call), rtol=0, atol=1e-12)
+
+
+@given(call=calls(), rows=st.integers(1, 5), keep_weights=st.booleans())
+@FIXED_SETTINGS
+def test_attend_with_weights_equals_maps_at_once(call: KernelCall, rows: int, keep_weights: bool) -> None:
+    params = make_score_params(call.q, call.k, call.v, **call.options)
+    with pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
+        blocks_of_rows(monkeypatch, rows)
+        z, weights = attend_with_weights(call.q, call.k, call.v, params, keep_weights=keep_weights)
+        expected = full_weights(call)
+    torch.testing.assert_close(z, expected @ repeat_kv(call.v, params.kv_of_head), rtol=1e-10, atol=1e-10)
+    assert (weights is not None) == keep_weights
+    if weights is not None:
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
 
 
 @given(call=calls(), rows=st.integers(1, 5))

@@ -196,6 +196,43 @@ def test_torch_attention_dropout_follows_training_mode() -> None:
     )  # need_weights does not change the output
 
 
+@pytest.mark.parametrize("tokens", [7, 130, 600])
+@pytest.mark.parametrize("grad", [False, True])
+def test_torch_attention_need_weights_does_not_change_bits(tokens: int, grad: bool) -> None:
+    torch.manual_seed(0)
+    reference = nn.MultiheadAttention(36, 3, batch_first=True).eval()
+    nn.init.normal_(reference.in_proj_bias)
+    layer = hw.MultiHeadAttention.like_torch(36, 3, batch_first=True).eval()
+    layer.load_state_dict(reference.state_dict())
+    x, hidden = torch.randn(2, tokens, 36), torch.rand(tokens, tokens) < 0.3
+    calls: list[dict[str, Any]] = [
+        {}, {"attn_mask": torch.ones(tokens, tokens).triu(1).bool()}, {"attn_mask": hidden.fill_diagonal_(False)},
+        {"attn_mask": torch.randn(tokens, tokens)}, {"key_padding_mask": torch.arange(tokens).expand(2, -1) >= 5},
+    ]  # fmt: skip
+    with torch.set_grad_enabled(grad):
+        for kwargs in calls:
+            expected, expected_weights = reference(x, x, x, average_attn_weights=False, **kwargs)
+            out, weights = layer(x, x, x, average_attn_weights=False, **kwargs)
+            assert torch.equal(out, layer(x, x, x, need_weights=False, **kwargs)[0])
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
+            captured: list[Any] = []
+            with layer.hook_point.listen(captured.append):
+                assert torch.equal(out, layer(x, x, x, **kwargs)[0])
+            torch.testing.assert_close(captured[0].maps(), weights, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(layer.output_projection(layer.compute_z(x)), layer(x, x, x)[0], rtol=0, atol=0)
+
+
+def test_torch_attention_kernel_choice_names_the_kernel_of_the_call() -> None:
+    layer = hw.MultiHeadAttention.like_torch(8, 2, batch_first=True).eval()
+    assert layer.kernel_choice(16).backend == "fused"
+    with torch.no_grad():
+        assert layer.kernel_choice(16).backend == layer.kernel_choice(2048).backend == "batched"
+        assert layer.kernel_choice(2049).backend == layer.kernel_choice(513, mask=hw.causal()).backend == "fused"
+        layer.backend = "fused"
+        assert layer.kernel_choice(16).backend == "fused"
+
+
 def test_torch_attention_heads_match_recording() -> None:
     _, layer = make_pair(add_bias_kv=True, batch_first=True)
     x = random_tensor(B, T, D, seed=1)
