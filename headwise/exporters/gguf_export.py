@@ -357,6 +357,7 @@ def _write_tokenizer(writer: Any, fields: dict[str, Any]) -> None:
         "token_type": writer.add_token_types,
         "merges": writer.add_token_merges,
         "scores": writer.add_token_scores,
+        "precompiled_charsmap": writer.add_precompiled_charsmap,
     }
     setters |= {"add_bos_token": writer.add_add_bos_token, "add_eos_token": writer.add_add_eos_token}
     for name, value in fields.items():

@@ -1,5 +1,6 @@
 """Conversion of a tokenizer to GGUF metadata. Raises an error if llama.cpp would tokenize text differently."""
 
+import base64
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -11,23 +12,25 @@ from headwise.text.gguf_pretokenizers import PRE_TOKENIZERS
 from headwise.text.gguf_tokenizer import (
     CONTROL_TYPE,
     GGUF_SPECIAL_NAMES,
+    NORMAL_TYPE,
     PLACEHOLDER_TOKENIZER,
     UNKNOWN_TYPE,
     USER_DEFINED_TYPE,
 )
 
 EXPORT_WITHOUT_TOKENIZER = "Export with tokenizer=False and pass token ids"
-NORMAL_TYPE, BYTE_TYPE = 1, 6  # GGUF types of ordinary tokens and of single-byte tokens
+BYTE_TYPE = 6  # GGUF type of single-byte tokens
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 BYTE_LEVEL_PATTERN = PRE_TOKENIZERS["gpt-2"].patterns[0]  # the built-in split pattern of ByteLevel
 
 
 def tokenizer_fields(tokenizer: Tokenizer, vocab: int) -> dict[str, Any]:
-    """Return the `tokenizer.ggml.*` fields of a BPE or WordPiece tokenizer. Unused rows of `vocab` are padding tokens."""
+    """Return the `tokenizer.ggml.*` fields of a tokenizer. Unused rows of `vocab` are padding tokens."""
     config = json.loads(tokenizer.backend.to_str())
     kind = config["model"]["type"]
     byte_fallback = kind == "BPE" and config["model"].get("byte_fallback")
-    builders = {"BPE": _sentencepiece_fields if byte_fallback else _byte_level_fields, "WordPiece": _wordpiece_fields}
+    bpe_fields = _sentencepiece_fields if byte_fallback else _byte_level_fields
+    builders = {"BPE": bpe_fields, "Unigram": _unigram_fields, "WordPiece": _wordpiece_fields}
     if kind not in builders:
         raise UnsupportedModelError(
             f"tokenizer: llama.cpp does not support this {kind} tokenizer. {EXPORT_WITHOUT_TOKENIZER}."
@@ -191,6 +194,68 @@ def _has_space_prefix(config: dict[str, Any]) -> bool:
     raise UnsupportedModelError(
         f"tokenizer: llama.cpp does not support the way this tokenizer treats spaces. {EXPORT_WITHOUT_TOKENIZER}."
     )
+
+
+WHITE_SPACE = [
+    chr(code)
+    for code in (*range(9, 14), 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
+]
+
+
+def _unigram_fields(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) -> dict[str, Any]:
+    """Convert the Unigram tokenizer of T5: a table of replaced characters, then words that begin with ▁."""
+    charsmap, problems = _charsmap_and_problems(tokenizer, config)
+    model = config["model"]
+    problems |= {
+        "it has byte fallback": bool(model.get("byte_fallback")),
+        "it has no unknown token": model["unk_id"] is None,
+        "one of its tokens has ▁ after its first character": any("▁" in token[1:] for token, _ in model["vocab"]),
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise UnsupportedModelError(
+                f"tokenizer: llama.cpp does not support this Unigram tokenizer, because {problem}. "
+                f"{EXPORT_WITHOUT_TOKENIZER}."
+            )
+    tokens, types = _token_table(tokenizer, config, vocab)
+    types[model["unk_id"]] = UNKNOWN_TYPE
+    scores = [score for _, score in model["vocab"]]
+    scores += [0.0] * (len(tokens) - len(scores))  # added tokens and padding are never matched by score
+    return {
+        "model": "t5", "pre": "default", "tokens": tokens, "scores": scores, "token_type": types,
+        "add_space_prefix": True, "remove_extra_whitespaces": True, "unknown_token_id": model["unk_id"],
+        **({"precompiled_charsmap": charsmap} if charsmap else {}),
+    }  # fmt: skip
+
+
+def _charsmap_and_problems(tokenizer: Tokenizer, config: dict[str, Any]) -> tuple[bytes, dict[str, bool]]:
+    """Return the table of replaced characters, and why llama.cpp normalizes or splits text differently, if so."""
+    normalizer, pre_tokenizer = config.get("normalizer"), config.get("pre_tokenizer") or {}
+    steps = normalizer["normalizers"] if (normalizer or {}).get("type") == "Sequence" else [normalizer]
+    steps = [step for step in steps if step is not None]
+    charsmap = b""
+    if steps and steps[0]["type"] == "Precompiled":
+        charsmap, steps = base64.b64decode(steps[0]["precompiled_charsmap"] or ""), steps[1:]
+    stages = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    *splits, last = stages
+    splits_at_spaces = splits == [{"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}]
+    merges_spaces = [step["type"] for step in steps] == ["Strip", "Replace"] and steps[1]["pattern"] == {
+        "Regex": " {2,}"
+    }
+    is_prefixed = last.get("type") == "Metaspace" and last["replacement"] == "▁" and last["prepend_scheme"] == "always"
+    normalize = (
+        (lambda text: text) if tokenizer.backend.normalizer is None else tokenizer.backend.normalizer.normalize_str
+    )
+    return charsmap, {
+        "its words do not begin with ▁": not is_prefixed,
+        "it keeps runs of spaces": not splits and not steps,
+        "its normalizer does more than replace characters and merge spaces": bool(steps)
+        and (bool(splits) or not merges_spaces),
+        "it splits text in another way than at spaces": not splits_at_spaces
+        and splits not in ([], [{"type": "WhitespaceSplit"}]),
+        "its normalizer does not replace other white space by spaces": not splits_at_spaces
+        and any(normalize(f"a{character}b") != "a b" for character in WHITE_SPACE),
+    }
 
 
 def _wordpiece_fields(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) -> dict[str, Any]:

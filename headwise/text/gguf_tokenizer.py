@@ -1,4 +1,4 @@
-"""Tokenizers from the metadata of GGUF files: byte-level BPE (gpt2), SentencePiece BPE (llama) or WordPiece (bert)."""
+"""Tokenizers from the metadata of GGUF files: byte-level BPE (gpt2), SentencePiece (llama, t5), WordPiece (bert)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +12,7 @@ from headwise.text.tokenizer import Tokenizer
 
 # Types of tokens that are matched before pre-tokenization. The first two are special tokens.
 UNKNOWN_TYPE, CONTROL_TYPE, USER_DEFINED_TYPE = 2, 3, 4
+NORMAL_TYPE = 1
 PLACEHOLDER_TOKENIZER = "rwkv"  # of files that Headwise writes without a tokenizer: ids as decimal numbers
 
 # GGUF names of the special tokens, with its spelling.
@@ -23,7 +24,7 @@ GGUF_SPECIAL_NAMES = {
 def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     """Build a tokenizer from the `tokenizer.ggml.*` fields of a GGUF file."""
     kind = fields.get("tokenizer.ggml.model")
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece}
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram, "bert": _wordpiece}
     if kind not in builders:
         raise FileFormatError(
             f"tokenizer.ggml.model: this GGUF tokenizer is not supported. Got {kind!r}. Supported are {', '.join(builders)}; "
@@ -68,13 +69,7 @@ def _vocabulary(fields: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
-    tokens, scores = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.scores", [])
-    if len(scores) != len(tokens):
-        raise FileFormatError(
-            f"tokenizer.ggml.scores: the GGUF tokenizer has {len(tokens)} tokens and {len(scores)} scores. "
-            "Convert the model again."
-        )
-    vocab = _vocabulary(fields)
+    tokens, scores, vocab = fields["tokenizer.ggml.tokens"], _scores(fields), _vocabulary(fields)
     ranked = []  # each split of a token into two tokens is a merge, ranked by the score of the token
     for token, score in zip(tokens, scores, strict=True):
         splits = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
@@ -95,6 +90,41 @@ def _sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
     return _add_special_tokens(backend, fields, add_bos=True)
 
 
+def _scores(fields: Mapping[str, Any]) -> list[float]:
+    tokens, scores = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.scores", [])
+    if len(scores) != len(tokens):
+        raise FileFormatError(
+            f"tokenizer.ggml.scores: the GGUF tokenizer has {len(tokens)} tokens and {len(scores)} scores. "
+            "Convert the model again."
+        )
+    return list(scores)
+
+
+def _unigram(fields: Mapping[str, Any]) -> Tokenizer:
+    """Build the Unigram tokenizer of T5. As in llama.cpp, only spaces separate words."""
+    unknown = fields.get("tokenizer.ggml.unknown_token_id", 2)  # llama.cpp's default
+    scores, types = _scores(fields), fields.get("tokenizer.ggml.token_type", [])
+    lowest = min((score for score, kind in zip(scores, types, strict=False) if kind == NORMAL_TYPE), default=None)
+    if lowest is not None:  # the library derives the cost of unknown characters from all scores, llama.cpp from these
+        scores = [max(score, lowest) for score in scores]
+    vocab = list(zip(_vocabulary(fields), scores, strict=True))
+    backend = Backend(models.Unigram(vocab, unknown, byte_fallback=False))  # pyright: ignore
+    charsmap = fields.get("tokenizer.ggml.precompiled_charsmap")
+    steps: list[Any] = [normalizers.Precompiled(bytes(value & 255 for value in charsmap))] if charsmap else []
+    if fields.get("tokenizer.ggml.remove_extra_whitespaces", True):
+        scheme = "always"
+        split = pre_tokenizers.Split(" ", "removed")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.Metaspace("▁", scheme)])  # pyright: ignore
+    else:
+        scheme = "always" if fields.get("tokenizer.ggml.add_space_prefix", True) else "never"
+        steps += [normalizers.Prepend("▁")] if scheme == "always" else []
+        steps.append(normalizers.Replace(" ", "▁"))
+    if steps:
+        backend.normalizer = normalizers.Sequence(steps)  # pyright: ignore
+    backend.decoder = decoders.Metaspace("▁", scheme)  # pyright: ignore
+    return _add_special_tokens(backend, fields, add_bos=False, add_eos=True)
+
+
 def _wordpiece(fields: Mapping[str, Any]) -> Tokenizer:
     """Build a WordPiece tokenizer. GGUF marks the start of words with ▁, and BERT marks continuations with ##."""
     special_ids = set(_special_ids(fields).values())
@@ -105,8 +135,10 @@ def _wordpiece(fields: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer.from_wordpiece(pieces, lowercase=bool(fields.get("tokenizer.ggml.normalizer.lowercase", True)))
 
 
-def _add_special_tokens(backend: Backend, fields: Mapping[str, Any], *, add_bos: bool) -> Tokenizer:
-    """Add special tokens and the BOS/EOS template of the file. `add_bos` is the default if the file does not set it."""
+def _add_special_tokens(
+    backend: Backend, fields: Mapping[str, Any], *, add_bos: bool, add_eos: bool = False
+) -> Tokenizer:
+    """Add special tokens and the BOS/EOS template of the file, by default with BOS if `add_bos` and EOS if `add_eos`."""
     tokens, types = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.token_type", [])
     for token, kind in zip(tokens, types, strict=False):
         if kind in (UNKNOWN_TYPE, CONTROL_TYPE):
@@ -117,7 +149,7 @@ def _add_special_tokens(backend: Backend, fields: Mapping[str, Any], *, add_bos:
     template = []
     for name, enabled in (
         ("bos", fields.get("tokenizer.ggml.add_bos_token", add_bos)),
-        ("eos", fields.get("tokenizer.ggml.add_eos_token", False)),
+        ("eos", fields.get("tokenizer.ggml.add_eos_token", add_eos)),
     ):
         if enabled and special_ids[name] is None:
             label = "a start" if name == "bos" else "an end"

@@ -315,9 +315,9 @@ def test_gguf_wordpiece_equals_vocabulary_file() -> None:
 # Errors.
 
 
-@pytest.mark.parametrize("kind", ["t5", "rwkv", "no_vocab", None])
+@pytest.mark.parametrize("kind", ["plamo2", "rwkv", "no_vocab", None])
 def test_gguf_unknown_tokenizer_raises(kind: str | None) -> None:
-    with pytest.raises(hw.HeadwiseError, match=rf"Got {kind!r}\. Supported are gpt2, llama, bert"):
+    with pytest.raises(hw.HeadwiseError, match=rf"Got {kind!r}\. Supported are gpt2, llama, t5, bert"):
         tokenizer_from_gguf({"tokenizer.ggml.model": kind})
 
 

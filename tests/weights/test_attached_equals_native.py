@@ -17,7 +17,7 @@ import headwise as hw
 from headwise.kernels import attention_weights
 from headwise.text.build_tokenizers import byte_tokenizer
 from headwise.weights.families import FAMILIES
-from tests.parity.cases import randomize
+from tests.parity.cases import YARN_MSCALE, randomize
 
 VOCAB, LIMIT = 300, 1e-5
 TEXTS = ["to be or not to be", "that is the question"]
@@ -79,7 +79,7 @@ MODELS = {
     "qwen2": Row("Qwen2ForCausalLM", GROUPED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "deepseek_v2": Row("DeepseekV2ForCausalLM", ENCODER | {
         "first_k_dense_replace": 2, "kv_lora_rank": 10, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-        "v_head_dim": 5}, slow=False),
+        "v_head_dim": 5, "rope_parameters": YARN_MSCALE}, slow=False),
     "qwen3": Row("Qwen3ForCausalLM", GROUPED | {"head_dim": 6}, slow=False),
     "smollm3": Row("SmolLM3ForCausalLM", GROUPED | {"pad_token_id": 0, "no_rope_layer_interval": 2}),
     "phi3": Row("Phi3ForCausalLM", GROUPED | {"pad_token_id": 0}),
