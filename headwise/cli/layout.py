@@ -13,7 +13,7 @@ def run(
     model: ModelArgument,
     processes: Annotated[int, typer.Option(help="Number of processes.")] = 8,
     context: Annotated[int | None, typer.Option(help="Tokens per text. Default: the context of the model.")] = None,
-    batch: Annotated[int, typer.Option(help="Texts per batch.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Texts per batch.")] = 1,
     element_bytes: Annotated[
         int, typer.Option(help="Bytes per element at inference. Training is counted in float32.")
     ] = 2,
@@ -30,7 +30,7 @@ def run(
     from headwise.weights.model_info import spec_of
 
     spec = spec_of(model)
-    costs = layout(spec, processes, context, batch=batch, element_bytes=element_bytes, head_processes=head_processes)
+    costs = layout(spec, processes, context, batch_size=batch_size, element_bytes=element_bytes, head_processes=head_processes)
     if as_json:
         print(json.dumps([asdict(cost) for cost in costs], indent=2))
         return

@@ -72,7 +72,7 @@ def run(
     row_stride: Annotated[
         int, typer.Option(help="For long texts: measure one of every ROW_STRIDE blocks of 64 rows.")
     ] = 1,
-    layers: Annotated[
+    only_layers: Annotated[
         str | None,
         typer.Option(
             help="Measure only these layers, such as 0-7, to profile a large model by groups. Join saved groups in Python: "
@@ -116,7 +116,7 @@ def run(
     if model.endswith(".npz") and Path(model).is_file():
         exclusive_options = (
             corpus, treebank, probe, control, max_length, save, report, out, sensitivity, plan, prompts, no_causal,
-            row_stride > 1, shard_characters, processes, executor, device != "cpu", dtype, estimate, memory_limit, layers,
+            row_stride > 1, shard_characters, processes, executor, device != "cpu", dtype, estimate, memory_limit, only_layers,
         )  # fmt: skip
         if any(exclusive_options):
             raise ArgumentError(
@@ -126,7 +126,7 @@ def run(
         _print_profile(Profile.load(model), show_layers, role, as_csv, as_json)
         return
     _check_options(
-        has_corpus=bool(corpus or treebank), control=control, out=out, report=report, layers=layers,
+        has_corpus=bool(corpus or treebank), control=control, out=out, report=report, only_layers=only_layers,
         memory_limit=memory_limit, has_report_inputs=bool(sensitivity or plan),
         has_shard_options=bool(shard_characters or processes or executor),
     )  # fmt: skip
@@ -139,7 +139,7 @@ def run(
             f"{model}: --treebank, --probe and --out are not supported for vision models. Use a folder of images as CORPUS."
         )
     if estimate:
-        _print_estimate(loaded, corpus_input, relations, max_length, row_stride, layers, memory_limit, as_json)
+        _print_estimate(loaded, corpus_input, relations, max_length, row_stride, only_layers, memory_limit, as_json)
         return
     is_rank_zero = not int(os.environ.get("RANK", "0"))  # under torchrun only the first process prints
     with show_progress() if is_rank_zero else nullcontext(False) as progress:
@@ -149,7 +149,7 @@ def run(
         }  # fmt: skip
         shard_options = drop_none(shard_characters=shard_characters, processes=processes, executor=executor)
         if out is None:
-            profile_options |= {"memory_limit": memory_limit, "layers": layers}
+            profile_options |= {"memory_limit": memory_limit, "only_layers": only_layers}
             result = _profile(loaded, corpus_input, control, profile_options, use_store=not no_store)
         else:
             sharded_model = model if processes or executor else loaded
@@ -182,7 +182,7 @@ def _print_estimate(
     relations: Any,
     max_length: int | None,
     row_stride: int,
-    layers: str | None,
+    only_layers: str | None,
     memory_limit: str | None,
     as_json: bool,
 ) -> None:
@@ -190,7 +190,7 @@ def _print_estimate(
     from headwise.analysis.roles.profile_cost_estimate import estimate_profile
 
     result = estimate_profile(
-        model, corpus, relations=relations, max_length=max_length, row_stride=row_stride, layers=layers,
+        model, corpus, relations=relations, max_length=max_length, row_stride=row_stride, only_layers=only_layers,
         memory_limit=memory_limit,
     )  # fmt: skip
     print(json.dumps(result.to_dict()) if as_json else result)
@@ -203,7 +203,7 @@ def _profile(model: Any, corpus: Any, control: str | None, options: dict[str, An
     from headwise.io.result_store import ResultStore
 
     settings = {name: options[name] for name in ("prompts", "causal", "progress")}
-    defaults = {"relations": None, "max_length": None, "row_stride": 1, "memory_limit": None, "layers": None}
+    defaults = {"relations": None, "max_length": None, "row_stride": 1, "memory_limit": None, "only_layers": None}
     is_default = control is None and all(options[name] == default for name, default in defaults.items())
     if use_store and is_default and model.image_input is None:
         return load_or_measure_profile(model, corpus, store=ResultStore(), **settings)
@@ -219,14 +219,14 @@ def _check_options(
     has_shard_options: bool,
     has_report_inputs: bool,
     memory_limit: str | None,
-    layers: str | None,
+    only_layers: str | None,
 ) -> None:
     from headwise.errors import ArgumentError
 
     if out is not None and memory_limit is not None:
         raise ArgumentError("--memory-limit: not supported with --out. Use smaller chunks: --max-length.")
-    if out is not None and layers is not None:
-        raise ArgumentError("--layers: not supported with --out. Save each group of layers with --save FILE.npz.")
+    if out is not None and only_layers is not None:
+        raise ArgumentError("--only-layers: not supported with --out. Save each group of layers with --save FILE.npz.")
     if out is None and has_shard_options:
         raise ArgumentError(
             "--shard-characters, --processes, --executor: these options require --out. Add --out FOLDER."

@@ -63,7 +63,7 @@ def layout(
     processes: int,
     context: int | None = None,
     *,
-    batch: int = 1,
+    batch_size: int = 1,
     element_bytes: int = 2,
     head_processes: int = 2,
 ) -> tuple[ParallelStrategyCost, ...]:
@@ -76,7 +76,7 @@ def layout(
         spec: Spec of the model.
         processes: Number of processes.
         context: Tokens per text. None: the context of the model. Sources of an encoder-decoder have the same length.
-        batch: Texts per process, or per group of processes that share heads.
+        batch_size: Texts per process, or per group of processes that share heads.
         element_bytes: Bytes per weight and cached number at inference. Training is counted in float32.
         head_processes: Number of processes that share heads in `fsdp+heads`.
 
@@ -95,7 +95,7 @@ def layout(
     fsdp+heads 4 × 2 16 5 128
     """
     context = spec.context if context is None else context
-    arguments = {"processes": processes, "context": context, "batch": batch, "element_bytes": element_bytes}
+    arguments = {"processes": processes, "context": context, "batch_size": batch_size, "element_bytes": element_bytes}
     for name, value in {**arguments, "head_processes": head_processes}.items():
         if type(value) is not int or value < 1:
             raise ArgumentError(f"{name}: must be an integer of at least 1. Got {value!r}. Use {name}=1, for example.")
@@ -108,11 +108,11 @@ def layout(
                 "strategy 'heads' or 'fsdp' alone."
             )
         return _parallel_cost(
-            "fsdp+heads", spec, processes // head_processes, head_processes, context, batch, element_bytes
+            "fsdp+heads", spec, processes // head_processes, head_processes, context, batch_size, element_bytes
         )
 
     def cost_of(name: str, data_processes: int, heads: int) -> Callable[[], ParallelStrategyCost]:
-        return lambda: _parallel_cost(name, spec, data_processes, heads, context, batch, element_bytes)
+        return lambda: _parallel_cost(name, spec, data_processes, heads, context, batch_size, element_bytes)
 
     strategies = {
         "heads": cost_of("heads", 1, processes),
@@ -176,7 +176,7 @@ def _cost_or_error(name: str, processes: int, compute_cost: Callable[[], Paralle
 
 
 def _parallel_cost(
-    name: str, spec: ModelSpec, data_processes: int, head_processes: int, context: int, batch: int, element_bytes: int
+    name: str, spec: ModelSpec, data_processes: int, head_processes: int, context: int, batch_size: int, element_bytes: int
 ) -> ParallelStrategyCost:
     """Return the cost of the process with the most."""
     local_specs = [partition.local_spec(spec) for partition in partition_model(spec, head_processes)]
@@ -191,7 +191,7 @@ def _parallel_cost(
     )
     # Weights outside of blocks are gathered at the start of a step and kept until its end.
     unblocked_weights = training_weights - sum(blocks)
-    forward_values, backward_values = _reduced_values(spec, local_specs, context * batch)
+    forward_values, backward_values = _reduced_values(spec, local_specs, context * batch_size)
     if name == "ddp":
         forward, step = 0, _all_reduce_bytes(training_weights, data_processes)
     else:
@@ -205,7 +205,7 @@ def _parallel_cost(
         )
     return ParallelStrategyCost(
         name, data_processes * head_processes, f"{data_processes} × {head_processes}", -(-weights // weight_shards),
-        batch * max(_cache_bytes_per_text(local_spec, context, element_bytes) for local_spec in local_specs),
+        batch_size * max(_cache_bytes_per_text(local_spec, context, element_bytes) for local_spec in local_specs),
         STATES_PER_PARAMETER * -(-training_weights // weight_shards),
         unblocked_weights + max(blocks, default=0) if weight_shards > 1 else 0, forward, step,
     )  # fmt: skip

@@ -73,7 +73,7 @@ def full_profile() -> Profile:
 
 
 def test_profiles_of_layer_groups_joined_equal_single_pass(full_profile: Profile) -> None:
-    parts = [profile(decoder(), DOCUMENTS, causal=False, layers=layers) for layers in ("1", "0")]
+    parts = [profile(decoder(), DOCUMENTS, causal=False, only_layers=layers) for layers in ("1", "0")]
     assert [len(part.addresses) for part in parts] == [6, 6]
     assert parts[0].family_size < full_profile.family_size
     joined = parts[0].merge(parts[1])
@@ -87,7 +87,7 @@ def test_profiles_of_layer_groups_joined_equal_single_pass(full_profile: Profile
 
 @pytest.mark.slow
 def test_joined_layer_groups_keep_causal_results_and_reload(tmp_path: Path) -> None:
-    parts = [profile(decoder(), DOCUMENTS, layers=layers) for layers in ("0", "1")]
+    parts = [profile(decoder(), DOCUMENTS, only_layers=layers) for layers in ("0", "1")]
     tested = {str(head.address): head.evidence_level for part in parts for head in part}
     for index, part in enumerate(parts):
         part.save(tmp_path / f"{index}.npz")
@@ -99,16 +99,16 @@ def test_joined_layer_groups_keep_causal_results_and_reload(tmp_path: Path) -> N
 @pytest.mark.parametrize("layers", ["2", "x", "", "dec.0"])
 def test_layers_that_do_not_exist_raise(layers: str) -> None:
     with pytest.raises(HeadwiseError, match=r"layers=.*the model does not have these layers"):
-        profile(decoder(), DOCUMENTS[:2], layers=layers)
+        profile(decoder(), DOCUMENTS[:2], only_layers=layers)
 
 
 def test_layer_groups_of_different_corpora_cannot_be_joined() -> None:
-    first = profile(decoder(), DOCUMENTS[:3], causal=False, layers="0")
-    second = profile(decoder(), DOCUMENTS[:4], causal=False, layers="1")
+    first = profile(decoder(), DOCUMENTS[:3], causal=False, only_layers="0")
+    second = profile(decoder(), DOCUMENTS[:4], causal=False, only_layers="1")
     with pytest.raises(HeadwiseError, match="profiles of different layers"):
         first.merge(second)
     with pytest.raises(HeadwiseError, match=r"layers=.*prompts=True"):
-        profile(decoder(), DOCUMENTS[:3], layers="0", prompts=True)
+        profile(decoder(), DOCUMENTS[:3], only_layers="0", prompts=True)
 
 
 @pytest.mark.parametrize("at", [1, 23])

@@ -66,7 +66,7 @@ def test_memory_limit_that_does_not_fit_raises_before_the_work(
 
 
 def test_estimate_of_a_layer_group_holds_fewer_sums(model: hw.Transformer) -> None:
-    full, part = (estimate_profile(model, TEXTS, relations=False, layers=layers) for layers in (None, "0"))
+    full, part = (estimate_profile(model, TEXTS, relations=False, only_layers=layers) for layers in (None, "0"))
     layer_heads = sum(address.layer == 0 for address in model.spec.head_addresses)
     expected = (full.peak_bytes - part.peak_bytes) / (len(model.spec.head_addresses) - layer_heads)
     scores = hw.profile(model, TEXTS, relations=False, causal=False).accumulator.sums.values()

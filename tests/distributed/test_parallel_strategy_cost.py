@@ -133,7 +133,7 @@ def measure_cost(kind: str, spec: hw.ModelSpec, processes: int, rank: int, head_
 
 def predicted_and_measured(kind: str, name: str, processes: int) -> tuple[ParallelStrategyCost, MeasuredCost]:
     """Return the predicted cost, and the largest measured cost of any process."""
-    predicted = by_name(layout(MODELS[name], processes, TOKENS, batch=BATCH, element_bytes=4))[kind]
+    predicted = by_name(layout(MODELS[name], processes, TOKENS, batch_size=BATCH, element_bytes=4))[kind]
     per_rank = [measure_cost(kind, MODELS[name], processes, rank) for rank in range(processes)]
     return predicted, MeasuredCost(
         *(max(values) for values in zip(*(vars(cost).values() for cost in per_rank), strict=True))
@@ -226,7 +226,7 @@ def test_layout_gpt2_widths_equal_hand_count() -> None:
     """A block of GPT-2 has 12 D² + 13 D parameters."""
     D, L, V, C, n = 48, 4, 96, 32, 4 * TOKENS
     total = L * (12 * D * D + 13 * D) + V * D + C * D + 2 * D
-    costs = by_name(layout(BIASES, 4, TOKENS, batch=4, element_bytes=2))
+    costs = by_name(layout(BIASES, 4, TOKENS, batch_size=4, element_bytes=2))
     assert BIASES.num_parameters == total
     assert costs["ddp"].weight_bytes == 2 * total
     assert costs["ddp"].step_traffic == 2 * 3 * 4 * total // 4

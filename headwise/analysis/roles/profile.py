@@ -50,7 +50,7 @@ def profile(
     batch_tokens: int = 2048,
     row_stride: int = 1,
     seed: int = 0,
-    layers: str | None = None,
+    only_layers: str | None = None,
     memory_limit: str | int | None = None,
     progress: ProgressOption = None,
 ) -> Profile:
@@ -77,7 +77,7 @@ def profile(
         batch_tokens: Maximum number of tokens per batch.
         row_stride: For very long texts: one of every `row_stride` blocks of 64 query rows is measured.
         seed: Seed of repeated tokens, shuffling, tasks and causal tests.
-        layers: Layers to measure, such as `"0-7"` or `"cross.*"`. The sums of a profile grow with the number of heads, so
+        only_layers: Layers to measure, such as `"0-7"` or `"cross.*"`. The sums of a profile grow with the number of heads, so
             large models can be profiled by one group of layers after the other, also in separate processes:
             `first.merge(second)` joins profiles of different layers over one corpus. None measures all layers.
         memory_limit: Expected peak memory, weights included, such as `"8 GB"`. Batches become smaller to fit, and an error
@@ -102,11 +102,11 @@ def profile(
     ['0.0', '0.1']
     """
     progress = callback_of(progress)
-    measured_layers = select_layers(model, layers, metrics, prompts=prompts)
+    measured_layers = select_layers(model, only_layers, metrics, prompts=prompts)
     batch_tokens = fit_batch_tokens(model, batch_tokens, memory_limit, measured_layers)
     print_estimate_of_large_model(
         model, corpus, progress, relations=relations, max_length=max_length, batch_tokens=batch_tokens,
-        row_stride=row_stride, layers=layers,
+        row_stride=row_stride, only_layers=only_layers,
     )  # fmt: skip
     options = CollectOptions(
         relations=relations, control=control, max_length=max_length, batch_tokens=batch_tokens, row_stride=row_stride,

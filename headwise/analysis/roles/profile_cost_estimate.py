@@ -85,7 +85,7 @@ def estimate_profile(
     max_length: int | None = None,
     batch_tokens: int = 2048,
     row_stride: int = 1,
-    layers: str | None = None,
+    only_layers: str | None = None,
     memory_limit: str | int | None = None,
 ) -> ProfileEstimate:
     """Estimate time and memory of `hw.profile` with these arguments.
@@ -97,7 +97,7 @@ def estimate_profile(
         max_length: Plain text is split into chunks of this many tokens.
         batch_tokens: Maximum number of tokens per batch.
         row_stride: One of every `row_stride` blocks of 64 query rows is measured.
-        layers: Layers to measure, as in `hw.profile`.
+        only_layers: Layers to measure, as in `hw.profile`.
         memory_limit: Limit, as in `hw.profile`. The batch is made smaller to fit.
 
     Returns:
@@ -105,7 +105,7 @@ def estimate_profile(
     """
     if model.image_input is not None or reads_calls(model):
         raise UnsupportedModelError("estimate: available only for models that read text. Profile a few inputs instead.")
-    selected = select_layers(model, layers)
+    selected = select_layers(model, only_layers)
     batch_tokens = fit_batch_tokens(model, batch_tokens, memory_limit, selected)
     texts = TokenizedCorpus.of(model, corpus, max_length)
     first = next(iter(texts))
@@ -145,7 +145,7 @@ def print_estimate_of_large_model(
     if available is not None and model.device.type == "cpu" and estimate.working_bytes > available:
         progress.print_note(
             f"profile: {estimate.working_bytes / 1e9:.2f} GB in addition to the weights exceed the free memory of "
-            f"{available / 1e9:.2f} GB. Use memory_limit= (smaller batches) or layers= (one group of layers at a time)."
+            f"{available / 1e9:.2f} GB. Use memory_limit= (smaller batches) or only_layers= (one group of layers at a time)."
         )
     return estimate
 
@@ -173,7 +173,7 @@ def fit_batch_tokens(
         raise ArgumentError(
             f"memory_limit: too small. Got {memory_limit!r}. Weights, the sums of all heads and the smallest batch need "
             f"{needed / 1e9:.2f} GB. Load the model in half precision, or measure a group of layers at a time, such as "
-            f"layers='0-7'."
+            f"only_layers='0-7'."
         )
     return fitting
 

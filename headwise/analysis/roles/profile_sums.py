@@ -126,10 +126,10 @@ def select_metrics(
 
 
 def select_layers(
-    model: ModelProtocol, layers: str | None, metrics: Sequence[Metric | TaskMetric] = (), *, prompts: bool = False
+    model: ModelProtocol, only_layers: str | None, metrics: Sequence[Metric | TaskMetric] = (), *, prompts: bool = False
 ) -> frozenset[LayerAddress] | None:
     """Return the layers that a text such as `0-7` selects, or None for all."""
-    if layers is None:
+    if only_layers is None:
         return None
     unsupported = {
         "images": model.image_input is not None,
@@ -139,15 +139,15 @@ def select_layers(
     }
     for reason, applies in unsupported.items():
         if applies:
-            raise ArgumentError(f"layers={layers!r}: not supported with {reason}. Use layers=None.")
+            raise ArgumentError(f"only_layers={only_layers!r}: not supported with {reason}. Use only_layers=None.")
     addresses = [address for hook_point in reachable_hook_points(model) for address in hook_point.head_addresses]
     try:
-        selected = select(",".join(f"{part}.*" for part in layers.split(",")), addresses)
+        selected = select(",".join(f"{part}.*" for part in only_layers.split(",")), addresses)
     except ArgumentError:
         names = sorted({address.layer_address for address in addresses})
         raise ArgumentError(
-            f"layers={layers!r}: the model does not have these layers. Its layers are {names[0]} to {names[-1]}. "
-            f"Use, for example, layers='{names[0]}'."
+            f"only_layers={only_layers!r}: the model does not have these layers. Its layers are {names[0]} to {names[-1]}. "
+            f"Use, for example, only_layers='{names[0]}'."
         ) from None
     return frozenset(address.layer_address for address in selected)
 
