@@ -252,7 +252,7 @@ def test_layout_impossible_settings_are_reported() -> None:
     assert "has 5 heads" in by_name(layout(SPECS["cut"], 12, TOKENS, head_processes=6))["fsdp+heads"].error
     for wrong in (
         {"processes": 0},
-        {"batch": 0},
+        {"batch_size": 0},
         {"context": 0},
         {"context": -5},
         {"processes": True},
