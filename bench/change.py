@@ -14,7 +14,7 @@ from rich.console import Console
 
 import headwise as hw
 from bench.measure import Timing, interleaved_timing, machine
-from headwise.compression.plan_report import Footprint
+from headwise.compression.plan_report import ModelSizeAndFlops
 from headwise.ui.terminal_table import make_table
 
 LENGTHS = (128, 1024, 4096)
@@ -42,7 +42,7 @@ def time_prefill(T: int, rounds: int) -> list[object]:
     full = make_model(T)
     half, ids = prune_half(full), torch.randint(VOCAB, (1, T))
     timing = time_half({"full": lambda: full(ids), "half": lambda: half(ids)}, rounds)
-    before, after = (Footprint.of(model.spec, T) for model in (full, half))
+    before, after = (ModelSizeAndFlops.of(model.spec, T) for model in (full, half))
     predicted = before.operations / after.operations
     return [T, before.operations / 1e9, after.operations / 1e9, *gain_cells(predicted, timing)]
 
@@ -55,7 +55,7 @@ def time_generation(name: str, rounds: int) -> list[object]:
     half, prompt = prune_half(full), torch.randint(VOCAB, (1, start))
     sizes, cache_bytes, steps = [], [], {}
     for label, model in (("full", full), ("half", half)):
-        size = Footprint.of(model.spec)
+        size = ModelSizeAndFlops.of(model.spec)
         cache = model.cache("static", start)
         model(prompt, cache=cache)
         cache_bytes.append((cache.nbytes, start * size.cache_bytes_per_token))

@@ -27,7 +27,7 @@ import torch
 
 import headwise as hw
 from bench.compiled_programs import NUM_WORDS, WORDS, CompiledProgram, compile_program
-from headwise.analysis.circuits.edge_effects import edge_effects
+from headwise.analysis.circuits.measure_edge_effects import measure_edge_effects
 
 SEEDS, NUM_PROMPTS, NUM_TEMPLATES, LENGTH = range(8200, 8206), 48, 8, 14
 EDGE_PROMPTS = 8  # prompts on which edges are measured
@@ -145,7 +145,9 @@ def reported_edges(program: CompiledProgram, prompts: list[dict[str, Any]], tota
         index = torch.arange(len(logits))
         return logits[index, right] - logits[index, wrong]
 
-    table = edge_effects(model, (clean, corrupted), ["embedding", *heads, *mlps], [*inputs, *mlps, "logits"], metric)
+    table = measure_edge_effects(
+        model, (clean, corrupted), ["embedding", *heads, *mlps], [*inputs, *mlps, "logits"], metric
+    )
     return {edge for edge, effect in table.means.items() if abs(effect) > THRESHOLD * abs(total)}
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import headwise as hw
-from headwise.analysis.finding.bundled_examples import ATOM_MAPS
+from headwise.analysis.finding.bundled_examples_path import ATOM_MAPS
 from headwise.analysis.finding.job_examples import read_examples
 from headwise.text.build_tokenizers import byte_tokenizer
 

@@ -31,7 +31,7 @@ from headwise.distributed.process_group import ProcessGroup
 from headwise.experiments.engine.peak_memory import peak_memory
 from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
-from headwise.training.batch_samplers import ShuffledWindowSampler, causal_targets
+from headwise.training.batch_samplers import ShuffledWindowSampler, causal_inputs_and_targets
 from headwise.training.loop import TrainLoop
 from headwise.training.model_with_loss import LanguageLoss
 from headwise.training.recipe import Recipe
@@ -143,7 +143,7 @@ def plain_training(model: nn.Module, size: Size, compiled: bool) -> TrainingCand
 
     def step() -> float:
         nonlocal done
-        ids, targets = causal_targets(torch.from_numpy(windows.training_rows(done * size.batch, size.batch)))
+        ids, targets = causal_inputs_and_targets(torch.from_numpy(windows.training_rows(done * size.batch, size.batch)))
         loss = module(ids, targets)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), RECIPE.max_grad_norm)

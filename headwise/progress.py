@@ -28,7 +28,7 @@ def shows_progress(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _callback(kwargs.get("progress")) as callback:  # pyright: ignore[reportArgumentType]
+        with _open_progress_callback(kwargs.get("progress")) as callback:  # pyright: ignore[reportArgumentType]
             return function(*args, **(kwargs | {"progress": callback}))  # pyright: ignore[reportCallIssue]
 
     return run
@@ -39,18 +39,18 @@ def callback_of(progress: ProgressOption) -> Progress | None:
     return None if isinstance(progress, bool) else progress
 
 
-def is_watched() -> bool:
+def is_interactive_output() -> bool:
     """Return whether stderr is a terminal or the output of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return type(shell).__name__ == "ZMQInteractiveShell" or bool(getattr(sys.stderr, "isatty", bool)())
 
 
 @contextmanager
-def _callback(progress: object) -> Iterator[Progress | None]:
+def _open_progress_callback(progress: object) -> Iterator[Progress | None]:
     """Yield the callback of a call. Calls inside the context get no line of their own."""
     line = None
     if progress in (None, True):
-        line = ProgressLine() if not _is_reported.get() and is_watched() else None
+        line = ProgressLine() if not _is_reported.get() and is_interactive_output() else None
         callback: Progress | None = line
     else:
         callback = None if progress is False else progress  # pyright: ignore[reportAssignmentType]
@@ -64,7 +64,7 @@ def _callback(progress: object) -> Iterator[Progress | None]:
 
 
 @runtime_checkable
-class NotingProgress(Protocol):
+class ProgressWithNotes(Protocol):
     """A progress callback that can also print lines that stay."""
 
     def __call__(self, step: str, done: int, total: int | None) -> object:

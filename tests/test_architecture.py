@@ -50,7 +50,7 @@ RESULT_MODULES = (
     "analysis/similarity/match_heads.py",
     "attached/attached_model.py",
     "compression/allocate_bits.py",
-    "compression/circuit_study.py",
+    "compression/prune_to_circuit_study.py",
     "compression/plan_report.py",
     "compression/prune_study.py",
     "compression/pruning_curve.py",

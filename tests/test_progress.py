@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import headwise.progress as progress_module
-from headwise.progress import ProgressOption, callback_of, is_watched, shows_progress
+from headwise.progress import ProgressOption, callback_of, is_interactive_output, shows_progress
 
 
 class Terminal(io.StringIO):
@@ -86,11 +86,11 @@ def test_line_is_cleared_after_an_error(terminal: Terminal) -> None:
 def test_notebook_counts_as_watched_and_a_pipe_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert not is_watched()
+    assert not is_interactive_output()
     assert inner(1) is None
     shell = type("ZMQInteractiveShell", (), {})()
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # pyright: ignore
-    assert is_watched()
+    assert is_interactive_output()
 
 
 def test_all_public_functions_show_a_line_by_default() -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import headwise as hw
-from headwise.analysis.finding.bundled_examples import ATOM_MAPS
+from headwise.analysis.finding.bundled_examples_path import ATOM_MAPS
 from headwise.analysis.finding.job_examples import read_examples
 from headwise.text.probe import probe_set
 from headwise.ui.report import DEFAULT_SENTENCES

@@ -9,8 +9,12 @@ import torch
 
 from headwise.analysis.ablation.importance import Importance, SingleHeadImportance
 from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
-from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
-from headwise.analysis.attribution.head_output_analysis import TokenEffects, copying_scores, top_context_token_effects
+from headwise.analysis.attribution.copy_logit_effect import CopyLogitEffect, direct_effects
+from headwise.analysis.attribution.head_output_scores import (
+    TokenEffects,
+    ov_eigenvalue_scores,
+    top_context_token_effects,
+)
 from headwise.analysis.load_or_measure import load_or_measure_importance
 from headwise.analysis.recording.batching import reachable_hook_points
 from headwise.analysis.roles.head_profile import HeadProfile
@@ -19,7 +23,7 @@ from headwise.analysis.similarity.attention_similarity import (
     js_sums,
     js_sums_of_head,
     record_rows,
-    sample_row_positions,
+    sample_texts_and_query_positions,
 )
 from headwise.analysis.similarity.weight_similarity import (
     compress_product_columns,
@@ -54,7 +58,7 @@ class OVSummary:
     copying: float
     random_std: float
     token_effects: tuple[TokenEffects, ...] = ()
-    effect: AttendedLogitEffect | None = None
+    effect: CopyLogitEffect | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def measure_head_facts(
     """
     address, errors, ov_summary, ablation = str(head_profile.address), [], None, None
     try:
-        ov_summary = _ov_summary(model, head_profile, _effects(model, corpus, address))
+        ov_summary = _ov_summary(model, head_profile, _attended_logit_effects(model, corpus, address))
     except HeadwiseError as error:  # for example, an encoder has no output vocabulary
         errors.append(str(error))
     try:
@@ -184,7 +188,7 @@ def ablation_summary(model: ModelProtocol, head_importance: Importance, head: st
     )
 
 
-def _effects(model: ModelProtocol, corpus: Any = None, heads: str = "*") -> dict[str, AttendedLogitEffect]:
+def _attended_logit_effects(model: ModelProtocol, corpus: Any = None, heads: str = "*") -> dict[str, CopyLogitEffect]:
     """Return the direct effects of heads. Empty if the unembedding cannot be read."""
     try:
         return direct_effects(model, corpus, heads)
@@ -192,8 +196,8 @@ def _effects(model: ModelProtocol, corpus: Any = None, heads: str = "*") -> dict
         return {}
 
 
-def _ov_summary(model: ModelProtocol, head: HeadProfile, effects: Mapping[str, AttendedLogitEffect]) -> OVSummary:
-    score = copying_scores(model, str(head.address))[str(head.address)]
+def _ov_summary(model: ModelProtocol, head: HeadProfile, effects: Mapping[str, CopyLogitEffect]) -> OVSummary:
+    score = ov_eigenvalue_scores(model, str(head.address))[str(head.address)]
     try:
         token_effects = tuple(top_context_token_effects(model, head)) if model.output is not None else ()
     except HeadwiseError:  # the logits are not a sum over heads
@@ -203,7 +207,7 @@ def _ov_summary(model: ModelProtocol, head: HeadProfile, effects: Mapping[str, A
 
 def ov_summaries(model: ModelProtocol, profile: Profile) -> dict[str, OVSummary]:
     """Summarize the output of each head: OV eigenvalue score, direct effect, promoted and suppressed tokens."""
-    effects = _effects(model)
+    effects = _attended_logit_effects(model)
     return {str(head.address): _ov_summary(model, head, effects) for head in profile}
 
 
@@ -232,7 +236,7 @@ def nearest_heads(model: ModelProtocol, head: Address | None = None) -> dict[str
     compared = addresses if head is None else (head,)
     sums, rows = np.zeros((len(compared), len(addresses))), 0
     with eval_mode(model), torch.no_grad():
-        for samples, positions in sample_row_positions(
+        for samples, positions in sample_texts_and_query_positions(
             model, None, COMPARISON_SIZE["rows"], COMPARISON_SIZE["max_length"], len(addresses), 0
         ):
             maps = record_rows(model, samples, positions, set(addresses)).maps  # (H, rows, S + 1)

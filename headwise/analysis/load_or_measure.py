@@ -82,7 +82,7 @@ class ModelKey:
         return {"weights": self.weights, "model": self.details}
 
 
-def corpus_key(model: ModelProtocol, corpus: Any) -> dict[str, Any]:
+def corpus_key_fields(model: ModelProtocol, corpus: Any) -> dict[str, Any]:
     """Return the part of a key that belongs to the corpus."""
     chunking = None
     if isinstance(corpus, TokenizedCorpus):
@@ -114,12 +114,12 @@ def load_or_measure_profile(
     key = None if store is None else key or ModelKey.of(model)
     if store is None or key is None:
         return measure()
-    parts = key.to_dict() | corpus_key(model, corpus) | {"prompts": prompts, "causal": causal}
+    parts = key.to_dict() | corpus_key_fields(model, corpus) | {"prompts": prompts, "causal": causal}
     description = {"model": key.name, "weights": key.weights, "prompts": prompts, "causal": causal}
     return _serve(store, PROFILE, parts, description, measure, profile_to_bytes, profile_from_bytes)
 
 
-def load_or_measure_head_profile(
+def profile_with_head_causal_test(
     model: ModelProtocol, head: Address, corpus: Any = None, *, store: ResultStore | None, prompts: bool = False,
     progress: Progress | None = None,
 ) -> Profile:  # fmt: skip
@@ -138,7 +138,7 @@ def load_or_measure_head_profile(
     key = None if store is None else ModelKey.of(model)
     if not supports_causal_test(model):
         return load_or_measure_profile(model, corpus, store=store, key=key, prompts=prompts, progress=progress)
-    settings = {} if key is None else key.to_dict() | corpus_key(model, corpus) | {"prompts": prompts}
+    settings = {} if key is None else key.to_dict() | corpus_key_fields(model, corpus) | {"prompts": prompts}
     if store is not None and key is not None:
         full_key = result_key({"kind": PROFILE, **settings, "causal": True})
         full = _read(store, PROFILE, full_key, profile_from_bytes)
@@ -176,7 +176,7 @@ def load_or_measure_importance(
     key = None if store is None else key or ModelKey.of(model)
     if store is None or key is None:
         return importance(model, corpus, heads=",".join(heads), progress=progress)
-    model_part = key.to_dict() | corpus_key(model, corpus)
+    model_part = key.to_dict() | corpus_key_fields(model, corpus)
     keys = {pattern: result_key({"kind": IMPORTANCE, **model_part, "heads": pattern}) for pattern in heads}
 
     def read_all() -> dict[str, Importance]:
@@ -197,7 +197,7 @@ def load_or_measure_importance(
     return _join_layers([stored[pattern] for pattern in heads])
 
 
-def whole_layers(model: ModelProtocol, heads: HeadPattern) -> list[str]:
+def as_whole_layer_patterns(model: ModelProtocol, heads: HeadPattern) -> list[str]:
     """Return the layers that a pattern selects as patterns such as `"5.*"`. Empty if it selects only a part of a layer."""
     layers: dict[str, tuple[Address, ...]] = {}
     reachable = [address for hook_point in reachable_hook_points(model, heads) for address in hook_point.head_addresses]
@@ -209,7 +209,7 @@ def whole_layers(model: ModelProtocol, heads: HeadPattern) -> list[str]:
     return list(layers) if is_whole else []
 
 
-def find_stored_profile(model: ModelProtocol, store: ResultStore | None = None) -> Profile | None:
+def find_default_corpus_profile(model: ModelProtocol, store: ResultStore | None = None) -> Profile | None:
     """Return the profile of a model on the default corpus, if it is in the store. Nothing is written.
 
     Args:
@@ -223,7 +223,7 @@ def find_stored_profile(model: ModelProtocol, store: ResultStore | None = None) 
         key = ModelKey.of(model)
         if key is None:
             return None
-        parts = key.to_dict() | corpus_key(model, None)
+        parts = key.to_dict() | corpus_key_fields(model, None)
     except HeadwiseError:  # for example, a model without tokenizer
         return None
     for prompts, causal in ((True, True), (False, True), (False, False)):

@@ -99,7 +99,7 @@ def truncated_sample(model: ModelProtocol, text: str, max_tokens: int) -> TextSa
 
 
 @dataclass(frozen=True)
-class PredictedToken:
+class NextTokenPrediction:
     """Prediction of the next token.
 
     Attributes:
@@ -112,7 +112,7 @@ class PredictedToken:
     parts: LogitAttribution | None
 
 
-def predict_next_token(model: ModelProtocol, ids: Sequence[int], hidden: Tensor) -> PredictedToken | None:
+def predict_next_token(model: ModelProtocol, ids: Sequence[int], hidden: Tensor) -> NextTokenPrediction | None:
     """Return the most probable next tokens for final hidden states (1, T, D). None if the model is not a language model."""
     if model.output is None or model.spec.output != "lm":
         return None
@@ -120,9 +120,9 @@ def predict_next_token(model: ModelProtocol, ids: Sequence[int], hidden: Tensor)
     words = [_token_text(model, i) for i in best.indices.tolist()]
     probable = list(zip(words, best.values.tolist(), strict=True))
     try:
-        return PredictedToken(probable, logit_attribution(model, list(ids), int(best.indices[0])))
+        return NextTokenPrediction(probable, logit_attribution(model, list(ids), int(best.indices[0])))
     except HeadwiseError:  # a post-norm model, or a model with unknown components
-        return PredictedToken(probable, None)
+        return NextTokenPrediction(probable, None)
 
 
 def _token_text(model: ModelProtocol, token_id: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.attached.cache_step import has_cache_step, set_cache_step
+from headwise.attached.cache_step import has_pending_cache_step, set_cache_step
 from headwise.attached.discover import AttentionModuleInfo, check_no_sinks_or_softcap, config_of, find_attention_modules
 from headwise.attached.interface import SDPA_NAME, has_third_party_sdpa
 from headwise.attached.layer import AttachedLayer, layer_of
@@ -190,7 +190,7 @@ class ModelForwardGuard:
 
     def _enter(self, submodel: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         config: Any = submodel.config
-        if has_cache_step():
+        if has_pending_cache_step():
             set_cache_step(None)  # left by an interrupted call
         if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
             raise ArgumentError(

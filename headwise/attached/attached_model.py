@@ -15,7 +15,7 @@ from torch import Tensor
 from headwise.attached.attach_support import check_supported, copy_config
 from headwise.attached.attachment import Attachment, AttachRollbackState
 from headwise.attached.cache_policies import (
-    CacheContext,
+    CacheHandle,
     cache_layer_factory,
     check_cache_support,
     check_kv_heads,
@@ -34,13 +34,13 @@ from headwise.attached.image_input_reader import ImageInputReader
 from headwise.attached.infer_spec import decoder_start_token, has_lm_head, infer_spec
 from headwise.attached.known_input_norms import find_input_norm
 from headwise.attached.layer import AttachedLayer
-from headwise.attached.layer_probe import check_reconstruction, probe_layers
+from headwise.attached.layer_structure_check import check_reconstruction, probe_layers
 from headwise.attached.offload import check_in_memory, copy_to_memory, is_offloaded
 from headwise.attached.prune_in_place import add_to_output_biases, prune_and_verify
 from headwise.attached.quantize_in_place import (
     blocks_with_mlps,
     dequantize_in_place,
-    linear_layers,
+    non_attention_linear_layers,
     quantize_in_place,
 )
 from headwise.attached.residual_stream import find_residual_stream
@@ -50,7 +50,7 @@ from headwise.attached.save_load import (
     PLANS_ATTRIBUTE,
     is_loadable_by_transformers,
     is_pruned,
-    load_attached,
+    load_model_and_layers,
     make_attached_layers,
     patch_save_pretrained,
     save_attached,
@@ -64,7 +64,7 @@ from headwise.heads import Heads, HookPoint
 from headwise.heads.head import Gates, HeadPattern, resolve_gates
 from headwise.io.images import ImagePreprocessor
 from headwise.model import ResidualStream, ResumableForward, eval_mode
-from headwise.model.protocols import LMHeadProtocol, Norms
+from headwise.model.protocols import Norms, OutputLayerProtocol
 from headwise.model.prune import heads_to_prune
 from headwise.model.resumable_forward import RowSelector
 from headwise.spec import CacheRule, LayerAddress, ModelSpec, Plan
@@ -386,7 +386,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         names = {id(module): name for name, module in self.model.named_modules()}
         attention = [module for layer in self._layers for module in (layer.module, layer.info.output_module)]
         vocabulary = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
-        mlps = linear_layers(self._layers, blocks_with_mlps(self.model, self._layers))
+        mlps = non_attention_linear_layers(self._layers, blocks_with_mlps(self.model, self._layers))
         return {
             "heads": tuple(names[id(module)] for module in attention if module is not None),
             "MLPs": tuple(names[id(module)] for module in mlps),
@@ -431,7 +431,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         return self._spec
 
     @property
-    def output(self) -> LMHeadProtocol | None:
+    def output(self) -> OutputLayerProtocol | None:
         """LM head: final hidden states to logits. None if the model has no LM head."""
         return AttachedLMHead(self.model) if has_lm_head(self.model) else None
 
@@ -593,7 +593,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         """Return transformers' `generate`, with a per-head cache if the model has cache policies."""
         if not self.cache_rules:
             return self.model.generate
-        return partial(generate_with_cache, self.model, cache_layer_factory(self, None), CacheContext())
+        return partial(generate_with_cache, self.model, cache_layer_factory(self, None), CacheHandle())
 
     def _stream(self, steps: Generator[Tensor, None, None], gates: Gates | None) -> Generator[Tensor, None, None]:
         with closing(steps):
@@ -647,7 +647,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
     def reopen(cls, folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Self:
         """Load a folder of transformers, pruned or not, as an attached model with its tokenizer."""
         folder = Path(folder)
-        model, layers = load_attached(folder, dtype, device)
+        model, layers = load_model_and_layers(folder, dtype, device)
         check_supported(model)
         has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
         return cls.attach_layers(

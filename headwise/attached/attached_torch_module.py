@@ -9,13 +9,13 @@ from weakref import finalize, ref
 from torch import Tensor, nn
 
 from headwise.attached.attached_model import AttachedModel
+from headwise.attached.attention_op_trace import TracedAttentionLayer, install_module_trace
 from headwise.attached.interface import stop_routing_module
 from headwise.attached.layer import MARK, AttachedLayer, LayerMark, layer_of
-from headwise.attached.layer_probe import check_reconstruction, probe_layers
+from headwise.attached.layer_structure_check import check_reconstruction, probe_layers
 from headwise.attached.masks import MaskConverter
 from headwise.attached.module_discovery import TorchMHA, find_module_attention, infer_module_spec
 from headwise.attached.module_prune import prune_module
-from headwise.attached.module_trace import TracedAttentionLayer, install_module_trace
 from headwise.attached.prune_in_place import add_to_output_biases
 from headwise.attached.torch_mha import TorchMHALayer, install_torch_mha_hooks
 from headwise.errors import ArgumentError, UnsupportedModelError

@@ -30,7 +30,7 @@ TOLERANCE = 1e-4  # of the test, relative to the largest logit, in float32; scal
 
 
 @dataclass(eq=False)
-class CacheContext:
+class CacheHandle:
     """Result of `with hw.cached(…)`.
 
     Attributes:
@@ -74,7 +74,7 @@ def per_head_cache(attached: "AttachedModel", plan: Plan | CachePolicies | None 
 
 
 @contextmanager
-def cached(attached: "AttachedModel", plan: Plan | CachePolicies | None = None) -> Iterator[CacheContext]:
+def cached(attached: "AttachedModel", plan: Plan | CachePolicies | None = None) -> Iterator[CacheHandle]:
     """Give every call of `generate` inside the context a new per-head cache.
 
     Args:
@@ -93,7 +93,7 @@ def cached(attached: "AttachedModel", plan: Plan | CachePolicies | None = None) 
     >>> ids.shape, scope.cache.nbytes == 2 * 4 * 2 * (1 + 7) * 4 * 4
     (torch.Size([1, 28]), True)
     """
-    handle, scope = attached_model(attached), CacheContext()
+    handle, scope = attached_model(attached), CacheHandle()
     make_layers = cache_layer_factory(handle, plan)
     with _generating_with(handle.model, make_layers, scope):
         yield scope
@@ -187,7 +187,7 @@ def policies_of_layer(spec: ModelSpec, layer: AttachedLayer) -> tuple[CachePolic
 
 
 @contextmanager
-def _generating_with(model: Any, make: Callable[[], Any], scope: CacheContext) -> Iterator[None]:
+def _generating_with(model: Any, make: Callable[[], Any], scope: CacheHandle) -> Iterator[None]:
     """Let `model.generate` make its cache with a function inside the context."""
     previous = model.__dict__.get("generate")
     model.__dict__["generate"] = partial(generate_with_cache, model, make, scope)
@@ -199,7 +199,7 @@ def _generating_with(model: Any, make: Callable[[], Any], scope: CacheContext) -
             model.__dict__["generate"] = previous
 
 
-def generate_with_cache(model: Any, make: Callable[[], Any], scope: CacheContext, *args: Any, **kwargs: Any) -> Any:
+def generate_with_cache(model: Any, make: Callable[[], Any], scope: CacheHandle, *args: Any, **kwargs: Any) -> Any:
     """Call transformers' `generate` with a new per-head cache."""
     from headwise.attached.transformers_cache import PerHeadEncoderDecoderCache, PerHeadTransformersCache
 
@@ -258,7 +258,7 @@ def _probe_problem(attached: "AttachedModel", layers: list[AttachedLayer], chunk
     ids = torch.randint(len(table), (2, sum(chunks)), generator=generator, device="cpu").to(table.device)
     is_encoder_decoder = attached.spec.kind == "encoder-decoder"
     name, inputs = ("decoder_input_ids", {"input_ids": ids}) if is_encoder_decoder else ("input_ids", {})
-    with eval_mode(attached), masked_policies(layers, spec):
+    with eval_mode(attached), simulate_policies_by_masks(layers, spec):
         try:
             expected = model(**inputs, **{name: ids}, use_cache=False)[0]
             cache, start, logits = make_cache(attached, spec), 0, []
@@ -287,7 +287,7 @@ def _token_embeddings(model: Any) -> torch.Tensor:
 
 
 @contextmanager
-def masked_policies(layers: list[AttachedLayer], spec: ModelSpec) -> Iterator[None]:
+def simulate_policies_by_masks(layers: list[AttachedLayer], spec: ModelSpec) -> Iterator[None]:
     """Let layers mask the tokens that these cache policies evict, in calls without a cache."""
     saved = [layer.spec for layer in layers]
     set_policies(layers, spec)

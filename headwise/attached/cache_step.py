@@ -36,7 +36,7 @@ _pending = threading.local()  # `step`: the last cache update of this thread, un
 
 
 @dataclass(eq=False)
-class AttentionScoringLayer:
+class ScoreParamsProvider:
     """Score parameters of one attention call, as a cache requests them (`ScoringLayerProtocol`).
 
     Attributes:
@@ -188,7 +188,7 @@ class CacheStep:
         mask = cache.text_offsets.canonical_mask(params.mask, cache.spec.window, T, self.num_keys)
         params = replace(params, mask=mask, kv_of_head=cache.kv_of_head)
         request = ScoreRequest(
-            mask, row_starts=starts, layer=AttentionScoringLayer(cache.spec, params),
+            mask, row_starts=starts, layer=ScoreParamsProvider(cache.spec, params),
             has_listeners=layer.hook_point.has_listeners,
         )  # fmt: skip
         cache.record(self.new_k, self.new_v, starts)
@@ -209,14 +209,14 @@ def set_cache_step(step: CacheStep | None) -> None:
     _pending.step = step
 
 
-def has_cache_step() -> bool:
+def has_pending_cache_step() -> bool:
     """Return whether a layer of this thread has passed tokens to a per-head cache and not attended yet."""
     return not torch.compiler.is_compiling() and getattr(_pending, "step", None) is not None
 
 
 def pop_cache_step(layer: "AttachedLayer") -> CacheStep | None:
     """Return the cache step of this attention call, or None if the call has no per-head cache."""
-    if not has_cache_step():
+    if not has_pending_cache_step():
         return None
     step: CacheStep = _pending.step
     _pending.step = None
@@ -257,7 +257,7 @@ def _attend_without_cache(layer: "AttachedLayer", q: Tensor, k: Tensor, v: Tenso
     starts = advance_starts(None, visible_keys_of_mask(params.mask), 0, q.shape[2], is_last=True)
     spec = replace(layer.spec, cache=(), window=None)
     request = ScoreRequest(params.mask, policies=policies, row_starts=starts, num_keys=k.shape[2])
-    request.layer = AttentionScoringLayer(spec, params)
+    request.layer = ScoreParamsProvider(spec, params)
     quantized_k, quantized_v = fake_quantize_kv(k, policies), fake_quantize_kv(v, policies)
     result = NO_CACHE.attend(q, quantized_k, quantized_v, request)
     if layer.cache_gate is None:
@@ -283,7 +283,7 @@ def check_full_call(layer: "AttachedLayer", T: int, S: int) -> None:
         )
 
 
-def mask_scores(layer: "AttachedLayer", scores: Tensor, allowed: Tensor) -> Tensor | None:
+def hide_evicted_keys(layer: "AttachedLayer", scores: Tensor, allowed: Tensor) -> Tensor | None:
     """Return scores with evicted tokens hidden, (B, H, T, S), in a layer that computes its scores itself; None if none is.
 
     `allowed` is True at the keys that the layer does not mask, (B or 1, H or 1, T, S).

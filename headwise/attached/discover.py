@@ -133,7 +133,7 @@ def find_attention_modules(model: nn.Module, *, allow_towers: bool = True) -> li
     stacks = {_stack_path(name) for name, _ in candidates}
     is_encoder_decoder = _is_encoder_decoder(stacks)
     if len(stacks) > 1 and not is_encoder_decoder:
-        return _find_towers(model, sorted(stacks), allowed=allow_towers)
+        return _find_tower_attention_modules(model, sorted(stacks), allowed=allow_towers)
     by_address: dict[LayerAddress, AttentionModuleInfo] = {}
     addresses = _assign_addresses(candidates, is_encoder_decoder=is_encoder_decoder)
     for name, module in candidates:
@@ -159,9 +159,9 @@ def find_attention_modules(model: nn.Module, *, allow_towers: bool = True) -> li
     )
 
 
-def _find_towers(model: nn.Module, stacks: list[str], *, allowed: bool) -> list[AttentionModuleInfo]:
+def _find_tower_attention_modules(model: nn.Module, stacks: list[str], *, allowed: bool) -> list[AttentionModuleInfo]:
     """Return the modules of all towers, each tower under its own name."""
-    part_paths = {stack: _attachable_part(model, stack) for stack in stacks}
+    part_paths = {stack: _attachable_part_path(model, stack) for stack in stacks}
     paths = list(dict.fromkeys(path for stack_paths in part_paths.values() for path in stack_paths))
     if not allowed or not all(part_paths.values()):
         suggestions = " or ".join(f"hw.attach(model.{path})" for path in paths)
@@ -246,7 +246,7 @@ def _stack_path(name: str) -> str:
     return re.split(r"\.\d+(?:\.|$)", f".{name}", maxsplit=1)[0].removeprefix(".")
 
 
-def _attachable_part(model: nn.Module, stack: str) -> list[str]:
+def _attachable_part_path(model: nn.Module, stack: str) -> list[str]:
     """Return the path of the largest submodel that contains this tower alone and can be attached; empty if none can."""
     from transformers import PreTrainedModel
 

@@ -204,7 +204,7 @@ def _states(model: Any, generator: torch.Generator, frames: int = SEQUENCE_LENGT
     return torch.randn(BATCH_SIZE, frames, int(model.config.hidden_size), generator=generator, device="cpu")
 
 
-def _past_values(model: Any, generator: torch.Generator) -> Tensor:
+def _past_time_series(model: Any, generator: torch.Generator) -> Tensor:
     """Return a time series (B, T, channels)."""
     config_values = dict(reversed(_config_items(model.config)))
     channels = config_values.get("num_input_channels", 1)
@@ -226,7 +226,7 @@ INPUT_MAKERS: dict[str, tuple[Callable[[Any, torch.Generator], Tensor], ...]] = 
                        partial(_features, bins_index=1, transposed=True), _spectrogram_image),
     "input_values": (_waveform, partial(_waveform, channel=True), _spectrogram),
     "audio_values": (_waveform, partial(_waveform, channel=True)),
-    "inputs_embeds": (_states,), "hidden_states": (_states,), "query_embeds": (_states,), "past_values": (_past_values,),
+    "inputs_embeds": (_states,), "hidden_states": (_states,), "query_embeds": (_states,), "past_values": (_past_time_series,),
     "decoder_input_ids": (_token_ids,), "qformer_input_ids": (_token_ids,),
 }  # fmt: skip
 # Masks of inputs; dummy masks are all ones.

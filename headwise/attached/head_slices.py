@@ -336,7 +336,7 @@ def hook_norm_channels(norm: nn.Module, head_indices: list[int], head_count: int
         hooks[key] = selection_hook
 
 
-def hook_bias_heads(module: nn.Module, head_indices: list[int], head_count: int) -> None:
+def register_bias_slice_hooks(module: nn.Module, head_indices: list[int], head_count: int) -> None:
     """Make a module use only the bias of these heads, out of its current heads."""
     previous = next((hook.__self__ for hook in module._forward_hooks.values() if is_prune_hook(hook)), None)  # pyright: ignore
     if isinstance(previous, PositionBiasSliceHook):

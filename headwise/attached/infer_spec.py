@@ -53,7 +53,8 @@ def infer_spec(model: Any, layers: Sequence[AttachedLayer]) -> ModelSpec:
         encoder_layers=layers_by_stack.get("enc", 0) if is_standard else 0,
         attention=AttentionSpec(
             width=largest.width, heads=largest.heads, head_dim=largest.head_dim, value_dim=largest.value_dim,
-            kv_heads=largest.kv_heads if is_standard else _cached_kv_heads(main_layer.spec, largest), rotary=largest.rotary,
+            kv_heads=largest.kv_heads if is_standard else _kv_heads_of_larger_tower(main_layer.spec, largest),
+            rotary=largest.rotary,
         ),
         mlp_width=next((int(size) for name in MLP_WIDTH_FIELDS if isinstance(size := getattr(config, name, None), int)), 0),
         activation="swiglu" if is_gated else "gelu",
@@ -68,7 +69,7 @@ def infer_spec(model: Any, layers: Sequence[AttachedLayer]) -> ModelSpec:
     return _with_weight_rules(spec, model)
 
 
-def _cached_kv_heads(main: AttentionSpec, largest: AttentionSpec) -> int:
+def _kv_heads_of_larger_tower(main: AttentionSpec, largest: AttentionSpec) -> int:
     """Return the number of KV heads with which cached layers keep theirs, if another tower has more heads."""
     heads_per_kv_head = main.heads // main.kv_heads
     return largest.heads // heads_per_kv_head if largest.heads % heads_per_kv_head == 0 else largest.kv_heads

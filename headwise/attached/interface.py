@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attached.cache_step import attend_with_policies, has_cache_step
+from headwise.attached.cache_step import attend_with_policies, has_pending_cache_step
 from headwise.attached.layer import MARK, AttachedLayer, LayerMark, layer_of
 from headwise.attached.masks import mask_dtype_min
 from headwise.errors import HeadwiseError, UnsupportedModelError
@@ -57,7 +57,7 @@ def restore_sdpa(attachment: Any) -> None:
 
 def route_module_to_layer(layer: AttachedLayer, attention_function: Callable[..., Any] | None) -> None:
     """Route calls of a layer's module to the layer. `attention_function` is the module's own function; None for SDPA."""
-    layer.source_words = _words_in_source(_sdpa() if attention_function is None else attention_function)
+    layer.source_words = _identifiers_in_source_code(_sdpa() if attention_function is None else attention_function)
     layer.module.__dict__[MARK] = LayerMark(layer)
 
 
@@ -87,7 +87,7 @@ def sdpa_with_hooks(
     if layer is None:  # a model that is not attached
         return _sdpa()(module, query, key, value, attention_mask, **kwargs)
     _check_kwargs(layer, kwargs, _sdpa())
-    if layer.spec.cache or has_cache_step():
+    if layer.spec.cache or has_pending_cache_step():
 
         def make_policy_params(num_keys: int) -> ScoreParams:
             return _score_params(layer, query, key, attention_mask, kwargs, num_keys)
@@ -123,7 +123,7 @@ def eager_with_hooks(
         sink = sink.detach().flatten() if isinstance(sink, Tensor) else None
         return replace(params, softcap=kwargs.get("softcap"), sink=sink)
 
-    if layer.spec.cache or has_cache_step():
+    if layer.spec.cache or has_pending_cache_step():
         return _attend_with_policies(layer, query, key, value, make_params)
     kv_of_head = _uneven_kv_of_head(layer, query, key)
     keys, values = (key, value) if kv_of_head is None else (repeat_kv(key, kv_of_head), repeat_kv(value, kv_of_head))
@@ -183,7 +183,7 @@ def _check_kwargs(
 
 
 @cache
-def _words_in_source(run: Callable[..., Any]) -> frozenset[str] | None:
+def _identifiers_in_source_code(run: Callable[..., Any]) -> frozenset[str] | None:
     """Return the words in the source of a function; None if its source cannot be read."""
     try:
         return frozenset(re.findall(r"\w+", inspect.getsource(run)))

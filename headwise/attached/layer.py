@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attached.discover import AttentionModuleInfo, is_conv1d, out_size
-from headwise.attached.packed_weights import dtype_and_device
+from headwise.attached.per_head_packed_weights import packed_dtype_and_device
 from headwise.attached.uncopied_hook import UncopiedHook
 from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.heads.hook_point import Edit, HookPoint, Listener, is_replaying
@@ -20,7 +20,7 @@ from headwise.kernels.score_params import ScoreParams
 from headwise.spec import AttentionSpec, Rotary
 
 if TYPE_CHECKING:
-    from headwise.attached.layer_probe import LayerProbe
+    from headwise.attached.layer_structure_check import LayerTestCallRecorder
     from headwise.attached.masks import MaskConverter
 
 # How z (the output of attention) reaches W_O:
@@ -98,7 +98,7 @@ class AttachedLayer:
         self.attends_ahead: bool | None = None  # whether the probe saw attention to later tokens; None: not tested
         self.reconstruction_problem = ""  # why attention without SDPA could not be reproduced from its recorded inputs
         self.handle: Callable[[], Any] = lambda: None  # a weak reference to the handle of the model
-        self.probe: LayerProbe | None = None  # set while the layer is tested
+        self.probe: LayerTestCallRecorder | None = None  # set while the layer is tested
         self.source_words: frozenset[str] | None = (
             None  # words in the attention function's source; None if it cannot be read
         )
@@ -287,7 +287,7 @@ class OutputProjectionView:
         for weight in self._layer.module.parameters():
             if weight.is_floating_point() and weight.device.type != "meta":
                 return weight if _is_dense_float(weight) else torch.zeros((), dtype=weight.dtype, device=weight.device)
-        packed = dtype_and_device(self._layer.module)
+        packed = packed_dtype_and_device(self._layer.module)
         if packed is not None:
             return torch.zeros((), dtype=packed[0], device=packed[1])
         return torch.zeros((), dtype=torch.get_default_dtype())  # weights of other quantizers, or offloaded ones

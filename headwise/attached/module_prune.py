@@ -42,7 +42,7 @@ def prune_module(
     _check_layers(touched, pruned)
     traced = [layer for layer in touched if not isinstance(layer, TorchMHALayer)]
     check_prunable(traced, [head for head in pruned if any(head in x.hook_point.head_addresses for x in traced)])
-    expected = _outputs(handle, pruned)
+    expected = _silenced_example_outputs(handle, pruned)
     with rollback_on_error(layers, pruned, replace_layers):
         new_layers = [
             _prune_torch_layer(layer, pruned) if isinstance(layer, TorchMHALayer) else prune_layers([layer], pruned)[0]
@@ -65,21 +65,21 @@ def _check_layers(layers: Sequence[AttachedLayer], pruned: Sequence[Address]) ->
                 f"{layer.info.name}: its heads cannot be pruned before the layer was tested on a call. Attach the model with "
                 f"one: hw.attach(model, example=…)."
             )
-        if not isinstance(layer, TorchMHALayer) and not layer.pruned_spec(_numbers(layer, pruned)).head_ids:
+        if not isinstance(layer, TorchMHALayer) and not layer.pruned_spec(_pruned_head_ids(layer, pruned)).head_ids:
             raise UnsupportedModelError(
                 f"{layer.info.name}: not all of its heads can be pruned. Keep one head, or silence the heads: "
                 f"attached.heads[…].silenced()."
             )
 
 
-def _numbers(layer: AttachedLayer, pruned: Sequence[Address]) -> set[int]:
+def _pruned_head_ids(layer: AttachedLayer, pruned: Sequence[Address]) -> set[int]:
     return {address.head for address in layer.hook_point.head_addresses if address in set(pruned)}
 
 
 @torch.no_grad()
 def _prune_torch_layer(layer: TorchMHALayer, pruned: Sequence[Address]) -> TorchMHALayer:
     """Replace an `nn.MultiheadAttention` by a module with the remaining heads."""
-    info, removed = layer.info, _numbers(layer, pruned)
+    info, removed = layer.info, _pruned_head_ids(layer, pruned)
     indices = [index for index, head_id in enumerate(layer.spec.head_ids) if head_id not in removed]
     module: Any = PrunedMultiheadAttention(layer.module, indices)  # pyright: ignore[reportArgumentType]
     setattr(info.parent, info.name.rpartition(".")[2], module)
@@ -87,7 +87,7 @@ def _prune_torch_layer(layer: TorchMHALayer, pruned: Sequence[Address]) -> Torch
     return TorchMHALayer(info, layer.mask_converter)
 
 
-def _outputs(handle: "AttachedTorchModule", pruned: Sequence[Address]) -> list[Tensor] | None:
+def _silenced_example_outputs(handle: "AttachedTorchModule", pruned: Sequence[Address]) -> list[Tensor] | None:
     """Return the outputs of the example call with these heads silenced, or None without an example."""
     if handle.example is None:
         return None

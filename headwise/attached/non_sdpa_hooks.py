@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode
 
-from headwise.attached.cache_step import has_cache_step, mask_scores
+from headwise.attached.cache_step import has_pending_cache_step, hide_evicted_keys
 from headwise.attached.interface import apply_hooks, eager_with_hooks
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.masks import mask_dtype_min
@@ -119,7 +119,7 @@ class TracedAttentionHook:
 
     def start_trace(self, *_: Any) -> None:
         """Start tracing, before the module is called."""
-        _pop_traces()  # those of an interrupted call
+        _pop_tracing_modes()  # those of an interrupted call
         self._traces.clear()
         trace = AttentionTracingMode(self._layer)
         trace.__enter__()
@@ -147,7 +147,7 @@ class AttentionTracingMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function and record it."""
         kwargs = kwargs or {}
-        has_policies = bool(self._layer.spec.cache) or has_cache_step()
+        has_policies = bool(self._layer.spec.cache) or has_pending_cache_step()
         if func is _SDPA:
             args, kwargs = _with_visible_keys(self._layer, args, kwargs) if has_policies else (args, kwargs)
             return self._on_sdpa(func(*args, **kwargs), *args, **kwargs)
@@ -155,7 +155,9 @@ class AttentionTracingMode(TorchFunctionMode):
             args = self._hide_evicted(func, args, kwargs)
         result = func(*args, **kwargs)
         if func in _SOFTMAX and self._weights is None and result.ndim > 2:
-            self._score_pair = next((pair for pair in self._matmul_pairs if _has_weights_shape(pair, result)), None)
+            self._score_pair = next(
+                (pair for pair in self._matmul_pairs if _matmul_matches_weights_shape(pair, result)), None
+            )
             if self._score_pair is not None:
                 self._scores, self._weights = args[0], result
         elif func in _BADDBMMS and self._weights is None:
@@ -175,16 +177,16 @@ class AttentionTracingMode(TorchFunctionMode):
         streaming = func(self._streaming_weights.to(args[0].dtype).reshape(args[0].shape), args[1])
         gate = self._layer.cache_gate[:, list(self._layer.spec.kv_of_head), None, None].to(full)  # (B, H, 1, 1)
         H = len(self._layer.spec.head_ids)
-        split, split_full = _split_heads(streaming, H), _split_heads(full, H)
+        split, split_full = _split_batch_and_heads(streaming, H), _split_batch_and_heads(full, H)
         return (split + gate * (split_full - split)).reshape(full.shape)
 
     def _hide_evicted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the arguments of softmax with the scores of evicted tokens hidden."""
         scores = args[0]
-        if not any(_has_weights_shape(pair, scores) for pair in self._matmul_pairs):
+        if not any(_matmul_matches_weights_shape(pair, scores) for pair in self._matmul_pairs):
             return args
-        split = _split_heads(scores, len(self._layer.spec.head_ids))
-        masked = mask_scores(self._layer, split, split > mask_dtype_min(split) / HIDDEN_SCORE_FACTOR)
+        split = _split_batch_and_heads(scores, len(self._layer.spec.head_ids))
+        masked = hide_evicted_keys(self._layer, split, split > mask_dtype_min(split) / HIDDEN_SCORE_FACTOR)
         if masked is None:
             return args
         if self._layer.cache_gate is not None:
@@ -200,9 +202,11 @@ class AttentionTracingMode(TorchFunctionMode):
         """Apply hooks to weights times values, which is z, (…, T, e)."""
         assert self._score_pair is not None and self._scores is not None  # noqa: PT018
         H = len(self._layer.spec.head_ids)
-        q, k, v, z = (_split_heads(x, H) for x in (self._score_pair[0], self._score_pair[1].mT, value, result))
+        q, k, v, z = (
+            _split_batch_and_heads(x, H) for x in (self._score_pair[0], self._score_pair[1].mT, value, result)
+        )
         q, k = q.to(v.dtype), k.to(v.dtype)  # some models cast q and k for the matmul only
-        scores, scale = _split_heads(self._scores, H), self._score_pair[2]
+        scores, scale = _split_batch_and_heads(self._scores, H), self._score_pair[2]
         self._scores = None
         return self._apply_hooks(q, k, v, lambda: _score_params(q, k, scores, scale), z, result)
 
@@ -245,7 +249,7 @@ def _with_visible_keys(layer: AttachedLayer, args: Any, kwargs: Any) -> tuple[An
     scores = (
         torch.zeros(1, 1, T, S, dtype=q.dtype, device=q.device) if mask is None or mask.dtype == torch.bool else mask
     )
-    masked = mask_scores(layer, scores.masked_fill(~allowed, mask_dtype_min(scores)), allowed)
+    masked = hide_evicted_keys(layer, scores.masked_fill(~allowed, mask_dtype_min(scores)), allowed)
     if masked is not None:
         kwargs |= {"attn_mask": masked, "is_causal": False}
     return (q, k, kwargs.pop("value")), kwargs
@@ -253,15 +257,15 @@ def _with_visible_keys(layer: AttachedLayer, args: Any, kwargs: Any) -> tuple[An
 
 def close_traces() -> None:
     """End the traces of interrupted calls: torch runs no hooks after Ctrl-C."""
-    _pop_traces()
+    _pop_tracing_modes()
 
 
-def _pop_traces() -> None:
+def _pop_tracing_modes() -> None:
     while isinstance(_get_current_function_mode(), AttentionTracingMode):
         _pop_mode()
 
 
-def _has_weights_shape(pair: tuple[Tensor, Tensor, float], weights: Tensor) -> bool:
+def _matmul_matches_weights_shape(pair: tuple[Tensor, Tensor, float], weights: Tensor) -> bool:
     """Return whether a matmul has the shape of these weights."""
     left, right, _ = pair
     return (left.shape[-2], right.shape[-1]) == weights.shape[-2:] and left.numel() // left.shape[-1] * weights.shape[
@@ -269,7 +273,7 @@ def _has_weights_shape(pair: tuple[Tensor, Tensor, float], weights: Tensor) -> b
     ] == weights.numel()
 
 
-def _split_heads(x: Tensor, H: int) -> Tensor:
+def _split_batch_and_heads(x: Tensor, H: int) -> Tensor:
     """Split the batch axis: (B·H, …) → (B, H, …). Four axes are unchanged."""
     return x if x.ndim == 4 else x.unflatten(0, (-1, H))
 

@@ -39,7 +39,7 @@ def copy_to_memory(model: Any) -> Any:
             del module.__dict__["forward"]  # accelerate leaves the method on the object
     for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
         if tensor.device.type == "meta":
-            _replace(copied, name, _loaded(model, name, tensor))
+            _replace(copied, name, _load_if_offloaded(model, name, tensor))
     copied.tie_weights()
     return copied.to("cpu")
 
@@ -53,7 +53,7 @@ def _weights_map(module: nn.Module) -> Mapping[str, Tensor] | None:
     return None
 
 
-def _loaded(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+def _load_if_offloaded(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Return the values of a parameter or buffer, which may be offloaded."""
     if tensor.device.type != "meta":
         return tensor

@@ -23,15 +23,15 @@ from headwise.attached.head_slices import (
     KeptTensorSlice,
     activation_head_selections,
     head_tensor_slices,
-    hook_bias_heads,
     hook_norm_channels,
     prune_hooks_of,
+    register_bias_slice_hooks,
     restore_prune_hooks,
     set_head_counts,
     shares_position_bias,
 )
 from headwise.attached.layer import AttachedLayer, check_no_adapters, is_quantized
-from headwise.attached.packed_weights import is_packed, packed_matrix
+from headwise.attached.per_head_packed_weights import is_packed, packed_weight_of
 from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.kernels.rounding_tolerance import autocast_disabled, to_float64
 from headwise.model import eval_mode
@@ -184,7 +184,7 @@ def expand_kv_groups(layer: AttachedLayer) -> AttachedLayer:
 
 def _slice_all(layer: AttachedLayer, heads: list[int], kv_heads: list[int]) -> None:
     for selection in activation_head_selections(layer, heads, kv_heads):
-        (hook_bias_heads if selection.module is layer.info.module else hook_norm_channels)(
+        (register_bias_slice_hooks if selection.module is layer.info.module else hook_norm_channels)(
             selection.module, selection.head_indices, selection.head_count
         )
     for tensor_slice in head_tensor_slices(layer, heads, kv_heads):
@@ -258,7 +258,7 @@ def slice_parameter_in_place(tensor_slice: KeptTensorSlice) -> None:
     """Slice a parameter, and update the sizes of its module."""
     holder = tensor_slice.holder
     if is_packed(holder) and tensor_slice.name == "weight":
-        packed = packed_matrix(holder)
+        packed = packed_weight_of(holder)
         if not packed.columns_by_head:  # W_O keeps its heads, because heads are pruned only in floats
             packed.select_rows(tensor_slice.indices)
         return

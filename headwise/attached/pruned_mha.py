@@ -68,12 +68,14 @@ class PrunedMultiheadAttention(nn.Module):
             weight = getattr(module, name)
             self._keep(name, None if weight is None else weight.detach().index_select(2, index), weight)
         bias = module.out_proj.bias
-        kept_weight = _like(module.out_proj.weight.detach().index_select(1, index), module.out_proj.weight)
-        self.out_proj = make_linear(kept_weight, None if bias is None else _like(bias.detach().clone(), bias))
+        kept_weight = _as_parameter_like(module.out_proj.weight.detach().index_select(1, index), module.out_proj.weight)
+        self.out_proj = make_linear(
+            kept_weight, None if bias is None else _as_parameter_like(bias.detach().clone(), bias)
+        )
         self.train(module.training)
 
     def _keep(self, name: str, value: Tensor | None, like: Tensor | None) -> None:
-        self.register_parameter(name, None if value is None or like is None else _like(value, like))
+        self.register_parameter(name, None if value is None or like is None else _as_parameter_like(value, like))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the output, and the attention weights or None.
@@ -123,7 +125,7 @@ class PrunedMultiheadAttention(nn.Module):
         return out, weights
 
 
-def projection_weights(module: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+def qkv_weights_and_biases(module: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
     """Return the weights (H·d, width) and the biases (H·d,) of q, k and v of an `nn.MultiheadAttention`, pruned or not."""
     separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     weights = separate if module.in_proj_weight is None else module.in_proj_weight.chunk(3)
@@ -135,7 +137,7 @@ def project_qkv(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple
     H, d = module.num_heads, module.head_dim
     q, k, v = (
         F.linear(x, weight, bias).unflatten(-1, (H, d)).transpose(1, 2)
-        for x, weight, bias in zip((query, key, value), *projection_weights(module), strict=True)
+        for x, weight, bias in zip((query, key, value), *qkv_weights_and_biases(module), strict=True)
     )
     if module.bias_k is not None:
         k, v = (
@@ -179,5 +181,5 @@ def make_linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     return linear
 
 
-def _like(value: Tensor, like: Tensor) -> nn.Parameter:
+def _as_parameter_like(value: Tensor, like: Tensor) -> nn.Parameter:
     return nn.Parameter(value.contiguous(), requires_grad=like.requires_grad)

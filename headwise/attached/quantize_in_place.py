@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.attached.discover import is_conv1d
 from headwise.attached.layer import AttachedLayer, check_no_adapters
-from headwise.attached.packed_weights import PackedMatrix, is_packed, pack_weight, unpack_weight
+from headwise.attached.per_head_packed_weights import PackedMatrix, is_packed, pack_weight, unpack_weight_in_place
 from headwise.attached.train_mode_and_checkpointing_mixin import blocks_with_attention
 from headwise.errors import UnsupportedModelError
 from headwise.spec import ModelSpec
@@ -54,7 +54,7 @@ def quantize_in_place(
     mlp_bits, group_size = spec.bits_and_group_size("mlp")
     if mlp_bits != FULL_PRECISION:
         for module in mlp_modules(layers, blocks):
-            packings.append((module, _whole_matrix(module, mlp_bits, group_size, spec.activation_bits)))
+            packings.append((module, _make_whole_matrix_packer(module, mlp_bits, group_size, spec.activation_bits)))
     vocabulary_bits, vocabulary_group_size = spec.bits_and_group_size("vocabulary")
     undo: list[Callable[[], None]] = []
     try:
@@ -80,7 +80,7 @@ def dequantize_in_place(model: Any) -> None:
     shared: dict[int, nn.Parameter] = {}
     for module in [module for module in model.modules() if is_packed(module)]:
         key = id(module.__dict__.get("headwise_packed", (module._modules.get("headwise_packed"),))[0])
-        unpack_weight(module)
+        unpack_weight_in_place(module)
         if key in shared:  # tied weights stay tied
             module.weight = shared[key]
         shared[key] = module.weight
@@ -92,8 +92,8 @@ def _layer_packings(layer: AttachedLayer, bits: LayerBits) -> list[Packing]:
     spec, packings = layer.spec, []
     head_bits = {
         "q": [bits.q[head] for head in spec.head_ids],
-        "k": [bits.k[_kv_number(head, spec.kv_heads, len(bits.k))] for head in spec.kv_head_ids],
-        "v": [bits.v[_kv_number(head, spec.kv_heads, len(bits.v))] for head in spec.kv_head_ids],
+        "k": [bits.k[_kv_head_index(head, spec.kv_heads, len(bits.k))] for head in spec.kv_head_ids],
+        "v": [bits.v[_kv_head_index(head, spec.kv_heads, len(bits.v))] for head in spec.kv_head_ids],
     }
     projections_by_module: dict[nn.Module, list[str]] = {}
     for projection, part_bits in head_bits.items():
@@ -103,18 +103,18 @@ def _layer_packings(layer: AttachedLayer, bits: LayerBits) -> list[Packing]:
             projections_by_module.setdefault(module, []).append(projection)
     for module, projections in projections_by_module.items():
         parts = {projection: head_bits[projection] for projection in projections}
-        packings.append((module, _pack_rows(layer, module, parts, bits)))
+        packings.append((module, _make_row_packing_function(layer, module, parts, bits)))
     output_bits = [bits.o[head] for head in spec.head_ids]
     if any(count != FULL_PRECISION for count in output_bits):
         _ = layer.output_projection.head_output_weights  # raises if W_O cannot be split by head
         module = layer.info.output_module
         assert module is not None
         _check_plain(module, layer.info.name)
-        packings.append((module, _pack_output(layer, module, output_bits, bits)))
+        packings.append((module, _make_output_packer(layer, module, output_bits, bits)))
     return packings
 
 
-def _kv_number(head: int, count: int, bits_count: int) -> int:
+def _kv_head_index(head: int, count: int, bits_count: int) -> int:
     """Return the number of a KV head in the bits. Layers with expanded KV groups have one KV head per head.
 
     Bits are listed for as many KV heads as the widest layer has; layers with fewer heads (Swin) use the first ones.
@@ -133,7 +133,7 @@ def _check_plain(module: nn.Module, name: str) -> None:
         )
 
 
-def _pack_rows(
+def _make_row_packing_function(
     layer: AttachedLayer, module: nn.Module, parts: dict[str, list[int]], bits: LayerBits
 ) -> Callable[[], PackedMatrix]:
     def make_packed() -> PackedMatrix:
@@ -154,7 +154,7 @@ def _pack_rows(
     return make_packed
 
 
-def _pack_output(
+def _make_output_packer(
     layer: AttachedLayer, module: nn.Module, head_bits: list[int], bits: LayerBits
 ) -> Callable[[], PackedMatrix]:
     def make_packed() -> PackedMatrix:
@@ -171,7 +171,9 @@ def _pack_output(
     return make_packed
 
 
-def _whole_matrix(module: nn.Module, bits: int, group_size: int, activation_bits: int) -> Callable[[], PackedMatrix]:
+def _make_whole_matrix_packer(
+    module: nn.Module, bits: int, group_size: int, activation_bits: int
+) -> Callable[[], PackedMatrix]:
     def make_packed() -> PackedMatrix:
         weight = _matrix(module)
         packed = PackedMatrix(
@@ -197,7 +199,7 @@ def blocks_with_mlps(model: nn.Module, layers: Sequence[AttachedLayer]) -> list[
     return list(dict.fromkeys([*blocks, *siblings]))
 
 
-def linear_layers(layers: Sequence[AttachedLayer], blocks: Sequence[nn.Module]) -> list[nn.Module]:
+def non_attention_linear_layers(layers: Sequence[AttachedLayer], blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the linear layers of blocks, without those of attention, of recurrent mixers, and those that choose experts."""
     excluded = {module for layer in layers for module in layer.module.modules()}
     excluded |= {layer.info.output_module for layer in layers if layer.info.output_module is not None}
@@ -229,7 +231,7 @@ def _recurrent_modules(blocks: Sequence[nn.Module]) -> set[nn.Module]:
 
 def mlp_modules(layers: Sequence[AttachedLayer], blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the linear layers of the MLPs. Raise an error if MLPs have other weights."""
-    modules, recurrent = linear_layers(layers, blocks), _recurrent_modules(blocks)
+    modules, recurrent = non_attention_linear_layers(layers, blocks), _recurrent_modules(blocks)
     for block in blocks:
         for name, module in block.named_modules():
             if module not in recurrent and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
@@ -256,8 +258,8 @@ def _pack_vocabulary(model: Any, bits: int, group_size: int, activation_bits: in
             )
         _check_plain(module, "vocabulary")
     is_tied = output is not None and output.weight is embedding.weight
-    packed = _whole_matrix(embedding, bits, group_size, activation_bits)()
+    packed = _make_whole_matrix_packer(embedding, bits, group_size, activation_bits)()
     if output is None:
         return [pack_weight(embedding, packed)]
-    own = packed if is_tied else _whole_matrix(output, bits, group_size, activation_bits)()
+    own = packed if is_tied else _make_whole_matrix_packer(output, bits, group_size, activation_bits)()
     return [pack_weight(embedding, packed), pack_weight(output, own, is_owner=not is_tied)]

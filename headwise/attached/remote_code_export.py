@@ -201,7 +201,7 @@ def pruned_sizes(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, Any]:
             continue
         full_values, values = full.get_submodule(path).__dict__, dict(layer.module.__dict__)
         if layer.has_uneven_groups:
-            channels |= _shared_channels(layer, paths)
+            channels |= _kv_expansion_channels(layer, paths)
             values |= _expanded_head_counts(layer)
         attributes[path] = {
             name: value for name, value in values.items() if type(value) is int and full_values.get(name) != value
@@ -225,7 +225,7 @@ def pruned_sizes(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, Any]:
     }
 
 
-def _shared_channels(layer: AttachedLayer, paths: dict[int, str]) -> dict[str, list[int]]:
+def _kv_expansion_channels(layer: AttachedLayer, paths: dict[int, str]) -> dict[str, list[int]]:
     """Return the output channels that give each head of an uneven group its own key and value, by path of a projection."""
     channels = {}
     for tensor_slice in head_tensor_slices(layer, list(range(len(layer.spec.head_ids))), list(layer.spec.kv_of_head)):
@@ -236,10 +236,10 @@ def _shared_channels(layer: AttachedLayer, paths: dict[int, str]) -> dict[str, l
         if (
             tensor_slice.name == "weight"
             and isinstance(tensor_slice.holder, nn.Module)
-            and tensor_slice.holder in (_projections(layer))
+            and tensor_slice.holder in (_qkv_modules(layer))
         ):
             channels[paths[id(tensor_slice.holder)]] = tensor_slice.indices
-        elif tensor_slice.name != "bias" or tensor_slice.holder not in _projections(layer):
+        elif tensor_slice.name != "bias" or tensor_slice.holder not in _qkv_modules(layer):
             raise UnsupportedModelError(
                 f"remote_code=True: {layer.info.name} has KV groups of different sizes and parameters per KV head "
                 f"({tensor_slice.name}), which a modeling file cannot represent. {INSTEAD}."
@@ -256,7 +256,7 @@ def _expanded_head_counts(layer: AttachedLayer) -> dict[str, int]:
     return counts
 
 
-def _projections(layer: AttachedLayer) -> list[nn.Module]:
+def _qkv_modules(layer: AttachedLayer) -> list[nn.Module]:
     names = () if layer.info.qkv_modules is None else layer.info.qkv_modules[1]
     return [getattr(layer.module, name) for name in names]
 

@@ -18,7 +18,7 @@ from headwise.attached.transformers_forward import AttachedLMHead
 from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall
 from headwise.kernels.rounding_tolerance import to_float64
-from headwise.model.residual_stream import LinearizedNorm, ResidualLayerRecord, ResidualStream
+from headwise.model.residual_stream import LinearizedNorm, ResidualLayerModules, ResidualStream
 
 BATCH_SIZE, SEQUENCE_LENGTH = 2, 6  # size of the test input
 # Linear logits scale with the hidden states. The factor is a power of two, so that scaling does not round.
@@ -51,7 +51,7 @@ def find_residual_stream(model: Any, layers: Sequence[AttachedLayer]) -> Residua
     vocabulary = model.get_output_embeddings()
     scale = _infer_constant_logit_scale(model, recorded, vocabulary)
     return ResidualStream(
-        blocks[0], residual_layers, norm, vocabulary, _token_embedding(model, recorded, blocks[0]), scale
+        blocks[0], residual_layers, norm, vocabulary, _find_token_embedding_module(model, recorded, blocks[0]), scale
     )
 
 
@@ -114,7 +114,7 @@ def block_of(model: nn.Module, layer: AttachedLayer) -> nn.Module:
 
 def _residual_layer(
     model: Any, recorded: _ModuleInputOutputRecord, layer: AttachedLayer, block: nn.Module
-) -> ResidualLayerRecord:
+) -> ResidualLayerModules:
     """Return the norms and the other branch of a layer."""
     info, layer_label = layer.info, f"layer {layer.hook_point.address}"
     if info.output_module is None:
@@ -143,7 +143,7 @@ def _residual_layer(
         other = None if module in attention_modules else recorded.outputs.get(module)
         if other is not None and _is_sum_of(recorded.outputs[block], recorded.inputs[block], added, other):
             norm, unsupported_reason = _find_input_norm(recorded, layer, block)
-            return ResidualLayerRecord(norm, post_norm, module, block, unsupported_reason)
+            return ResidualLayerModules(norm, post_norm, module, block, unsupported_reason)
     raise _unsupported_error(
         model,
         f"{layer_label} does not add exactly two terms to the residual stream, the output of its attention and the output of "
@@ -220,7 +220,9 @@ def _infer_constant_logit_scale(model: Any, recorded: _ModuleInputOutputRecord, 
     return scale
 
 
-def _token_embedding(model: Any, recorded: _ModuleInputOutputRecord, first_block: nn.Module) -> nn.Module | None:
+def _find_token_embedding_module(
+    model: Any, recorded: _ModuleInputOutputRecord, first_block: nn.Module
+) -> nn.Module | None:
     """Return the token embedding if the residual stream starts with its rows, plus terms that do not depend on the tokens."""
     table, stream_start = model.get_input_embeddings(), to_float64(recorded.inputs[first_block])  # (B, T, D)
     rows = to_float64(table(recorded.ids)).cpu()  # (B, T, D)

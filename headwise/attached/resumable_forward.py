@@ -12,7 +12,7 @@ from headwise.attached.residual_stream import block_of
 from headwise.errors import HeadwiseError
 from headwise.heads.hook_point import HookPoint
 from headwise.model import ModelProtocol, eval_mode
-from headwise.model.resumable_forward import BlockOutputCache, ReplayForward, RowSelector, forward_copies
+from headwise.model.resumable_forward import BlockOutputCache, ReplayForward, RowSelector, final_hidden_states_of_copies
 from headwise.spec import LayerAddress
 
 BATCH_SIZE, SEQUENCE_LENGTH, NUM_COPIES = 2, 5, 3  # sizes of the test
@@ -35,7 +35,11 @@ def make_resumable_forward(
     }
     skippable_blocks = [] if attached.why_not_resumable() else list(blocks.values())
     return ReplayForward(
-        partial(forward_copies, attached, *inputs), len(inputs[0]), block_of_hook_point, skippable_blocks, select_rows
+        partial(final_hidden_states_of_copies, attached, *inputs),
+        len(inputs[0]),
+        block_of_hook_point,
+        skippable_blocks,
+        select_rows,
     )
 
 
@@ -66,7 +70,7 @@ def why_not_resumable(attached: ModelProtocol, model: Any, layers: Sequence[Atta
         with eval_mode(attached):
             for attention_mask in (None, real_tokens):
                 forward = partial(
-                    forward_copies,
+                    final_hidden_states_of_copies,
                     attached,
                     ids,
                     attention_mask,

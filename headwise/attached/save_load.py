@@ -26,7 +26,7 @@ from headwise.attached.infer_spec import infer_spec
 from headwise.attached.layer import AttachedLayer, bias_of
 from headwise.attached.masks import MaskConverter
 from headwise.attached.offload import copy_to_memory, is_offloaded
-from headwise.attached.packed_weights import PackedMatrix, is_packed
+from headwise.attached.per_head_packed_weights import PackedMatrix, is_packed
 from headwise.attached.prune_in_place import expand_kv_groups, prune_layers
 from headwise.attached.quantize_in_place import blocks_with_mlps, quantization_of, quantize_in_place
 from headwise.attached.remote_code_export import check_remote_code, uniform_config, write_remote_code
@@ -165,12 +165,12 @@ def _save_with_metadata(model: Any, save_directory: str | Path, *args: Any, **kw
         write_atomic(Path(save_directory) / METADATA_FILE, json.dumps(metadata, indent=2).encode())
 
 
-def load_attached(
+def load_model_and_layers(
     folder: Path, dtype: torch.dtype | None, device: torch.device | str
 ) -> tuple[Any, list[AttachedLayer]]:
     """Load a transformers model from a folder, pruned according to its metadata file. Returns the model and its layers."""
     metadata = _read_metadata(folder)
-    architecture = model_class(folder, None if metadata is None else metadata["class"])
+    architecture = transformers_class_of(folder, None if metadata is None else metadata["class"])
     if metadata is None:
         if not any(folder.glob("*.safetensors")):
             raise FileFormatError(
@@ -205,7 +205,7 @@ def load_attached(
 def build_on_meta(folder: Path) -> tuple[Any, list[AttachedLayer]]:
     """Build a pruned or full transformers model on the meta device, without its weights. Returns the model and its layers."""
     metadata = _read_metadata(folder)
-    architecture = model_class(folder, None if metadata is None else metadata["class"])
+    architecture = transformers_class_of(folder, None if metadata is None else metadata["class"])
     model = build_from_config(architecture, folder, "meta", metadata)
     layers = make_attached_layers(model)
     return model, layers if metadata is None else prune_from_metadata(layers, metadata)
@@ -222,7 +222,7 @@ def can_attach(folder: Path) -> bool:
     if find_spec("transformers") is None:
         return False
     try:
-        architecture = model_class(folder)
+        architecture = transformers_class_of(folder)
     except (HeadwiseError, ValueError, OSError):
         return False
     # gpt-oss runs only transformers' eager attention, whose sinks Headwise computes, too
@@ -230,7 +230,7 @@ def can_attach(folder: Path) -> bool:
     return bool(architecture._can_set_attn_implementation()) and bool(supported)
 
 
-def model_class(folder: Path, name: str | None = None) -> Any:
+def transformers_class_of(folder: Path, name: str | None = None) -> Any:
     """Return the model class that a folder's configuration names."""
     try:
         import transformers
@@ -317,11 +317,15 @@ def _prune_metadata(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, An
         "kv_expanded": [
             str(layer.hook_point.address) for layer in layers if layer.info.kv_expanded and layer.spec.head_ids
         ],
-        "layouts": {str(layer.hook_point.address): layer.layouts for layer in layers if _has_unusual_layout(layer)},
+        "layouts": {
+            str(layer.hook_point.address): layer.layouts for layer in layers if _has_nondefault_row_layout(layer)
+        },
         "num_outputs": {str(layer.hook_point.address): layer.num_outputs for layer in layers if layer.num_outputs != 2},
         "dtype": _dtype_name(model.dtype),
         "other_dtypes": {
-            name: _dtype_name(tensor.dtype) for name, tensor in _floats(model) if tensor.dtype != model.dtype
+            name: _dtype_name(tensor.dtype)
+            for name, tensor in _named_float_tensors(model)
+            if tensor.dtype != model.dtype
         },
         "plans": [plan.to_dict() for plan in model.__dict__.get(PLANS_ATTRIBUTE, ())],
         "cache": [asdict(rule) for rule in model.__dict__.get(CACHE_ATTRIBUTE, ())],
@@ -330,7 +334,7 @@ def _prune_metadata(model: Any, layers: Sequence[AttachedLayer]) -> dict[str, An
     }
 
 
-def _has_unusual_layout(layer: AttachedLayer) -> bool:
+def _has_nondefault_row_layout(layer: AttachedLayer) -> bool:
     """Return whether the layout of rows differs from the default for these projection names."""
     default_layout = None if layer.info.qkv_modules is None else layer.info.qkv_modules[0]
     return default_layout is not None and set(layer.layouts.values()) != {default_layout}
@@ -438,7 +442,7 @@ def _are_different(state: Mapping[str, torch.Tensor], first: str, second: str) -
     return first in state and second in state and not torch.equal(state[first], state[second])
 
 
-def _floats(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_float_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Floating-point parameters and buffers of a model, by name; buffers that are not saved too."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point():
@@ -459,7 +463,7 @@ def _dtypes(
     torch.set_default_dtype(dtype or stored_dtype)
     try:
         # Rotary frequencies are float32 in every dtype.
-        built = dict(_floats(build_from_config(architecture, folder, "meta", metadata)))
+        built = dict(_named_float_tensors(build_from_config(architecture, folder, "meta", metadata)))
     finally:
         torch.set_default_dtype(before)
     dtypes = {name: tensor.dtype for name, tensor in built.items()}
@@ -473,7 +477,7 @@ def _dtypes(
 @torch.no_grad()
 def _cast(model: Any, dtypes: Mapping[str, torch.dtype], stored: Collection[str]) -> None:
     """Convert parameters and buffers, except the `stored` ones, to their dtypes."""
-    for name, tensor in _floats(model):
+    for name, tensor in _named_float_tensors(model):
         if name not in stored and name in dtypes:
             tensor.data = tensor.data.to(dtypes[name])
 
@@ -493,8 +497,8 @@ def _unpruned_copy(model: Any, layers: Sequence[AttachedLayer]) -> Any:
         for name, parameter in full.named_parameters():
             if name not in own_names and name.endswith(".bias"):
                 parameter.data.zero_()
-    dtypes: dict[str, torch.dtype] = {name: model.dtype for name, _ in _floats(full)}
-    _cast(full, dtypes | {name: tensor.dtype for name, tensor in _floats(model)}, ())
+    dtypes: dict[str, torch.dtype] = {name: model.dtype for name, _ in _named_float_tensors(full)}
+    _cast(full, dtypes | {name: tensor.dtype for name, tensor in _named_float_tensors(model)}, ())
     full_layers = {layer.hook_point.address: layer for layer in make_attached_layers(full)}
     for layer in layers:
         if layer.info.kept_heads is not None:

@@ -12,7 +12,7 @@ from headwise.attached.residual_stream import block_of
 from headwise.attached.uncopied_hook import UncopiedHook
 from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall
-from headwise.model.resumable_forward import BlockOutputCache, forward_copies
+from headwise.model.resumable_forward import BlockOutputCache, final_hidden_states_of_copies
 from headwise.model.simulated_streaming_forward import OnLayer, cache_policy_override, streaming
 from headwise.spec import Address, CachePolicy, LayerAddress
 from headwise.spec.model import CACHED_STACKS
@@ -45,7 +45,7 @@ class AttachedSimulatedStreamingForward:
         Blocks before the layer of a head return their recorded outputs.
         """
         attached = self.attached
-        forward = partial(forward_copies, attached, ids, None, None, None)
+        forward = partial(final_hidden_states_of_copies, attached, ids, None, None, None)
         blocks = {layer.hook_point.address: block_of(attached.model, layer) for layer in self.layers}
         skippable = [] if attached.why_not_resumable() else list(blocks.values())
         outputs = BlockOutputCache(skippable, 1)

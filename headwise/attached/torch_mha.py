@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from headwise.attached.interface import in_backward
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.non_sdpa_hooks import mask_and_bias
-from headwise.attached.pruned_mha import TorchMHACall, make_linear, mask_scores_to_add, project_qkv, projection_weights
+from headwise.attached.pruned_mha import (
+    TorchMHACall,
+    make_linear,
+    mask_scores_to_add,
+    project_qkv,
+    qkv_weights_and_biases,
+)
 from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import is_replaying
 from headwise.kernels.masks import CausalMask, Mask
@@ -104,12 +110,12 @@ class TorchMHAProjectionView:
 
     def weight_by_head(self, projection: str) -> Tensor:
         """Return the weights by head: (H, d, width of the input)."""
-        weight = projection_weights(self._layer.module)[0]["qkv".index(projection)]
+        weight = qkv_weights_and_biases(self._layer.module)[0]["qkv".index(projection)]
         return weight.unflatten(0, (len(self._layer.spec.head_ids), -1))
 
     def bias_by_head(self, projection: str) -> Tensor | None:
         """Return the biases by head, (H, d), or None."""
-        bias = projection_weights(self._layer.module)[1]["qkv".index(projection)]
+        bias = qkv_weights_and_biases(self._layer.module)[1]["qkv".index(projection)]
         return None if bias is None else bias.unflatten(0, (len(self._layer.spec.head_ids), -1))
 
 
@@ -160,7 +166,9 @@ class HookedMultiheadAttention(ReplacedForward):
         call = TorchMHACall(*args, **kwargs)
         if layer.block_runs_in_python:
             call = replace(
-                call, attn_mask=_as_bool_mask(call.attn_mask), key_padding_mask=_as_bool_mask(call.key_padding_mask)
+                call,
+                attn_mask=_as_hidden_key_mask(call.attn_mask),
+                key_padding_mask=_as_hidden_key_mask(call.key_padding_mask),
             )
         return self._run_edited(call) if layer.hook_point.has_edits else self._run_observed(call)
 
@@ -182,7 +190,7 @@ class HookedMultiheadAttention(ReplacedForward):
         edited = self._apply_hook_point(call, attended).flatten(2)  # (B, T, H·e)
         W_O, b_O = module.out_proj.weight, module.out_proj.bias
         if attended.is_nested:
-            real = _real_rows(call.query)  # (B, T)
+            real = _real_rows_mask(call.query)  # (B, T)
             rows = F.linear(edited[real], W_O, b_O)  # (rows, D)
             out = rows.new_zeros(*edited.shape[:2], rows.shape[-1])
             out[real] = rows
@@ -271,7 +279,7 @@ def _has_finite_values(mask: Any) -> bool:
     return not bool(((mask == 0) | (mask == -torch.inf)).all())
 
 
-def _as_bool_mask(mask: Tensor | None) -> Tensor | None:
+def _as_hidden_key_mask(mask: Tensor | None) -> Tensor | None:
     """Return a mask that is True at hidden keys."""
     return mask if mask is None or not mask.is_floating_point() or _has_finite_values(mask) else mask == -torch.inf
 
@@ -281,7 +289,7 @@ def _batch_first(module: Any, call: TorchMHACall) -> tuple[Tensor, Tensor, Tenso
     inputs, padding = (call.query, call.key, call.value), call.key_padding_mask
     if call.query.is_nested:
         query, key, value = (x.to_padded_tensor(0.0) for x in inputs)
-        return query, key, value, ~_real_rows(call.key)
+        return query, key, value, ~_real_rows_mask(call.key)
     if call.query.ndim == 2:
         query, key, value = (x[None] for x in inputs)
         return query, key, value, None if padding is None else padding[None]
@@ -289,7 +297,7 @@ def _batch_first(module: Any, call: TorchMHACall) -> tuple[Tensor, Tensor, Tenso
     return query, key, value, padding
 
 
-def _real_rows(nested: Tensor) -> Tensor:
+def _real_rows_mask(nested: Tensor) -> Tensor:
     """Return the mask of real rows of a nested tensor after padding, (B, T)."""
     lengths = torch.tensor([len(x) for x in nested.unbind()], device=nested.device)
     return torch.arange(int(lengths.max()), device=nested.device) < lengths[:, None]

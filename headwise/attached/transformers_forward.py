@@ -178,7 +178,7 @@ class AttachedLMHead:
                 f"the full model."
             )
         ids = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
-        with _fixed_body_output(model, states):
+        with _body_output_replaced(model, states):
             logits = model(input_ids=ids).logits  # (1, n, V)
         return logits.reshape(*hidden.shape[:-1], -1).to(hidden.device)
 
@@ -189,7 +189,7 @@ class AttachedLMHead:
 
 
 @contextmanager
-def _fixed_body_output(model: nn.Module, states: Tensor) -> Iterator[None]:
+def _body_output_replaced(model: nn.Module, states: Tensor) -> Iterator[None]:
     """Replace the forward of all submodels by a function that returns these states, while the context is open."""
     from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 

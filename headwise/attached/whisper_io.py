@@ -212,14 +212,14 @@ def write_alignment_heads(heads: Sequence[str], folder: str | Path) -> Path:
     addresses = [Address.parse(head) for head in heads]
     if not addresses or any(address.stack != "cross" for address in addresses):
         raise ArgumentError(f"heads: must be cross-attention heads such as cross.3.1. Got {list(heads)!r:.80}.")
-    check_alignment_folder(folder)
+    check_generation_config_folder(folder)
     path = Path(folder) / "generation_config.json"
     config = read_json(path) if path.is_file() else {}
     config["alignment_heads"] = [[address.layer, address.head] for address in addresses]
     return write_atomic(path, (json.dumps(config, indent=2) + "\n").encode())
 
 
-def check_alignment_folder(folder: str | Path) -> None:
+def check_generation_config_folder(folder: str | Path) -> None:
     """Raise if `folder` is not a folder whose generation_config.json can be read."""
     path = Path(folder)
     if not path.is_dir():

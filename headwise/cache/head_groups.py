@@ -149,7 +149,9 @@ class StreamingHeadGroup(HeadGroup):
         check_causal(params.mask)
         encoded = self._encode(k, v, length)
         new = self.k.decode(encoded[0]), self.v.decode(encoded[1])
-        is_plain = request.row_starts is None and self.window is None and not extra_masks(params, request)
+        is_plain = (
+            request.row_starts is None and self.window is None and not masks_besides_causal_and_window(params, request)
+        )
         if is_plain and length == 0 and self.capacity >= T:  # no token is evicted yet
             z = run_kernel(q, *new, params.select_heads(self.heads.indices, self.kv_of_head), backend)
             self._store(encoded, length, None)
@@ -171,7 +173,7 @@ class StreamingHeadGroup(HeadGroup):
     def _decode_params(self, params: ScoreParams, request: ScoreRequest) -> ScoreParams | None:
         """Return the score params of a single query that sees all stored tokens; None if a mask may hide one."""
         check_causal(params.mask)
-        if self.window is not None or params.bias is not None or extra_masks(params, request):
+        if self.window is not None or params.bias is not None or masks_besides_causal_and_window(params, request):
             return None
         return replace(params, mask=None).select_heads(self.heads.indices, self.kv_of_head)
 
@@ -236,7 +238,7 @@ class StreamingHeadGroup(HeadGroup):
         query_positions = torch.arange(rows.start, rows.stop, device=key_positions.device) + length - text_starts
         columns = torch.where(key_positions < 0, -1, key_positions + text_starts)  # among all keys
         mask: Mask = RingBufferMask(query_positions, key_positions, self.sink_tokens, self.ring_size, self.window)
-        for extra_mask in extra_masks(params, request):
+        for extra_mask in masks_besides_causal_and_window(params, request):
             mask = mask & ColumnSubsetMask(extra_mask.for_heads(self.heads.indices), columns, S, rows, T)
         group_params = replace(params, mask=None).select_heads(self.heads.indices, self.kv_of_head)
         if group_params.bias is None:
@@ -335,7 +337,7 @@ def check_causal(mask: Mask | None) -> None:
         )
 
 
-def extra_masks(params: ScoreParams, request: ScoreRequest) -> tuple[Mask, ...]:
+def masks_besides_causal_and_window(params: ScoreParams, request: ScoreRequest) -> tuple[Mask, ...]:
     """Return the masks besides the causal one, the window of the layer and, if row starts are known, padding."""
     if params.mask == CausalMask():
         return ()

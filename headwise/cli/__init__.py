@@ -43,7 +43,7 @@ from headwise.cli import (
 )
 from headwise.cli.shell.command_examples import EXAMPLES, ExampleHintCommand, first_steps
 from headwise.cli.shell.output_stream import flushed_output, prepare_streams
-from headwise.cli.shell.record_sigint import record_sigint
+from headwise.cli.shell.record_sigint_and_raise import record_sigint_and_raise
 from headwise.errors import HeadwiseError
 
 COMMANDS = (
@@ -83,7 +83,7 @@ def _main_options(
 def main() -> None:
     """Run a command. An error that the user can fix is one line on standard error; Ctrl-C exits with 130."""
     prepare_streams()
-    with record_sigint() as interrupts:
+    with record_sigint_and_raise() as interrupts:
         try:
             with flushed_output():
                 app(prog_name="headwise")

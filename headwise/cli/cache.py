@@ -89,7 +89,7 @@ def run(
     from headwise.spec import Plan
     from headwise.text.corpus import Corpus
     from headwise.ui.figures.figure_with_data import check_path
-    from headwise.ui.print_cache_results import draw_cache_curve, show_cache_curve, show_cache_plan, show_cache_report
+    from headwise.ui.print_cache_results import plot_cache_curve, show_cache_curve, show_cache_plan, show_cache_report
     from headwise.ui.progress import show_progress
     from headwise.weights import load
 
@@ -107,7 +107,7 @@ def run(
     with show_progress() as progress:
         result = cache_study(loaded, study, out=out, save_plan=save_plan, progress=progress)
     if plot is not None:
-        draw_cache_curve(result).save(plot)
+        plot_cache_curve(result).save(plot)
     if as_json:
         print(json.dumps({**result.to_dict(), "out": None if out is None else str(out)}, indent=2))
         return

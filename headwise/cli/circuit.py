@@ -70,7 +70,7 @@ def run(
 
     from headwise.analysis.circuits.find_circuit import find_circuit
     from headwise.ui.circuit_text import circuit_parts
-    from headwise.ui.figures.circuit_plot import draw_circuit, draw_circuit_graph
+    from headwise.ui.figures.circuit_plot import draw_circuit_graph, draw_faithfulness_curves
     from headwise.ui.figures.figure_with_data import check_path
     from headwise.ui.progress import resume_hint_on_interrupt, show_progress
     from headwise.weights import load
@@ -87,7 +87,7 @@ def run(
     if save is not None:
         (result.to_csv if save.suffix == ".csv" else result.to_json)(save)
     if plot is not None:
-        draw_circuit(result).save(plot)
+        draw_faithfulness_curves(result).save(plot)
     if graph is not None:
         draw_circuit_graph(result).save(graph)
     if report is not None:

@@ -12,7 +12,7 @@ from headwise.cli.shell.common_options import DeviceOption, DtypeOption, JsonOpt
 
 if TYPE_CHECKING:
     from headwise.spec import Plan
-    from headwise.ui.pretrained_model_demo import PretrainedModelDemo
+    from headwise.ui.pretrained_model_demo import PretrainedDemoRunner
     from headwise.ui.print_demo import StagePrinter
 
 TRAINING_MINUTES = 4  # on two idle cores
@@ -33,13 +33,13 @@ def run(
     """Show generation, attention, roles, pruning, quantization and export on pretrained models, then train a small one."""
     from rich.console import Console
 
-    from headwise.ui.pretrained_model_demo import PretrainedModelDemo
+    from headwise.ui.pretrained_model_demo import PretrainedDemoRunner
     from headwise.ui.print_demo import StagePrinter, show_next_steps
 
     console, result = Console(quiet=as_json), {}
     stages = StagePrinter(console, NUM_TRAINING_STAGES + (0 if train else NUM_PRETRAINED_STAGES))
     if not train:
-        result |= _pretrained_demo(stages, PretrainedModelDemo(out, quick=quick, device=device, dtype=dtype))
+        result |= _pretrained_demo(stages, PretrainedDemoRunner(out, quick=quick, device=device, dtype=dtype))
     try:
         result |= _training_demo(stages, out, quick, seed, device)
     except KeyboardInterrupt:
@@ -50,7 +50,7 @@ def run(
         print(json.dumps(result, indent=2))
 
 
-def _pretrained_demo(stages: "StagePrinter", demo: "PretrainedModelDemo") -> dict[str, Any]:
+def _pretrained_demo(stages: "StagePrinter", demo: "PretrainedDemoRunner") -> dict[str, Any]:
     """Run the stages on SmolLM2 and MiniLM."""
     from headwise.errors import MissingDependencyError
     from headwise.io.resolve_path import install_commands
@@ -74,7 +74,7 @@ def _pretrained_demo(stages: "StagePrinter", demo: "PretrainedModelDemo") -> dic
         pruned = demo.prune(progress)
     show_demo_pruning(pruned.plan, pruned.report, stages.console)
     stages.console.print(f"Plan: {pruned.plan_path}", highlight=False, soft_wrap=True)
-    result |= _cost_demo(stages, demo, pruned.plan)
+    result |= _quantization_and_llama_cpp_demo(stages, demo, pruned.plan)
     return result | {
         "pruned_heads": list(pruned.plan.pruned_heads),
         "cost": pruned.report.to_dict(),
@@ -82,10 +82,10 @@ def _pretrained_demo(stages: "StagePrinter", demo: "PretrainedModelDemo") -> dic
     }
 
 
-def _inspection_demo(stages: "StagePrinter", demo: "PretrainedModelDemo") -> dict[str, Any]:
+def _inspection_demo(stages: "StagePrinter", demo: "PretrainedDemoRunner") -> dict[str, Any]:
     """Generate text, show the attention of one word, and profile an encoder."""
     from headwise.ui.pretrained_model_demo import DECODER, ENCODER, PROMPT, SENTENCE, WORD
-    from headwise.ui.print_demo import show_demo_edges, show_demo_head, show_demo_roles
+    from headwise.ui.print_demo import show_demo_attention_edges, show_demo_head, show_demo_roles
     from headwise.ui.progress import show_progress
 
     result, console = {}, stages.console
@@ -102,7 +102,7 @@ def _inspection_demo(stages: "StagePrinter", demo: "PretrainedModelDemo") -> dic
         f"The heads with the largest weights from {WORD!r} show which words {DECODER} relates it to, in: {SENTENCE}",
     )
     edges = demo.attention_view().top_edges(6, WORD)
-    show_demo_edges(edges, console)
+    show_demo_attention_edges(edges, console)
     result["edges"] = [edge._asdict() for edge in edges]
     stages.print_stage(
         "Roles of all heads",
@@ -129,7 +129,7 @@ def _inspection_demo(stages: "StagePrinter", demo: "PretrainedModelDemo") -> dic
 def _search_demo(stages: "StagePrinter") -> list[str] | None:
     """Find the atom-mapping head of RXNMapper. Return the heads, or None if the model is not installed."""
     from headwise.io.resolve_path import install_commands
-    from headwise.ui.pretrained_model_demo import MAPPER, search_mapper_heads
+    from headwise.ui.pretrained_model_demo import MAPPER, search_atom_mapping_heads
     from headwise.ui.print_demo import show_demo_search
 
     stages.print_stage(
@@ -141,12 +141,14 @@ def _search_demo(stages: "StagePrinter") -> list[str] | None:
     if commands:
         stages.console.print(f"{MAPPER} is not installed. Run: {commands[0]}", highlight=False, soft_wrap=True)
         return None
-    search = search_mapper_heads()
+    search = search_atom_mapping_heads()
     show_demo_search(search, stages.console)
     return list(search.supported_heads)
 
 
-def _cost_demo(stages: "StagePrinter", demo: "PretrainedModelDemo", plan: "Plan") -> dict[str, Any]:
+def _quantization_and_llama_cpp_demo(
+    stages: "StagePrinter", demo: "PretrainedDemoRunner", plan: "Plan"
+) -> dict[str, Any]:
     """Measure two heads with quantized parts, and run the pruned model in llama.cpp."""
     from headwise.ui.pretrained_model_demo import (
         BITS,
@@ -156,7 +158,7 @@ def _cost_demo(stages: "StagePrinter", demo: "PretrainedModelDemo", plan: "Plan"
         PROMPT,
         compare_with_llama_cpp,
         demo_head_cache_rows,
-        measure_demo_head_sensitivity,
+        measure_demo_quantization_sensitivity,
     )
     from headwise.ui.print_demo import show_demo_costs
     from headwise.ui.progress import show_progress
@@ -168,7 +170,7 @@ def _cost_demo(stages: "StagePrinter", demo: "PretrainedModelDemo", plan: "Plan"
         "heads that need more bits; heads that share a KV head are quantized together.",
     )
     with show_progress(transient=True) as progress:
-        sensitivity = measure_demo_head_sensitivity(demo.decoder, min(8, demo.options.texts), progress)
+        sensitivity = measure_demo_quantization_sensitivity(demo.decoder, min(8, demo.options.texts), progress)
     show_demo_costs(sensitivity, demo_head_cache_rows(demo.decoder), console)
     stages.print_stage(
         "Run the pruned model in llama.cpp",

@@ -70,7 +70,7 @@ def run(
                 if as_json:
                     print(json.dumps(known_description.data, indent=2))
                 return
-        steps = partial(_iter_descriptions, model, device, dtype, head, corpus_input, prompts=prompts)
+        steps = partial(_iter_partial_descriptions, model, device, dtype, head, corpus_input, prompts=prompts)
         description = _measure(steps, stored, printer)
     printer.print_errors(description.errors)
     if as_json:
@@ -82,14 +82,14 @@ def run(
 def _describe_saved_profile(path: str, head: str) -> "HeadDescription":
     from headwise.analysis.head_facts import HeadFacts
     from headwise.analysis.roles.profile_result import Profile
-    from headwise.compression.head_compression_cost import HeadCompressionCosts
+    from headwise.compression.head_compression_cost import HeadCompressionCost
     from headwise.ui.head_summary import HeadDescription
 
     profile = Profile.load(path)
-    return HeadDescription(profile, profile[head], HeadFacts(), HeadCompressionCosts())
+    return HeadDescription(profile, profile[head], HeadFacts(), HeadCompressionCost())
 
 
-def _iter_descriptions(
+def _iter_partial_descriptions(
     model: str, device: str, dtype: str | None, head: str, corpus: Any, *, prompts: bool, **options: Any
 ) -> "Iterator[HeadDescription]":
     """Load the model and measure the head."""

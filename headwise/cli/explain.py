@@ -42,8 +42,8 @@ def run(
         load(model, device=device, dtype=dtype),
         text,
         head,
-        _parse_position(query, text),
-        None if key is None else _parse_position(key, text),
+        _parse_word_or_position(query, text),
+        None if key is None else _parse_word_or_position(key, text),
         relative_to_mean=relative_to_mean,
     )
     if as_json:
@@ -52,7 +52,7 @@ def run(
         _print(attribution, max_rows)
 
 
-def _parse_position(value: str, text: str) -> str | int:
+def _parse_word_or_position(value: str, text: str) -> str | int:
     """Return the word, or an integer position if the value is a number that does not occur in the text."""
     return int(value) if value.removeprefix("-").isdecimal() and value not in text.split() else value
 

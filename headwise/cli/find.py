@@ -72,7 +72,7 @@ def run(
 
     from headwise.analysis.finding.head_search import find_heads
     from headwise.analysis.finding.head_search_result import HeadSearchResult
-    from headwise.attached.whisper_io import check_alignment_folder, write_alignment_heads
+    from headwise.attached.whisper_io import check_generation_config_folder, write_alignment_heads
     from headwise.errors import ArgumentError
     from headwise.ui.figures.figure_with_data import check_path
     from headwise.ui.print_head_search import head_search_tables
@@ -87,7 +87,7 @@ def run(
             raise ArgumentError(
                 f"alignment_heads: needs --job alignment, whose heads are cross-attention. Got {job!r}."
             )
-        check_alignment_folder(alignment_heads)
+        check_generation_config_folder(alignment_heads)
     other = None if compare is None else HeadSearchResult.load(compare)
     loaded = load(model, device=device, dtype=dtype)
     with resume_hint_on_interrupt() if out is not None else nullcontext(), show_progress(transient=True) as progress:

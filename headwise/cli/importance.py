@@ -58,7 +58,7 @@ def run(
 
     from headwise.analysis.ablation.importance import SingleHeadImportance, importance
     from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
-    from headwise.analysis.load_or_measure import load_or_measure_importance, whole_layers
+    from headwise.analysis.load_or_measure import as_whole_layer_patterns, load_or_measure_importance
     from headwise.io.result_store import ResultStore
     from headwise.text.corpus import Corpus
     from headwise.ui.progress import show_progress
@@ -68,7 +68,9 @@ def run(
     loaded = load(model, device=device, dtype=dtype)
     tokenized = eval_corpus(loaded, Corpus.from_cli_arguments(corpus, source), max_length).first(max_texts)
     layers = (
-        None if no_store or (ranking, ablation, metric) != ("ablation", "mean", "loss") else whole_layers(loaded, heads)
+        None
+        if no_store or (ranking, ablation, metric) != ("ablation", "mean", "loss")
+        else as_whole_layer_patterns(loaded, heads)
     )
     with show_progress() as progress:
         if layers:

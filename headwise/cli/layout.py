@@ -30,7 +30,9 @@ def run(
     from headwise.weights.model_info import spec_of
 
     spec = spec_of(model)
-    costs = layout(spec, processes, context, batch_size=batch_size, element_bytes=element_bytes, head_processes=head_processes)
+    costs = layout(
+        spec, processes, context, batch_size=batch_size, element_bytes=element_bytes, head_processes=head_processes
+    )
     if as_json:
         print(json.dumps([asdict(cost) for cost in costs], indent=2))
         return

@@ -25,7 +25,7 @@ def run(as_json: JsonOption = False) -> None:
 
 
 def _preset_row(name: str, published: Any) -> dict[str, Any]:
-    from headwise.spec.presets import describe_gate, describe_norms, describe_positions
+    from headwise.spec.presets import describe_gates_and_caps, describe_norms, describe_positions
 
     spec = published.spec
     return {
@@ -40,7 +40,7 @@ def _preset_row(name: str, published: Any) -> dict[str, Any]:
         "context": spec.context,
         "positions": describe_positions(spec),
         "norm": describe_norms(spec),
-        "gate": describe_gate(spec),
+        "gate": describe_gates_and_caps(spec),
         "parameters": spec.num_parameters,
         "source": published.source,
     }

@@ -116,7 +116,8 @@ def run(
     if model.endswith(".npz") and Path(model).is_file():
         exclusive_options = (
             corpus, treebank, probe, control, max_length, save, report, out, sensitivity, plan, prompts, no_causal,
-            row_stride > 1, shard_characters, processes, executor, device != "cpu", dtype, estimate, memory_limit, only_layers,
+            row_stride > 1, shard_characters, processes, executor, device != "cpu", dtype, estimate, memory_limit,
+            only_layers,
         )  # fmt: skip
         if any(exclusive_options):
             raise ArgumentError(

@@ -55,11 +55,11 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Quantize weights, per head and part if wanted, and show the memory saved and the increase of the loss."""
-    from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
+    from headwise.analysis.ablation.quantization_sensitivity import SensitivityResult
     from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
     from headwise.compression.allocate_bits import allocate_bits, report_allocation
     from headwise.compression.quantize import quantize
-    from headwise.compression.quantized_model_comparison import compare_quantized
+    from headwise.compression.quantized_size_and_loss import compare_size_and_loss
     from headwise.errors import ArgumentError
     from headwise.text.corpus import Corpus
     from headwise.ui.figures.figure_with_data import check_path
@@ -80,7 +80,7 @@ def run(
     bits, allocation, allocation_report = _parse_bits(weights), None, None
     non_head_bits: dict[str, int] = {}
     if sensitivity is not None:
-        measured_costs = Sensitivity.load(sensitivity)
+        measured_costs = SensitivityResult.load(sensitivity)
         allocation = allocate_bits(
             loaded, measured_costs, mean_bits=mean_bits, megabytes=megabytes, choices=_parse_choices(choices)
         )
@@ -97,7 +97,7 @@ def run(
         if should_evaluate
         else None
     )
-    report = compare_quantized(loaded, small, tokenized)
+    report = compare_size_and_loss(loaded, small, tokenized)
     if allocation is not None and tokenized is not None:
         with show_progress() as progress:
             allocation_report = report_allocation(

@@ -46,9 +46,9 @@ def run(
     from rich.console import Console
 
     from headwise.analysis.attribution.scan import scan_steps
-    from headwise.analysis.load_or_measure import find_stored_profile
+    from headwise.analysis.load_or_measure import find_default_corpus_profile
     from headwise.analysis.roles.profile_result import Profile
-    from headwise.ui.scan_text import sections
+    from headwise.ui.scan_text import sections_of_stage
     from headwise.weights import load
 
     saved_profile = None if profile is None else Profile.load(profile)
@@ -56,14 +56,14 @@ def run(
     loaded = load(model, device=device, dtype=dtype)
 
     def find_profile() -> Profile | None:
-        return saved_profile or (None if no_store else find_stored_profile(loaded))
+        return saved_profile or (None if no_store else find_default_corpus_profile(loaded))
 
     steps = scan_steps(
         loaded, text, answer, source=source, position=position, max_heads=max_heads, find_profile=find_profile
     )
     for stage, result in enumerate(steps):
         if not as_json:
-            for section in sections(result, stage):
+            for section in sections_of_stage(result, stage):
                 console.print(section, highlight=False, markup=False)
     assert result is not None
     if as_json:

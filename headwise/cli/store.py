@@ -60,7 +60,7 @@ def _print(results: "list[StoredResultEntry]", deleted: int | None, title: str) 
         console.print(f"Deleted results: {deleted}", highlight=False)
     rows = [
         (
-            result.kind, str(result.description.get("model", "")), _details(result), result.nbytes,
+            result.kind, str(result.description.get("model", "")), _describe_settings(result), result.nbytes,
             f"{datetime.fromtimestamp(result.used):%Y-%m-%d %H:%M}", result.key[:12],
         )
         for result in results
@@ -71,6 +71,6 @@ def _print(results: "list[StoredResultEntry]", deleted: int | None, title: str) 
     console.print(make_table(title, ["kind", "model", "settings", "bytes", "last used", "key"], rows))
 
 
-def _details(result: "StoredResultEntry") -> str:
+def _describe_settings(result: "StoredResultEntry") -> str:
     settings = {name: value for name, value in result.description.items() if name not in ("model", "weights")}
     return ", ".join(f"{name}={value}" for name, value in settings.items() if value not in (False, None, ""))

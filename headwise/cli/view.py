@@ -102,7 +102,7 @@ def _load_steerings(folders: list[Path] | None) -> "dict[str, Steering]":
 
 def _load_profile(model: "ModelProtocol", corpus: Any, profile_path: Path | None) -> "Profile":
     """Load the profile, read it from the store, or compute one without causal tests."""
-    from headwise.analysis.load_or_measure import find_stored_profile, load_or_measure_profile
+    from headwise.analysis.load_or_measure import find_default_corpus_profile, load_or_measure_profile
     from headwise.analysis.recording.batching import reachable_hook_points
     from headwise.analysis.roles.profile_result import Profile
     from headwise.errors import ArgumentError
@@ -111,7 +111,7 @@ def _load_profile(model: "ModelProtocol", corpus: Any, profile_path: Path | None
 
     if profile_path is None:
         store = ResultStore(read_only=True)  # the live view never writes
-        stored = find_stored_profile(model, store) if corpus is None else None
+        stored = find_default_corpus_profile(model, store) if corpus is None else None
         if stored is not None:
             return stored
         with show_progress() as progress:

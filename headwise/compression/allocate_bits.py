@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import SensitivityResult
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
 from headwise.compression.quantize import Basis, quantize
 from headwise.errors import ArgumentError
@@ -47,14 +47,14 @@ class BitAllocation:
     expected_cost: float
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import bit_allocation_table
+        from headwise.ui.result_text import parts_per_bits_table
 
-        return bit_allocation_table(self).as_text()
+        return parts_per_bits_table(self).as_text()
 
     def _repr_html_(self) -> str:
-        from headwise.ui.result_text import bit_allocation_table
+        from headwise.ui.result_text import parts_per_bits_table
 
-        return bit_allocation_table(self).as_html()
+        return parts_per_bits_table(self).as_html()
 
     @property
     def mean_bits(self) -> float:
@@ -83,7 +83,7 @@ class BitAllocation:
 
 def allocate_bits(
     model: ModelProtocol,
-    sensitivity: Sensitivity,
+    sensitivity: SensitivityResult,
     *,
     mean_bits: float | None = None,
     megabytes: float | None = None,
@@ -118,13 +118,13 @@ def allocate_bits(
     >>> allocation.mean_bits, allocation.parts_per_bits()
     (3.5, {4: 4, 3: 4})
     """
-    choices = _sorted_choices(mean_bits, megabytes, choices)
+    choices = _validate_and_sort_choices(mean_bits, megabytes, choices)
     if sensitivity.metadata["model"] != weights_digest(model):
         raise ArgumentError(
             "sensitivity: it was measured on another model or with other weights. "
             "Measure this model: hw.sensitivity(model, corpus)."
         )
-    pairs, heads = _measured_pairs(model.spec, sensitivity)
+    pairs, heads = _matrix_pairs_with_heads(model.spec, sensitivity)
     parameters = [
         _parameter_count(model.spec, kv_head, pair, len(pair_heads))
         for (kv_head, pair), pair_heads in zip(pairs, heads, strict=True)
@@ -137,14 +137,14 @@ def allocate_bits(
         for pair, pair_heads in zip(pairs, heads, strict=True)
     ]
     max_usage = mean_bits * sum(parameters) if mean_bits is not None else (megabytes or 0) * 1e6
-    choice_indices = _choose_bits(costs, usage, max_usage, "bits" if mean_bits is not None else "bytes")
+    choice_indices = _choose_bit_indices(costs, usage, max_usage, "bits" if mean_bits is not None else "bytes")
     chosen_costs = [costs[i][choice] for i, choice in enumerate(choice_indices)]
     bits = tuple(choices[choice] for choice in choice_indices)
     budget = float(np.dot(parameters, bits) / sum(parameters)) if mean_bits is None else float(mean_bits)
     return BitAllocation(tuple(pairs), tuple(heads), tuple(parameters), bits, budget, float(sum(chosen_costs)))
 
 
-def _sorted_choices(mean_bits: float | None, megabytes: float | None, choices: Sequence[int]) -> list[int]:
+def _validate_and_sort_choices(mean_bits: float | None, megabytes: float | None, choices: Sequence[int]) -> list[int]:
     if (mean_bits is None) == (megabytes is None):
         raise ArgumentError(
             "mean_bits, megabytes: exactly one budget is needed. "
@@ -157,7 +157,9 @@ def _sorted_choices(mean_bits: float | None, megabytes: float | None, choices: S
     return sorted(set(choices), reverse=True)
 
 
-def _measured_pairs(spec: ModelSpec, sensitivity: Sensitivity) -> tuple[list[MatrixPair], list[tuple[str, ...]]]:
+def _matrix_pairs_with_heads(
+    spec: ModelSpec, sensitivity: SensitivityResult
+) -> tuple[list[MatrixPair], list[tuple[str, ...]]]:
     """Return the measured pairs and their heads. Raise if they do not cover all heads."""
     heads_of_pair: dict[MatrixPair, tuple[str, ...]] = {
         (setting.kv_head, setting.part): setting.heads
@@ -173,7 +175,7 @@ def _measured_pairs(spec: ModelSpec, sensitivity: Sensitivity) -> tuple[list[Mat
     return list(heads_of_pair), list(heads_of_pair.values())
 
 
-def _expected_cost(sensitivity: Sensitivity, pair: MatrixPair, bits: int) -> float:
+def _expected_cost(sensitivity: SensitivityResult, pair: MatrixPair, bits: int) -> float:
     measured = {
         entry.bits: float(drift)
         for entry, drift in zip(sensitivity.targets, sensitivity.kl_divergence, strict=True)
@@ -205,7 +207,7 @@ def _budget_usage(spec: ModelSpec, pair: MatrixPair, heads: int, bits: int, grou
     )
 
 
-def _choose_bits(costs: list[list[float]], usage: list[list[int]], max_usage: float, unit: str) -> list[int]:
+def _choose_bit_indices(costs: list[list[float]], usage: list[list[int]], max_usage: float, unit: str) -> list[int]:
     """Return the index of the choice of each pair. Choices are sorted by bits, largest first."""
     steps: list[tuple[float, int, int, int]] = []
     for pair, (cost, pair_usage) in enumerate(zip(costs, usage, strict=True)):

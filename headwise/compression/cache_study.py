@@ -14,7 +14,7 @@ from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator
 from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
 from headwise.compression.plan import apply, plan_pruning, plan_streaming
 from headwise.compression.plan_report import apply_random_compression
-from headwise.compression.streaming_loss_evaluator import StreamingLossEvaluator, TextKindStreamingCost
+from headwise.compression.streaming_loss_evaluator import StreamingHeadLossEvaluator, TextKindStreamingCost
 from headwise.compression.streaming_selection import StreamingRequest
 from headwise.distributed.parallel_strategy_cost import cache_bytes
 from headwise.errors import ArgumentError, UnsupportedModelError
@@ -331,7 +331,7 @@ def _make_report(
             progress("random plans", seed + 1, study.seeds)
     passkey_counts, retrieval = None, ()
     if study.passkeys:
-        retrieval = _retrieval(model, changed_model, test_corpus)
+        retrieval = _retrieval_loss_increases(model, changed_model, test_corpus)
         cases = make_passkey_cases(
             model, " ".join(sample.text for sample in test_corpus), length, study.passkeys, study.seed
         )
@@ -354,7 +354,7 @@ def _make_report(
     )
 
 
-def _retrieval(
+def _retrieval_loss_increases(
     model: ModelProtocol, changed_model: ModelProtocol, test_corpus: TokenizedCorpus
 ) -> tuple[TextKindStreamingCost, ...]:
     """Return loss increases on texts longer than the longest window of the plan. Empty if no KV head streams."""
@@ -362,7 +362,9 @@ def _retrieval(
     if not policies:
         return ()
     largest = max(policies, key=lambda policy: policy.sink_tokens + (policy.window or 0))
-    return StreamingLossEvaluator.of(model, largest, test_corpus, include_running_text=False).test(changed_model).costs
+    return (
+        StreamingHeadLossEvaluator.of(model, largest, test_corpus, include_running_text=False).test(changed_model).costs
+    )
 
 
 def _make_curve(

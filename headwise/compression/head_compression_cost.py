@@ -5,15 +5,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost, Sensitivity, sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost, SensitivityResult, sensitivity
 from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.analysis.head_facts import kv_siblings
 from headwise.analysis.metrics.far_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.roles.profile_result import HeadProfile
 from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD
-from headwise.compression.streaming_loss_evaluator import StreamingLossEvaluator, StreamingTestResult
+from headwise.compression.streaming_loss_evaluator import StreamingHeadLossEvaluator, StreamingTestResult
 from headwise.compression.streaming_selection import STREAM_RANKERS
-from headwise.distributed.parallel_strategy_cost import cache_bytes, kv_head_cache_bytes
+from headwise.distributed.parallel_strategy_cost import cache_bytes, cache_bytes_per_kv_head
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.model import ModelProtocol
 from headwise.model.simulated_streaming_forward import streaming
@@ -29,7 +29,7 @@ BITS, PARTS = (4,), ("qk", "vo", "keys", "values")
 
 
 @dataclass(frozen=True)
-class HeadCompressionCosts:
+class HeadCompressionCost:
     """Costs of compressing one head.
 
     Attributes:
@@ -53,7 +53,7 @@ class HeadCompressionCosts:
 
 def measure_head_compression_cost(
     model: ModelProtocol, head_profile: HeadProfile, corpus: Any = None, progress: Progress | None = None
-) -> HeadCompressionCosts:
+) -> HeadCompressionCost:
     """Measure one head with quantized weights and with a streaming cache. Errors are returned in `errors`."""
     address = head_profile.address
     parts = PARTS if address in heads_with_cache(model.spec) else PARTS[:2]
@@ -66,13 +66,13 @@ def measure_head_compression_cost(
         costs = sensitivity(model, tokenized, heads=str(address), bits=BITS, parts=parts, progress=progress)
         streaming_test = streaming_cost(model, kv_head, corpus) if nbytes and is_local else None
     except HeadwiseError as error:
-        return HeadCompressionCosts(errors=(str(error),))
-    return HeadCompressionCosts(tuple(costs), costs.metric, len(costs.counts), nbytes, kv_head, streaming_test)
+        return HeadCompressionCost(errors=(str(error),))
+    return HeadCompressionCost(tuple(costs), costs.metric, len(costs.counts), nbytes, kv_head, streaming_test)
 
 
 def collect_costs(
-    spec: ModelSpec, addresses: Iterable[Address], sensitivity: Sensitivity | None = None
-) -> dict[str, HeadCompressionCosts]:
+    spec: ModelSpec, addresses: Iterable[Address], sensitivity: SensitivityResult | None = None
+) -> dict[str, HeadCompressionCost]:
     """Return the costs of heads by address: bytes of their caches, and the results of a sensitivity measurement."""
     text_info = {} if sensitivity is None else {"unit": sensitivity.metric, "texts": len(sensitivity.counts)}
     costs: dict[str, list[QuantizationCost]] = {}
@@ -82,7 +82,7 @@ def collect_costs(
     summaries = {}
     for address in addresses:
         nbytes, kv_head = cache_bytes_and_kv_head(spec, address)
-        summaries[str(address)] = HeadCompressionCosts(
+        summaries[str(address)] = HeadCompressionCost(
             tuple(costs.get(str(address), ())), cache_bytes=nbytes, kv_head=kv_head, **text_info
         )
     return summaries
@@ -98,7 +98,7 @@ def cache_bytes_and_kv_head(spec: ModelSpec, head: Address) -> tuple[int, str]:
     layer = spec.attention_at(head.layer_address)
     kv_head = head.layer_address.head_address(layer.kv_head_ids[layer.kv_of_head[layer.head_ids.index(head.head)]])
     return (
-        (kv_head_cache_bytes(layer, KEEP_ALL, CACHE_TOKENS), str(kv_head))
+        (cache_bytes_per_kv_head(layer, KEEP_ALL, CACHE_TOKENS), str(kv_head))
         if kv_head in spec.cached_kv_head_addresses
         else (0, str(kv_head))
     )
@@ -112,7 +112,7 @@ def streaming_cost(model: ModelProtocol, kv_head: str, corpus: Any = None) -> St
         model.streaming_forward()
     except HeadwiseError:  # a torch module, or KV heads without an address
         return None
-    evaluation = StreamingLossEvaluator.of(model, STREAMING_POLICY, corpus)
+    evaluation = StreamingHeadLossEvaluator.of(model, STREAMING_POLICY, corpus)
     with streaming(model, (Address.parse(kv_head),), STREAMING_POLICY):
         return evaluation.test(model)
 
@@ -120,7 +120,7 @@ def streaming_cost(model: ModelProtocol, kv_head: str, corpus: Any = None) -> St
 def head_cost_data(
     addresses: Iterable[Address],
     spec: ModelSpec | None,
-    sensitivity: Sensitivity | None = None,
+    sensitivity: SensitivityResult | None = None,
     plan: Plan | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
     """Return the costs of each head and a summary of the plan. Both are empty if `spec` is None.
@@ -197,14 +197,14 @@ def _head_bits_and_cache_data(
             "reduced": policy != KEEP_ALL,
             "streaming": policy is not None and policy.is_streaming,
             "bits": None if policy is None else policy.bits,
-            "bytes": 0 if policy is None else kv_head_cache_bytes(layer_after, policy, CACHE_TOKENS),
-            "full_bytes": kv_head_cache_bytes(layer, KEEP_ALL, CACHE_TOKENS),
+            "bytes": 0 if policy is None else cache_bytes_per_kv_head(layer_after, policy, CACHE_TOKENS),
+            "full_bytes": cache_bytes_per_kv_head(layer, KEEP_ALL, CACHE_TOKENS),
             "score": scores.get(str(kv_head)),
         }
     return data
 
 
-def _sensitivity_rows(sensitivity: Sensitivity | None, heads: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+def _sensitivity_rows(sensitivity: SensitivityResult | None, heads: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
     """Return the costs of quantizing each head. Heads that share a KV head share its costs."""
     rows_by_head: dict[str, list[dict[str, Any]]] = {}
     for cost in sensitivity or ():

@@ -22,7 +22,7 @@ from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.heads.learned_gates import LearnedGates, add_sparsity_gradient
-from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.enable_grad import enable_gradients
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.chunked_cross_entropy import IGNORE_INDEX
 from headwise.progress import ProgressOption, callback_of, shows_progress
@@ -76,7 +76,7 @@ def learn_gates(
     samples = _select_samples(model, corpus, context, steps * batch)
     # Shuffles the texts: each window is the index of one text.
     sampler = ShuffledWindowSampler(np.arange(len(samples) + 1), context=1, seed=seed)
-    with gradients_enabled(model), gate_training(model, train_weights=train_weights), torch.random.fork_rng():
+    with enable_gradients(model), gate_training(model, train_weights=train_weights), torch.random.fork_rng():
         torch.manual_seed(seed)
         gates = LearnedGates(
             {hook_point.address: len(hook_point.head_ids) for hook_point in model.gathered_hook_points()}
@@ -174,14 +174,14 @@ def _accumulate_gradients(
         batch_gates = {layer: leaf[rows] for layer, leaf in leaves.items()}
         fraction = len(batch.ids) / len(samples)
         with memory.recompute_blocks_if_large(model, batch.num_tokens):
-            loss = _gated_loss(model, reference_model, batch, batch_gates, fraction, max(1, total))
+            loss = _loss_with_gates(model, reference_model, batch, batch_gates, fraction, max(1, total))
             loss.backward()
         loss_sum += float(loss.detach())
     torch.autograd.backward(list(gates.values()), [leaf.grad for leaf in leaves.values()])
     return loss_sum
 
 
-def _gated_loss(
+def _loss_with_gates(
     model: ModelProtocol,
     reference_model: ModelProtocol,
     batch: TargetBatch,

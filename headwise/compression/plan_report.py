@@ -26,7 +26,7 @@ TrainFunction = Callable[[ModelProtocol], object]  # trains a model in place
 
 
 @dataclass(frozen=True)
-class Footprint:
+class ModelSizeAndFlops:
     """Size of a model and cost of one forward pass.
 
     Attributes:
@@ -46,15 +46,15 @@ class Footprint:
     operations: int
 
     @staticmethod
-    def of(spec: ModelSpec, length: int = BENCHMARK_TOKENS, element_bytes: int = 4) -> "Footprint":
+    def of(spec: ModelSpec, length: int = BENCHMARK_TOKENS, element_bytes: int = 4) -> "ModelSizeAndFlops":
         """Compute the footprint from a spec, without building the model.
 
         >>> from headwise.spec import preset
-        >>> Footprint.of(preset("smollm2-135m")).cache_bytes_per_token  # 30 layers, 3 KV heads, keys and values of 64 floats
+        >>> ModelSizeAndFlops.of(preset("smollm2-135m")).cache_bytes_per_token  # 30 layers, 3 KV heads of 64 channels
         46080
         """
         layers = {layer_address: spec.attention_at(layer_address) for layer_address in spec.layer_addresses}
-        return Footprint(
+        return ModelSizeAndFlops(
             heads=len(spec.head_addresses),
             kv_heads=sum(len(layer.kv_head_ids) for layer in layers.values()),
             layers_without_heads=sum(not layer.head_ids for layer in layers.values()),
@@ -96,8 +96,8 @@ class PlanReport:
     pruning cover texts and random seeds; they are NaN for a single seed.
 
     Attributes:
-        before: Footprint of the full model.
-        after: Footprint of the changed model.
+        before: ModelSizeAndFlops of the full model.
+        after: ModelSizeAndFlops of the changed model.
         length: Tokens of the text for operation counts and timing.
         time: Seconds of a forward pass over that text.
         metric: Unit of the losses.
@@ -110,8 +110,8 @@ class PlanReport:
         recovered: Losses after recovery fine-tuning. None if there was none.
     """
 
-    before: Footprint
-    after: Footprint
+    before: ModelSizeAndFlops
+    after: ModelSizeAndFlops
     length: int
     time: PairedTiming
     metric: str
@@ -295,9 +295,9 @@ def _mean_min_max(losses: tuple[float, ...]) -> LossEstimate:
     return LossEstimate(float(np.mean(losses)), min(losses), max(losses))
 
 
-def _footprint(model: ModelProtocol, length: int) -> Footprint:
+def _footprint(model: ModelProtocol, length: int) -> ModelSizeAndFlops:
     """Return the footprint of a model. Parameters are counted, because the spec of an attached model may lack some."""
-    footprint = Footprint.of(model.spec, length, next(model.parameters()).element_size())
+    footprint = ModelSizeAndFlops.of(model.spec, length, next(model.parameters()).element_size())
     if model.spec.weight_rules:
         return footprint  # packed weights are buffers, so model.parameters() would miss them
     return replace(footprint, parameters=sum(value.numel() for value in model.parameters()))
@@ -339,7 +339,9 @@ def apply_random_compression(
 def random_bit_allocation(target_spec: ModelSpec, spec: ModelSpec, seed: int) -> dict[str, int]:
     """Return the bits of the heads of one spec, permuted among the heads of another, in the format of `quantize`."""
     rng = np.random.default_rng(seed)
-    source_bits = [[_head_bits(target_spec, head) for head in kv_group] for kv_group in _kv_groups(target_spec)]
+    source_bits = [
+        [_query_and_output_bits(target_spec, head) for head in kv_group] for kv_group in _kv_groups(target_spec)
+    ]
     heads = _kv_groups(spec)
     if sorted(map(len, source_bits)) != sorted(map(len, heads)):  # groups differ: permute single heads
         source_bits, heads = (
@@ -368,7 +370,7 @@ def _kv_groups(spec: ModelSpec) -> list[list[Address]]:
     return list(groups.values())
 
 
-def _head_bits(spec: ModelSpec, head: Address) -> tuple[int, int]:
+def _query_and_output_bits(spec: ModelSpec, head: Address) -> tuple[int, int]:
     """Return the bits of W_Q and W_O of a head."""
     layer_bits = spec.attention_at(head.layer_address).weight_bits
     return (
@@ -377,4 +379,4 @@ def _head_bits(spec: ModelSpec, head: Address) -> tuple[int, int]:
 
 
 def _all_head_bits(spec: ModelSpec) -> list[tuple[int, int]]:
-    return [_head_bits(spec, head) for head in spec.head_addresses]
+    return [_query_and_output_bits(spec, head) for head in spec.head_addresses]

@@ -110,7 +110,7 @@ class ControlledRetrievalText:
 
 
 @dataclass(frozen=True, eq=False)
-class StreamingLossEvaluator:
+class StreamingHeadLossEvaluator:
     """Texts of each kind, and the losses of a model with its full cache on them.
 
     Attributes:
@@ -129,7 +129,7 @@ class StreamingLossEvaluator:
         *,
         include_running_text: bool = True,
         seed: int = 0,
-    ) -> "StreamingLossEvaluator":
+    ) -> "StreamingHeadLossEvaluator":
         """Make the texts and evaluate the model with its full cache.
 
         Args:
@@ -144,23 +144,23 @@ class StreamingLossEvaluator:
             of the model, or the model does not use its context there.
         """
         kinds = {}
-        if include_running_text and (running_text := _running_text(model, policy, corpus)) is not None:
+        if include_running_text and (running_text := _make_running_text_evaluator(model, policy, corpus)) is not None:
             kinds[RUNNING] = running_text
         prompts_by_kind = {
-            TOKENS: _random_lists(model, policy, seed),
+            TOKENS: _random_token_prompts(model, policy, seed),
             NOUN_LISTS: _noun_lists(model, policy, seed),
-            FACTS: list(islice(_facts(model, policy, corpus, seed), TEXTS[FACTS])),
+            FACTS: list(islice(_fact_retrieval_texts(model, policy, corpus, seed), TEXTS[FACTS])),
         }
         for kind, prompts in prompts_by_kind.items():
             if (
                 len(prompts) == TEXTS[kind]
                 and max(len(prompt.ids) for prompt in prompts) <= model.spec.max_input_tokens
             ):
-                evaluation = PairedEvaluator.of_batches(model, _batches(model, prompts))
-                control = PairedEvaluator.of_batches(model, _batches(model, prompts, control=True))
+                evaluation = PairedEvaluator.of_batches(model, _batch_prompts_or_controls(model, prompts))
+                control = PairedEvaluator.of_batches(model, _batch_prompts_or_controls(model, prompts, control=True))
                 if evaluation.difference(control.full_losses_per_text, evaluation.full_losses_per_text).low > BOUND:
                     kinds[kind] = evaluation
-        return StreamingLossEvaluator(policy, kinds)
+        return StreamingHeadLossEvaluator(policy, kinds)
 
     def test(self, model: ModelProtocol) -> StreamingTestResult:
         """Return the loss increase of a model with streaming KV heads over the full cache."""
@@ -172,7 +172,7 @@ class StreamingLossEvaluator:
         return StreamingTestResult(self.policy, tuple(costs))
 
 
-def _window(policy: CachePolicy) -> int:
+def _require_window(policy: CachePolicy) -> int:
     if policy.window is None:
         raise ArgumentError(
             f"policy: it has no window, so no token is evicted. Got {policy}. "
@@ -181,7 +181,7 @@ def _window(policy: CachePolicy) -> int:
     return policy.window
 
 
-def _texts(model: ModelProtocol, corpus: Any, tokens: int) -> str:
+def _join_corpus_text(model: ModelProtocol, corpus: Any, tokens: int) -> str:
     """Join texts of a corpus to at least `tokens` tokens. Single sentences are too short for an eviction."""
     texts: list[str] = []
     for item in TokenizedCorpus.of(model, corpus).corpus.items():
@@ -191,11 +191,11 @@ def _texts(model: ModelProtocol, corpus: Any, tokens: int) -> str:
     return " ".join(texts)
 
 
-def _running_text(model: ModelProtocol, policy: CachePolicy, corpus: Any) -> PairedEvaluator | None:
+def _make_running_text_evaluator(model: ModelProtocol, policy: CachePolicy, corpus: Any) -> PairedEvaluator | None:
     """Return texts eight times as long as the streaming cache. None if the corpus is too short."""
-    retained = policy.sink_tokens + _window(policy)
+    retained = policy.sink_tokens + _require_window(policy)
     length = min(8 * retained, model.spec.max_input_tokens)
-    text = _texts(model, corpus, length * TEXTS[RUNNING])
+    text = _join_corpus_text(model, corpus, length * TEXTS[RUNNING])
     if length <= retained + 1 or not text:
         return None
     tokenized = TokenizedCorpus.of(model, text, length)
@@ -203,8 +203,8 @@ def _running_text(model: ModelProtocol, policy: CachePolicy, corpus: Any) -> Pai
     return PairedEvaluator.of(model, tokenized.subset(samples), skip_tokens=retained) if samples else None
 
 
-def _random_lists(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[ControlledRetrievalText]:
-    length = _window(policy) + MARGIN
+def _random_token_prompts(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[ControlledRetrievalText]:
+    length = _require_window(policy) + MARGIN
     repeats = make_repeated_sequences(model, TEXTS[TOKENS], length, seed)
     if repeats.length < length:
         return []
@@ -219,7 +219,7 @@ def _random_lists(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[
 
 def _noun_lists(model: ModelProtocol, policy: CachePolicy, seed: int) -> list[ControlledRetrievalText]:
     tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
-    before, length, prompts = tokenizer.template_ids[0], _window(policy) + MARGIN, []
+    before, length, prompts = tokenizer.template_ids[0], _require_window(policy) + MARGIN, []
     for _ in range(TEXTS[NOUN_LISTS]):
         first, other = (_nouns(tokenizer, length, rng) for _ in range(2))
         if first is None or other is None:
@@ -239,12 +239,14 @@ def _nouns(tokenizer: Tokenizer, length: int, rng: np.random.Generator) -> tuple
     return None if tokenizer.special["unk"] in ids else tuple(ids)
 
 
-def _facts(model: ModelProtocol, policy: CachePolicy, corpus: Any, seed: int) -> Iterator[ControlledRetrievalText]:
+def _fact_retrieval_texts(
+    model: ModelProtocol, policy: CachePolicy, corpus: Any, seed: int
+) -> Iterator[ControlledRetrievalText]:
     """Yield a fact, text that pushes it out of the window, and its question. The control states another fact."""
     tokenizer, rng = tokenizer_of(model), np.random.default_rng(seed)
     before, unknown = tokenizer.template_ids[0], tokenizer.special["unk"]
-    needed = LEAD + _window(policy) + MARGIN
-    text = _texts(model, corpus, 4 * needed * TEXTS[FACTS])
+    needed = LEAD + _require_window(policy) + MARGIN
+    text = _join_corpus_text(model, corpus, 4 * needed * TEXTS[FACTS])
     hay = [i for i in tokenizer.encode(text, add_special_tokens=False) if i != unknown]
     if len(hay) < needed:
         return
@@ -262,7 +264,7 @@ def _facts(model: ModelProtocol, policy: CachePolicy, corpus: Any, seed: int) ->
         yield ControlledRetrievalText(ids, control, range(len(ids) - 1, len(ids)))
 
 
-def _batches(
+def _batch_prompts_or_controls(
     model: ModelProtocol, prompts: Sequence[ControlledRetrievalText], *, control: bool = False
 ) -> tuple[TargetBatch, ...]:
     """Batch prompts, padded on the right, to which a causal decoder does not attend."""

@@ -19,12 +19,12 @@ from headwise.analysis.metrics.induction import make_repeated_sequences
 from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.retrieval import make_needle_texts
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.compression.attention_pattern import read_attention_pattern
+from headwise.compression.duo_attention_pattern_file import read_attention_pattern
 from headwise.compression.l0_gates import ANNEAL_FRACTION, LearnedGates, add_sparsity_gradient, gate_training
 from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
 from headwise.heads.hook_point import AttentionCall
 from headwise.kernels.batched import attention_weight_rows
-from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.enable_grad import enable_gradients
 from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.simulated_streaming_forward import streaming
@@ -249,7 +249,7 @@ def _rank_by_loss(model: ModelProtocol, request: StreamingRequest, progress: Pro
     for index, ids in enumerate(texts):
         with eval_mode(model):
             passes = model.streaming_forward().per_head(ids, request.policy)
-            losses = {head: _loss_after(model, x, ids, request.retained_tokens) for head, x in passes}
+            losses = {head: _summed_loss_after_eviction(model, x, ids, request.retained_tokens) for head, x in passes}
         token_count += ids.shape[1] - 1 - request.retained_tokens
         full_loss = losses.pop(None)
         for head, loss in losses.items():
@@ -270,7 +270,7 @@ def _rank_by_gates(
     if request.gate_steps < 1:
         raise ArgumentError(f"gate_steps: must be at least 1. Got {request.gate_steps}. Use gate_steps=60.")
     texts = _long_texts(model, request)
-    with gradients_enabled(model), gate_training(model, train_weights=False), torch.random.fork_rng():
+    with enable_gradients(model), gate_training(model, train_weights=False), torch.random.fork_rng():
         torch.manual_seed(request.seed)
         gates = LearnedGates({layer.hook_point.address: len(layer.spec.kv_head_ids) for layer in _cached_layers(model)})
         gates = gates.to(model.device)
@@ -297,7 +297,7 @@ def _rank_by_gates(
 
 
 @torch.no_grad()
-def _rank_by_role(model: ModelProtocol, request: StreamingRequest, progress: Progress | None) -> Scores:
+def _rank_by_retrieval_attention(model: ModelProtocol, request: StreamingRequest, progress: Progress | None) -> Scores:
     """Rank by the maximum attention of the query heads to repeated tokens: the token after the first copy, the first copy
     itself, or the next token of a needle that is being copied. Heads with high scores keep their full cache, as in
     RazorAttention (https://arxiv.org/abs/2407.15891)."""
@@ -351,7 +351,7 @@ def _rank_by_role(model: ModelProtocol, request: StreamingRequest, progress: Pro
     return _reduce_per_kv_head(model, means, torch.amax)
 
 
-def _rank_by_pattern(model: ModelProtocol, request: StreamingRequest, progress: Progress | None) -> Scores:
+def _rank_by_pattern_file(model: ModelProtocol, request: StreamingRequest, progress: Progress | None) -> Scores:
     """Rank by the scores of a file."""
     assert request.pattern is not None
     return read_attention_pattern(request.pattern).scores_of(model.spec.cached_kv_head_addresses)
@@ -373,8 +373,12 @@ STREAM_RANKERS = {
         _rank_by_loss, "loss increase if only this KV head streams, nats per token", supports_rounds=True
     ),
     "gates": StreamRanker(_rank_by_gates, "probability that the learned gate of the KV head is open"),
-    "role": StreamRanker(_rank_by_role, "maximum attention to repeated or copied tokens", needs_corpus=False),
-    "pattern": StreamRanker(_rank_by_pattern, "score of the file: 1 needs all tokens, 0 streams", needs_corpus=False),
+    "role": StreamRanker(
+        _rank_by_retrieval_attention, "maximum attention to repeated or copied tokens", needs_corpus=False
+    ),
+    "pattern": StreamRanker(
+        _rank_by_pattern_file, "score of the file: 1 needs all tokens, 0 streams", needs_corpus=False
+    ),
     "random": StreamRanker(_rank_randomly, needs_corpus=False),
 }
 
@@ -406,7 +410,7 @@ def _protected_heads(model: ModelProtocol, request: StreamingRequest, progress: 
     count = round(request.protected_fraction * len(heads))
     if not count:
         return set()
-    scores = _rank_by_role(model, request, progress)
+    scores = _rank_by_retrieval_attention(model, request, progress)
     return set(sorted(heads, key=lambda head: scores[head], reverse=True)[:count])
 
 
@@ -454,7 +458,7 @@ def _long_texts(model: ModelProtocol, request: StreamingRequest) -> list[Tensor]
     return texts
 
 
-def _loss_after(model: ModelProtocol, x: Tensor, ids: Tensor, retained_tokens: int) -> float:
+def _summed_loss_after_eviction(model: ModelProtocol, x: Tensor, ids: Tensor, retained_tokens: int) -> float:
     """Return the summed loss of the tokens after the first eviction, from final hidden states (1, T, D)."""
     assert model.output is not None
     return model.output.cross_entropy(x[0, retained_tokens:-1], ids[0, retained_tokens + 1 :], total=1).item()

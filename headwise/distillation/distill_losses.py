@@ -13,7 +13,7 @@ from headwise.distillation.activations import Activations, main_stack_name
 from headwise.distillation.attention_kl import attention_kl
 from headwise.errors import ArgumentError
 from headwise.heads.hook_point import AttentionCall
-from headwise.kernels.score_params import ScoreParams, masked_scores, raw_scores, repeat_kv
+from headwise.kernels.score_params import ScoreParams, add_bias_and_mask, raw_scores, repeat_kv
 from headwise.model import ModelProtocol
 from headwise.spec import Address, LayerAddress
 
@@ -77,9 +77,9 @@ class AttentionMapLoss(nn.Module):
                 teacher_activations.calls[teacher_layer],
             )
             row_mask = real_tokens[student_layer.stack]
-            for indices in _pair_batches(student_call, teacher_call, pairs):
+            for indices in _batch_head_index_pairs(student_call, teacher_call, pairs):
                 scores = [
-                    _head_scores(call, heads)
+                    _head_scores_fn(call, heads)
                     for call, heads in zip((student_call, teacher_call), zip(*indices, strict=True), strict=True)
                 ]
                 total = total + len(indices) * attention_kl(scores[0], scores[1], row_mask)
@@ -102,7 +102,7 @@ class RelationLoss(nn.Module):
             model.spec.attention_at(layer_address)
             for model, layer_address in zip((student, teacher), self.layer_addresses, strict=True)
         ]
-        for projection, widths in zip("qkv", zip(*map(_qkv_widths, specs), strict=True), strict=True):
+        for projection, widths in zip("qkv", zip(*map(_total_qkv_channels, specs), strict=True), strict=True):
             relation_head_count(projection, widths, heads)
 
     def forward(
@@ -171,7 +171,7 @@ def _relation_scores(x: Tensor, params: ScoreParams, rows: range) -> Tensor:
     return scores.masked_fill(~allowed, -torch.inf)
 
 
-def _pair_batches(
+def _batch_head_index_pairs(
     student: AttentionCall, teacher: AttentionCall, pairs: list[tuple[Address, Address]]
 ) -> list[list[tuple[int, int]]]:
     """Return pairs of head indices: in one batch if all heads of a layer share a mask, otherwise one by one."""
@@ -186,7 +186,7 @@ def _pair_batches(
     return [indices] if shared_masks else [[index] for index in indices]
 
 
-def _head_scores(call: AttentionCall, heads: Sequence[int]) -> "partial[Tensor]":
+def _head_scores_fn(call: AttentionCall, heads: Sequence[int]) -> "partial[Tensor]":
     """Return a function from rows to scores of some heads, without the attention sink, which has no value vector."""
     params = replace(call.params, sink=None)
     if len(heads) == 1:
@@ -201,14 +201,14 @@ def _head_scores(call: AttentionCall, heads: Sequence[int]) -> "partial[Tensor]"
 def _row_scores(q: Tensor, k: Tensor, params: ScoreParams, rows: range) -> Tensor:
     T, S = q.shape[2], k.shape[2]
     scores = raw_scores(q[:, :, rows.start : rows.stop], k, params)
-    return masked_scores(scores, params, rows, range(S), T, S)
+    return add_bias_and_mask(scores, params, rows, range(S), T, S)
 
 
 def _layer_norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:])
 
 
-def _qkv_widths(spec) -> tuple[int, int, int]:
+def _total_qkv_channels(spec) -> tuple[int, int, int]:
     """Return the number of channels of q, k and v."""
     K = len(spec.kv_head_ids)
     return len(spec.head_ids) * spec.head_dim, K * spec.head_dim, K * spec.value_dim

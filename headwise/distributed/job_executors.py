@@ -252,7 +252,7 @@ def _submitit_executor(settings: str, folder: Path) -> Any:
     try:
         queue = submitit.AutoExecutor(folder, cluster)
         parameters = {
-            name if name in shared_names else f"{cluster}_{name}": _parse_setting(value)
+            name if name in shared_names else f"{cluster}_{name}": _int_or_text(value)
             for name, value in options.items()
         }
         queue.update_parameters(**{"timeout_min": 24 * 60, "name": "headwise", **parameters})
@@ -263,7 +263,7 @@ def _submitit_executor(settings: str, folder: Path) -> Any:
     return queue
 
 
-def _parse_setting(text: str) -> int | str:
+def _int_or_text(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 

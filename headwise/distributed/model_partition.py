@@ -100,7 +100,7 @@ def partition_model(spec: ModelSpec, processes: int) -> tuple[RankPartition, ...
     heads_per_process = [0] * processes
     heads_by_process: list[dict[str, tuple[int, ...]]] = [{} for _ in range(processes)]
     for name, layer in layers.items():
-        assignments = _assign_groups(_head_groups(layer, processes), heads_per_process)
+        assignments = _assign_groups(_inseparable_head_groups(layer, processes), heads_per_process)
         for process, own_heads in enumerate(assignments):
             heads_by_process[process][name] = own_heads
             heads_per_process[process] += len(own_heads)
@@ -113,7 +113,7 @@ def partition_model(spec: ModelSpec, processes: int) -> tuple[RankPartition, ...
     )
 
 
-def _head_groups(layer: AttentionSpec, processes: int) -> list[tuple[int, ...]]:
+def _inseparable_head_groups(layer: AttentionSpec, processes: int) -> list[tuple[int, ...]]:
     """Return heads that stay together, largest group first: KV groups, split in halves if there are too few."""
     groups: dict[int, list[int]] = {}
     for head, kv_index in zip(layer.head_ids, layer.kv_of_head, strict=True):

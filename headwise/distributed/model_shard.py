@@ -22,7 +22,7 @@ from headwise.distributed.process_group import ProcessGroupOps
 from headwise.distributed.shard_axes import (
     check_not_quantized,
     named_slices_for_rank,
-    rename_unquantized,
+    rename_unquantized_to_plain_weight,
     shard_axis_of,
 )
 from headwise.errors import ArgumentError, UnsupportedModelError
@@ -30,7 +30,7 @@ from headwise.heads.head import HeadPattern
 from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.model import check_model
 from headwise.model.chunked_cross_entropy import sum_over_chunks
-from headwise.model.layers import MLP
+from headwise.model.non_attention_layers import MLP
 from headwise.model.transformer import Transformer
 from headwise.spec import LayerAddress, ModelSpec
 from headwise.spec.cache_policy import CachePolicies
@@ -68,11 +68,11 @@ def shard(model: Transformer, mesh: DeviceMesh) -> "ShardedTransformer":
     if model.is_sharded:
         raise UnsupportedModelError("model: it is a part of a sharded model already. Shard the full model.")
     model.check_native("only headwise's own models can be sharded over processes")
-    partitions, collectives = partitions_and_collectives(mesh, model.spec)
+    partitions, collectives = partitions_and_group_ops(mesh, model.spec)
     return shard_of(model, partitions, collectives)
 
 
-def partitions_and_collectives(mesh: DeviceMesh, spec: ModelSpec) -> tuple[tuple[RankPartition, ...], ProcessGroupOps]:
+def partitions_and_group_ops(mesh: DeviceMesh, spec: ModelSpec) -> tuple[tuple[RankPartition, ...], ProcessGroupOps]:
     """Return the partition of a model on a mesh, and its collectives. Raise if processes have different models."""
     collectives = head_collectives(mesh)
     partitions = partition_model(spec, collectives.size)
@@ -285,7 +285,7 @@ def build_shard(
 ) -> ShardedTransformer:
     """Build a part of a model from tensors by name. With `copy`, it shares no memory with them."""
     shard = ShardedTransformer(spec, partitions, collectives, storage=storage, device="meta")
-    state = rename_unquantized(state, shard.local_spec)
+    state = rename_unquantized_to_plain_weight(state, shard.local_spec)
     empty = {name: like for name, like in shard.state_dict().items() if not like.numel() and name not in state}
     # Processes without quantized heads of a layer have empty tensors.
     state |= {name: torch.empty(like.shape, dtype=like.dtype) for name, like in empty.items()}

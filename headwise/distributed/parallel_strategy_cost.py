@@ -156,11 +156,13 @@ def cache_bytes(spec: ModelSpec, length: int, element_bytes: int = 4) -> int:
     ]
     layers = [spec.attention_at(layer_address) for layer_address in cached_layers]
     return sum(
-        kv_head_cache_bytes(layer, policy, length, element_bytes) for layer in layers for policy in layer.cache_policies
+        cache_bytes_per_kv_head(layer, policy, length, element_bytes)
+        for layer in layers
+        for policy in layer.cache_policies
     )
 
 
-def kv_head_cache_bytes(layer: AttentionSpec, policy: CachePolicy, length: int, element_bytes: int = 4) -> int:
+def cache_bytes_per_kv_head(layer: AttentionSpec, policy: CachePolicy, length: int, element_bytes: int = 4) -> int:
     """Return the bytes that one KV head caches of a text: the tokens of its policy, at most its window."""
     sizes, tokens = (layer.head_dim, layer.value_dim), policy.cached_tokens(length)
     if layer.window is not None and policy.cached_tokens(layer.window) == layer.window:
@@ -176,7 +178,13 @@ def _cost_or_error(name: str, processes: int, compute_cost: Callable[[], Paralle
 
 
 def _parallel_cost(
-    name: str, spec: ModelSpec, data_processes: int, head_processes: int, context: int, batch_size: int, element_bytes: int
+    name: str,
+    spec: ModelSpec,
+    data_processes: int,
+    head_processes: int,
+    context: int,
+    batch_size: int,
+    element_bytes: int,
 ) -> ParallelStrategyCost:
     """Return the cost of the process with the most."""
     local_specs = [partition.local_spec(spec) for partition in partition_model(spec, head_processes)]

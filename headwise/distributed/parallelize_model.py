@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from headwise.distributed.head_partition import HeadPartition
-from headwise.distributed.model_shard import HEADS_AXIS, ShardedTransformer, partitions_and_collectives, shard_of
+from headwise.distributed.model_shard import HEADS_AXIS, ShardedTransformer, partitions_and_group_ops, shard_of
 from headwise.distributed.process_group import ProcessGroup
 from headwise.distributed.shard_axes import shard_axis_of
 from headwise.errors import ArgumentError
@@ -76,7 +76,7 @@ class ParallelStrategy:
         if self.mesh is None:
             return model
         if "heads" in self.kind and not model.is_sharded:
-            partitions, collectives = partitions_and_collectives(self.mesh, model.spec)
+            partitions, collectives = partitions_and_group_ops(self.mesh, model.spec)
             model = shard_of(model, partitions, collectives)
         return model.to(self.process_group.device)
 

@@ -23,7 +23,7 @@ QUANTIZED_KEY = re.compile(r"(codes|scales|rows)(\d+)")
 
 
 @dataclass(frozen=True)
-class ShardAxis:
+class AxisPartition:
     """One axis of a tensor, and the positions of the entries that each process holds."""
 
     dim: int
@@ -51,7 +51,7 @@ class ShardAxis:
         return full
 
 
-def shard_axis_of(name: str, spec: ModelSpec, partitions: Sequence[RankPartition]) -> ShardAxis | None:
+def shard_axis_of(name: str, spec: ModelSpec, partitions: Sequence[RankPartition]) -> AxisPartition | None:
     """Return the axis along which a tensor of the full model is split; None if it is replicated."""
     match = LAYER_KEY.fullmatch(name)
     if match is not None:
@@ -65,7 +65,7 @@ def shard_axis_of(name: str, spec: ModelSpec, partitions: Sequence[RankPartition
     if (part_match := re.fullmatch(r".*\.mlp\.(up|gate|down)\.(.+)", name)) is not None:
         return _mlp_axis(part_match[1], part_match[2], spec, [range(*partition.mlp_range) for partition in partitions])
     if (part_match := re.fullmatch(r"(embed\.tokens|output\.vocabulary)\.(.+)", name)) is not None:
-        return ShardAxis(
+        return AxisPartition(
             1 if QUANTIZED_KEY.fullmatch(part_match[2]) else 0,
             tuple(range(*partition.vocab_range) for partition in partitions),
         )
@@ -79,18 +79,18 @@ def layer_address_at(spec: ModelSpec, stack: str, layer: int, kind: str) -> Laye
     return LayerAddress("enc" if stack == "encoder_blocks" else "dec" if kind == "attention" else "cross", layer)
 
 
-def _attention_axis(rest: str, full_layer: AttentionSpec, heads_by_rank: list[tuple[int, ...]]) -> ShardAxis | None:
+def _attention_axis(rest: str, full_layer: AttentionSpec, heads_by_rank: list[tuple[int, ...]]) -> AxisPartition | None:
     head_indices = tuple([full_layer.head_ids.index(number) for number in ids] for ids in heads_by_rank)
     kv_ids_by_rank = [full_layer.keep_heads(ids).kv_head_ids for ids in heads_by_rank]
     kv_indices = tuple([full_layer.kv_head_ids.index(number) for number in ids] for ids in kv_ids_by_rank)
     if rest == "output_projection.bias":
         return None
     if rest == "output_projection.weight":
-        return ShardAxis(1, head_indices)
+        return AxisPartition(1, head_indices)
     if (norm_match := re.fullmatch(r"([qk])_norm\.(weight|bias)", rest)) is not None:
         if full_layer.qk_norm is None or full_layer.qk_norm.weights != "per_head":
             return None
-        return ShardAxis(0, head_indices if norm_match[1] == "q" else kv_indices)
+        return AxisPartition(0, head_indices if norm_match[1] == "q" else kv_indices)
     projection = (
         "o"
         if rest.startswith("output_projection.")
@@ -101,23 +101,23 @@ def _attention_axis(rest: str, full_layer: AttentionSpec, heads_by_rank: list[tu
     indices = kv_indices if projection in "kv" else head_indices
     quantized_match = QUANTIZED_KEY.fullmatch(rest.rsplit(".", 1)[-1])
     if quantized_match is None:
-        return ShardAxis(0, indices)
+        return AxisPartition(0, indices)
     same_bits = [
         matrix
         for matrix, bits in enumerate(bits_of_present_heads(full_layer, projection))
         if bits == int(quantized_match[2])
     ]
-    return ShardAxis(0, tuple([same_bits.index(index) for index in ids if index in same_bits] for ids in indices))
+    return AxisPartition(0, tuple([same_bits.index(index) for index in ids if index in same_bits] for ids in indices))
 
 
-def _mlp_axis(part: str, rest: str, spec: ModelSpec, channels_by_rank: list[range]) -> ShardAxis | None:
+def _mlp_axis(part: str, rest: str, spec: ModelSpec, channels_by_rank: list[range]) -> AxisPartition | None:
     quantized_match = QUANTIZED_KEY.fullmatch(rest)
     if part != "down":
-        return ShardAxis(1 if quantized_match else 0, tuple(channels_by_rank))
+        return AxisPartition(1 if quantized_match else 0, tuple(channels_by_rank))
     if rest == "bias":
         return None
     if quantized_match is None:
-        return ShardAxis(1, tuple(channels_by_rank))
+        return AxisPartition(1, tuple(channels_by_rank))
     bits, group_size = spec.bits_and_group_size("mlp")
     group_size = min(group_size, spec.mlp_width)
     ranges = [(-(-channels.start // group_size), -(-channels.stop // group_size)) for channels in channels_by_rank]
@@ -125,7 +125,7 @@ def _mlp_axis(part: str, rest: str, spec: ModelSpec, channels_by_rank: list[rang
         ranges = [(channels.start, channels.stop) for channels in channels_by_rank]
     elif quantized_match[1] == "codes":
         ranges = [(channels.start * bits // 8, -(-channels.stop * bits // 8)) for channels in channels_by_rank]
-    return ShardAxis(2, tuple(range(*channels) for channels in ranges))
+    return AxisPartition(2, tuple(range(*channels) for channels in ranges))
 
 
 def named_slices_for_rank(
@@ -169,7 +169,7 @@ def _split_fused_qkv(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tup
             yield f"{before}qkv.{projection}.{fused[2]}", piece.unflatten(0, sizes[projection])
 
 
-def rename_unquantized(state: dict[str, Tensor], local_spec: ModelSpec) -> dict[str, Tensor]:
+def rename_unquantized_to_plain_weight(state: dict[str, Tensor], local_spec: ModelSpec) -> dict[str, Tensor]:
     """Rename projections without quantized heads in this process to plain weights, as the smaller model has them."""
     renamed = dict(state)
     for name in state:

@@ -253,7 +253,7 @@ def _check_layer(setup: DeviceSetup) -> float:
 # Models.
 
 
-def _inputs(name: str, device: torch.device) -> dict[str, Tensor]:
+def _model_inputs(name: str, device: torch.device) -> dict[str, Tensor]:
     ids = (torch.arange(22) * 37 % 250).reshape(2, 11).to(device)
     mask = torch.tensor([[False] * 3 + [True] * 8, [True] * 11]).to(device)
     return {"ids": ids, "attention_mask": mask} | ({"source": ids.flip(0)} if name == "encoder-decoder" else {})
@@ -262,12 +262,12 @@ def _inputs(name: str, device: torch.device) -> dict[str, Tensor]:
 @torch.no_grad()
 def _check_model(setup: DeviceSetup, name: str) -> float:
     model = setup.model(name)
-    expected = setup.reference(model)(**_inputs(name, torch.device("cpu")))
-    result = model(**_inputs(name, setup.device))
+    expected = setup.reference(model)(**_model_inputs(name, torch.device("cpu")))
+    result = model(**_model_inputs(name, setup.device))
     real = (
         torch.ones(2, 11, dtype=torch.bool)
         if name == "encoder-decoder"
-        else _inputs(name, torch.device("cpu"))["attention_mask"]
+        else _model_inputs(name, torch.device("cpu"))["attention_mask"]
     )
     return relative_error(result.cpu()[real], expected[real])
 
@@ -276,7 +276,7 @@ def _check_model(setup: DeviceSetup, name: str) -> float:
 def _check_recording(setup: DeviceSetup) -> float:
     """Recording changes no bit of the output; the recorded maps are those of the reference."""
     model = setup.model()
-    ids = _inputs("decoder", setup.device)["ids"]
+    ids = _model_inputs("decoder", setup.device)["ids"]
     plain = model(ids)
     with hw.record(model) as recording:
         _require(torch.equal(model(ids), plain), "hw.record changed the output of the model")
@@ -292,7 +292,7 @@ def _check_recording(setup: DeviceSetup) -> float:
 
 @torch.no_grad()
 def _check_cache(setup: DeviceSetup, kind: str) -> float:
-    model, ids = setup.model(), _inputs("decoder", setup.device)["ids"]
+    model, ids = setup.model(), _model_inputs("decoder", setup.device)["ids"]
     cache = model.cache(kind, None if kind == "dynamic" else 16)
     steps = [model(ids[:, :4], cache=cache), *(model(ids[:, t : t + 1], cache=cache) for t in range(4, 11))]
     return relative_error(torch.cat(steps, 1), setup.reference(model)(ids.cpu()))
@@ -300,7 +300,7 @@ def _check_cache(setup: DeviceSetup, kind: str) -> float:
 
 def _check_streaming(setup: DeviceSetup) -> float:
     """Caches per head: the decode steps of a streaming model equal its full forward pass in float64."""
-    model, ids = setup.model(), _inputs("decoder", setup.device)["ids"]
+    model, ids = setup.model(), _model_inputs("decoder", setup.device)["ids"]
     plan = hw.plan_streaming(model, StreamingRequest(0.5, window=4, sink_tokens=1, ranking="random"))
     small = hw.apply(plan, model)
     with torch.no_grad():
@@ -309,7 +309,7 @@ def _check_streaming(setup: DeviceSetup) -> float:
         return relative_error(torch.cat(steps, 1), setup.reference(small)(ids.cpu()))
 
 
-def _check_generate(setup: DeviceSetup) -> None:
+def _check_generation_seeds(setup: DeviceSetup) -> None:
     """Equal seeds give equal tokens, and another seed gives others."""
     model = setup.model()
     sample = partial(model.generate, "the cat", max_new_tokens=16, temperature=1.0)
@@ -347,7 +347,7 @@ def _check_save(setup: DeviceSetup) -> None:
 @torch.no_grad()
 def _check_pruning(setup: DeviceSetup) -> float:
     """Pruned heads give the outputs of silenced heads."""
-    model, ids = setup.model(), _inputs("decoder", setup.device)["ids"]
+    model, ids = setup.model(), _model_inputs("decoder", setup.device)["ids"]
     with model.heads["0.1,1.2-3"].silenced():
         silenced = model(ids)
     return relative_error(hw.prune(model, heads="0.1,1.2-3", fold_mean=False)(ids), silenced)
@@ -356,7 +356,7 @@ def _check_pruning(setup: DeviceSetup) -> float:
 @torch.no_grad()
 def _check_quantization(setup: DeviceSetup) -> float:
     """The quantized model equals its dequantized weights in float64."""
-    model, ids = setup.model(), _inputs("decoder", setup.device)["ids"]
+    model, ids = setup.model(), _model_inputs("decoder", setup.device)["ids"]
     quantized = hw.quantize(model, 8)
     return relative_error(quantized(ids), setup.reference(hw.dequantize(quantized))(ids.cpu()))
 
@@ -378,7 +378,7 @@ def _check_importance(setup: DeviceSetup) -> float:
     )
 
 
-def _check_maps(setup: DeviceSetup) -> float:
+def _check_maps_match_cpu(setup: DeviceSetup) -> float:
     model = setup.model()
     views = [hw.attention_maps(item, TEXTS[0]) for item in (model, setup.reference(model))]
     return max(relative_error(*(torch.as_tensor(view.map(head)) for view in views)) for head in views[0].heads)
@@ -412,7 +412,7 @@ def _check_attached(setup: DeviceSetup) -> None:
         model: Any = transformers.LlamaForCausalLM(config)
         model = model.to(setup.device, setup.dtype).eval()
         model.tie_weights()
-        ids = _inputs("decoder", setup.device)["ids"]
+        ids = _model_inputs("decoder", setup.device)["ids"]
         before = model(ids).logits
         attached = hw.attach(model)
         _require(torch.equal(model(ids).logits, before), "attaching changed the output of the model")
@@ -435,12 +435,12 @@ CHECKS: dict[str, Callable[[DeviceSetup], float | None]] = {
     "recording and silencing": _check_recording,
     **{f"{kind} cache": partial(_check_cache, kind=kind) for kind in ("dynamic", "static", "sliding")},
     "streaming caches per head": _check_streaming,
-    "generation with a seed": _check_generate,
+    "generation with a seed": _check_generation_seeds,
     "training steps": _check_training,
     "save and load": _check_save,
     "pruning": _check_pruning,
     "quantization to 8 bits": _check_quantization,
-    "attention maps": _check_maps,
+    "attention maps": _check_maps_match_cpu,
     "profile": _check_profile,
     "importance by gradients": _check_importance,
     "explanation of a score": _check_explain,

@@ -119,7 +119,7 @@ def measure_gradient_independence(branches: BranchedFunction, seed: int = 0) -> 
         "left over": float((full_jacobian - torch.stack(branch_jacobians).sum(0)).norm() / full_jacobian.norm()),
         "moved by others": _gradient_change(branches, lambda output: (output * grad_output).sum(), generator),
         "moved through a loss": _gradient_change(branches, lambda output: output.square().sum(), generator),
-        "channels read": sum(_channel_fraction(jacobian, branches.channel_dim) for jacobian in branch_jacobians)
+        "channels read": sum(_nonzero_channel_fraction(jacobian, branches.channel_dim) for jacobian in branch_jacobians)
         / len(branch_jacobians),
     }
 
@@ -129,7 +129,7 @@ def _jacobian(out: Tensor, x: Tensor, directions: Tensor) -> Tensor:
     return torch.stack([torch.autograd.grad(out, x, direction, retain_graph=True)[0] for direction in directions])
 
 
-def _channel_fraction(jacobian: Tensor, channel_dim: int) -> float:
+def _nonzero_channel_fraction(jacobian: Tensor, channel_dim: int) -> float:
     """Return the fraction of channels with a nonzero gradient."""
     is_used = (jacobian != 0).any(0).movedim(channel_dim, 0).flatten(1).any(1)  # (C,)
     return float(is_used.double().mean())
@@ -139,7 +139,7 @@ def _gradient_change(branches: BranchedFunction, loss: Callable[[Tensor], Tensor
     """Return the largest change of any branch's own gradient, relative to its norm."""
     before, worst = _gradients(branches, loss), 0.0
     for index, grad_before in enumerate(before):
-        with _others_resampled(branches, index, generator):
+        with _other_branches_temporarily_resampled(branches, index, generator):
             grad_after = _gradients(branches, loss)[index]
         distance = float((grad_after - grad_before).norm())
         # a silenced head has zero gradient before and after
@@ -171,7 +171,9 @@ def _fill(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def _others_resampled(branches: BranchedFunction, index: int, generator: torch.Generator) -> Iterator[None]:
+def _other_branches_temporarily_resampled(
+    branches: BranchedFunction, index: int, generator: torch.Generator
+) -> Iterator[None]:
     own_weights = [view.detach().clone() for view in branches.branch_weights()[index]]
     random_weights = [
         torch.randn(w.shape, generator=generator, device="cpu").to(w) * w.detach().square().mean().sqrt()

@@ -16,8 +16,8 @@ from headwise.experiments.engine.experiment_config import ExperimentConfig, Trai
 from headwise.experiments.engine.experiment_store import ExperimentStore
 from headwise.experiments.engine.statistic import Statistic
 from headwise.experiments.engine.training_pool import train_all
-from headwise.experiments.head_diversity import head_diversity
 from headwise.experiments.layers_or_heads_specs import reduce_layers_or_heads
+from headwise.experiments.mean_head_diversity import mean_head_diversity
 from headwise.experiments.trained_model_provider import SYNTHETIC_VOCAB_SIZE, default_config, default_recipe
 from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.spec import AttentionSpec, ModelSpec
@@ -201,7 +201,7 @@ def compare_specs(
         for name, spec in specs.items()
     }
     train_all([config for group in configs.values() for config in group], store, processes, progress, executor)
-    trained = {name: [_load_trained(store, config) for config in group] for name, group in configs.items()}
+    trained = {name: [_require_trained(store, config) for config in group] for name, group in configs.items()}
     diversities = _measure_diversities(
         [run for group in trained.values() for run in group], store, processes, progress, executor
     )
@@ -210,7 +210,7 @@ def compare_specs(
     )
     width = next(iter(specs.values())).width
     return HeadSweep(
-        constant, width, steps, seeds, sweep_rows, {name: _curve(group) for name, group in trained.items()}
+        constant, width, steps, seeds, sweep_rows, {name: _mean_loss_curve(group) for name, group in trained.items()}
     )
 
 
@@ -252,7 +252,7 @@ def check_heads(heads: Sequence[int], width: int, head_dim: int | None = None) -
     return counts
 
 
-def _load_trained(store: ExperimentStore, config: ExperimentConfig) -> TrainedModel:
+def _require_trained(store: ExperimentStore, config: ExperimentConfig) -> TrainedModel:
     trained = store.load_trained(config)
     if trained is None:
         raise FileFormatError(
@@ -288,12 +288,12 @@ def _measure_diversities(
 
 
 def _diversity(config_json: str, folder: str) -> dict[str, float]:
-    trained = _load_trained(ExperimentStore(folder), ExperimentConfig.from_json(config_json))
+    trained = _require_trained(ExperimentStore(folder), ExperimentConfig.from_json(config_json))
     if trained.has_diverged:
         return {}
     text, seed = trained.config.text, trained.config.recipe.seed
     corpus = Corpus.of(Path(text)) if text else Corpus.synthetic("held-out", documents=HELD_OUT_DOCUMENTS, seed=seed)
-    return head_diversity(trained.load_model(), corpus)
+    return mean_head_diversity(trained.load_model(), corpus)
 
 
 def _row(name: str, trained: list[TrainedModel], diversities: list[dict[str, float]]) -> SweepRow:
@@ -316,7 +316,7 @@ def _nan_if_none(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _curve(trained: list[TrainedModel]) -> list[dict[str, Any]]:
+def _mean_loss_curve(trained: list[TrainedModel]) -> list[dict[str, Any]]:
     """Return the mean held-out loss per step over the runs that did not diverge."""
     curves = [dict(run.loss_curve) for run in trained if not run.has_diverged]
     losses = {step: Statistic.mean_of([curve[step] for curve in curves]) for step in (curves[0] if curves else ())}

@@ -28,7 +28,9 @@ def reduce_layers_or_heads(spec: ModelSpec) -> tuple[ModelSpec, ModelSpec]:
     _check_spec(spec)
     shallow = replace(spec, layers=spec.layers - 1)
     block = spec.num_parameters - shallow.num_parameters
-    narrow = min(_fewer_heads(spec), key=lambda candidate: abs(candidate.num_parameters - shallow.num_parameters))
+    narrow = min(
+        _specs_with_fewer_heads(spec), key=lambda candidate: abs(candidate.num_parameters - shallow.num_parameters)
+    )
     mismatch = abs(narrow.num_parameters - shallow.num_parameters) / block
     if mismatch > MAX_MISMATCH:
         raise ArgumentError(
@@ -65,7 +67,7 @@ def _check_spec(spec: ModelSpec) -> None:
         )
 
 
-def _fewer_heads(spec: ModelSpec) -> Iterator[ModelSpec]:
+def _specs_with_fewer_heads(spec: ModelSpec) -> Iterator[ModelSpec]:
     """Yield the spec with every smaller head count that the layer allows, at a constant number of query heads per KV head."""
     attention = spec.attention
     group_size = attention.heads // attention.kv_heads

@@ -101,11 +101,11 @@ def train_and_evaluate_lookups(
         loss.backward()
         optimizer.step()
         schedule.step()
-    return lookup_accuracies(model, task.sample(TEST_ROWS, generator))
+    return mean_and_joint_lookup_accuracy(model, task.sample(TEST_ROWS, generator))
 
 
 @torch.no_grad()
-def lookup_accuracies(model: LookupModel, ids: Tensor) -> tuple[float, float]:
+def mean_and_joint_lookup_accuracy(model: LookupModel, ids: Tensor) -> tuple[float, float]:
     """Return the accuracy per lookup, and the fraction of positions with all lookups correct."""
     correct = model(ids).argmax(-1) == model.task.targets(ids)  # (B, T − max offset, k)
     return float(correct.float().mean()), float(correct.all(-1).float().mean())

@@ -7,7 +7,7 @@ from headwise.weights import load
 PRETRAINED = "smollm2"
 
 
-def load_pretrained() -> ModelProtocol | None:
+def load_pretrained_if_installed() -> ModelProtocol | None:
     """Load SmolLM2 if its package is installed, else return None. A damaged package raises an error."""
     return load(PRETRAINED) if installed_pretrained_name() else None
 

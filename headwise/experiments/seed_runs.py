@@ -48,7 +48,7 @@ class SeedFile:
 
 
 @dataclass(frozen=True)
-class ClaimProgress:
+class ClaimSeedStatus:
     """Progress of one claim.
 
     Attributes:
@@ -179,7 +179,7 @@ def merge_seeds(tables: Sequence[Sequence[Sequence[Any]]]) -> StatisticTable:
     return merged
 
 
-def seed_status(folder: str | Path, names: Sequence[str] = ()) -> list[ClaimProgress]:
+def seed_status(folder: str | Path, names: Sequence[str] = ()) -> list[ClaimSeedStatus]:
     """Return for each claim the planned number of seeds and the seeds with figures.
 
     Args:
@@ -188,7 +188,7 @@ def seed_status(folder: str | Path, names: Sequence[str] = ()) -> list[ClaimProg
     """
     files = load_seed_files(folder)
     return [
-        ClaimProgress(
+        ClaimSeedStatus(
             claim.name,
             None if claim.primary is None else claim.primary.planned_seeds,
             tuple(file.seed for file in files if claim.name in file.claims),

@@ -137,7 +137,7 @@ def float32_copy(model: ModelProtocol) -> ModelProtocol:
     return copied
 
 
-def cpu_copy(model: Any) -> Any:
+def as_cpu_model(model: Any) -> Any:
     """Return a copy of a model on the CPU, and a model on the CPU itself. A traced file keeps the device of its weights."""
     return model if model.device.type == "cpu" else copy.deepcopy(model).to("cpu")
 

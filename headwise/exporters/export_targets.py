@@ -11,9 +11,9 @@ from headwise.errors import ArgumentError, MissingDependencyError, UnsupportedMo
 from headwise.exporters.engine_parity import (
     EncoderParityReport,
     ParityReport,
+    as_cpu_model,
     compare_generated,
     compare_hidden_states,
-    cpu_copy,
     end_token_ids,
     float32_copy,
 )
@@ -134,7 +134,7 @@ def export(
             f"to={to!r}: unknown option {', '.join(unknown)}. Valid options: {', '.join(option_names) or 'none'}."
         )
     if check:
-        _require_engine(model, to, target)
+        _require_check_engine(model, to, target)
     notes = target.write(model, Path(path), **options)
     if not check:
         return ExportResult(Path(path), to, notes)
@@ -144,7 +144,7 @@ def export(
     return ExportResult(Path(path), to, notes, target.check(reference, Path(path), prompts))
 
 
-def _require_engine(model: ModelProtocol, to: str, target: ExportTarget) -> None:
+def _require_check_engine(model: ModelProtocol, to: str, target: ExportTarget) -> None:
     """Raise an error if the export could not be checked, before anything is written."""
     if find_spec(target.engine) is None:
         raise MissingDependencyError(
@@ -190,19 +190,19 @@ def _write_gguf(
 def _write_onnx(model: Any, path: Path, int8: bool = False) -> tuple[str, ...]:
     from headwise.exporters.onnx_export import write_onnx
 
-    native = cpu_copy(to_native(model))
+    native = as_cpu_model(to_native(model))
     full_model = float32_copy(native)
     note = "weights in float32, because onnxruntime lacks half-precision operators on CPUs"
     notes = () if full_model is native else (note,)
     return (*write_onnx(full_model, path, int8=int8), *notes)
 
 
-def _write_torch(model: Any, path: Path) -> tuple[str, ...]:
+def _write_torch_export(model: Any, path: Path) -> tuple[str, ...]:
     from headwise.exporters.torch_export import write_pt2, written_by_headwise
 
     if path.suffix != ".pt2":
         raise ArgumentError(f"path={path.name!r}: a torch.export file must end in .pt2. Rename it.")
-    native = cpu_copy(to_native(model))
+    native = as_cpu_model(to_native(model))
     with atomic_file(path, written_by_headwise, "torch.export file") as staging:
         return write_pt2(native, staging)
 
@@ -256,5 +256,5 @@ TARGETS: dict[str, ExportTarget] = {
     "transformers": ExportTarget(_write_transformers, _check_transformers, "transformers", "attach"),
     "gguf": ExportTarget(_write_gguf, _check_llama_cpp, "xllamacpp", "deploy"),
     "onnx": ExportTarget(_write_onnx, _check_onnxruntime, "onnxruntime", "deploy"),
-    "torch": ExportTarget(_write_torch, _check_torch, "torch", None),
+    "torch": ExportTarget(_write_torch_export, _check_torch, "torch", None),
 }

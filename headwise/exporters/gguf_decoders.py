@@ -51,7 +51,7 @@ def layer_rotaries(spec: ModelSpec) -> list[Rotary | None]:
     return [spec.attention_at(address).rotary for address in spec.layer_addresses]
 
 
-def decoder_problems(spec: ModelSpec, name: str) -> dict[str, bool]:
+def decoder_problem_conditions(spec: ModelSpec, name: str) -> dict[str, bool]:
     """Return the reasons why an architecture of DECODER_FORMATS cannot hold a model, and whether they apply."""
     attention, windows, rotaries = spec.attention, layer_windows(spec), layer_rotaries(spec)
     rotary = next((value for value in rotaries if value is not None), None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
-from headwise.exporters.gguf_decoders import decoder_problems, nearest_decoder, write_decoder
+from headwise.exporters.gguf_decoders import decoder_problem_conditions, nearest_decoder, write_decoder
 from headwise.exporters.gguf_deepseek import deepseek_problems, write_deepseek
 from headwise.exporters.gguf_t5 import t5_problems, write_t5
 from headwise.exporters.gguf_tensors import (
@@ -57,7 +57,7 @@ ATTENTION_FIELDS = {
 
 
 @dataclass(frozen=True)
-class GgufArchitecture:
+class GgufArchitectureRequirements:
     """Values that one of llama.cpp's architectures requires of our specs.
 
     Attributes:
@@ -71,7 +71,7 @@ class GgufArchitecture:
     attention_fields: dict[str, Any]
 
 
-LLAMA = GgufArchitecture(
+LLAMA = GgufArchitectureRequirements(
     "llama",
     {
         **MODEL_FIELDS, "kind": "decoder", "norm_placement": "pre", "norm": "rms", "activation": "swiglu",
@@ -80,7 +80,7 @@ LLAMA = GgufArchitecture(
     },
     {**ATTENTION_FIELDS, "rotary": ANY_VALUE},
 )  # fmt: skip
-GPT2 = GgufArchitecture(
+GPT2 = GgufArchitectureRequirements(
     "gpt2",
     {
         **MODEL_FIELDS, "kind": "decoder", "norm_placement": "pre", "norm": "layer", "activation": "gelu_tanh",
@@ -89,7 +89,7 @@ GPT2 = GgufArchitecture(
     },
     {**ATTENTION_FIELDS, "rotary": None},
 )  # fmt: skip
-BERT = GgufArchitecture(
+BERT = GgufArchitectureRequirements(
     "bert",
     {
         **MODEL_FIELDS, "kind": "encoder", "norm_placement": "post", "norm": "layer", "activation": "gelu",
@@ -98,7 +98,7 @@ BERT = GgufArchitecture(
     },
     {**ATTENTION_FIELDS, "rotary": None},
 )  # fmt: skip
-MODERN_BERT = GgufArchitecture(
+MODERN_BERT = GgufArchitectureRequirements(
     "modern-bert",
     {
         **BERT.model_fields, "norm_placement": "pre", "norm": "layer_no_bias", "activation": ANY_VALUE,
@@ -107,7 +107,7 @@ MODERN_BERT = GgufArchitecture(
     },
     {**ATTENTION_FIELDS, "rotary": ANY_VALUE, "bias": False, "out_bias": False},
 )  # fmt: skip
-T5_ENCODER = GgufArchitecture(
+T5_ENCODER = GgufArchitectureRequirements(
     "t5encoder",
     {
         **MODEL_FIELDS, "kind": "encoder", "norm_placement": "pre", "norm": "rms", "activation": ANY_VALUE,
@@ -119,7 +119,7 @@ T5_ENCODER = GgufArchitecture(
         "bias": False, "out_bias": False,
     },
 )  # fmt: skip
-T5 = GgufArchitecture(
+T5 = GgufArchitectureRequirements(
     "t5",
     {
         **T5_ENCODER.model_fields, "kind": "encoder-decoder", "output": "lm", "encoder_layers": ANY_VALUE,
@@ -144,19 +144,23 @@ DECODERS = {
     decoder.name: decoder
     for decoder in (
         LLAMA,
-        GgufArchitecture("qwen3", RMS_DECODER, HEAD_NORM),
-        GgufArchitecture("gemma2", RMS_DECODER | GEMMA | {"logit_softcap": ANY_VALUE}, PLAIN | {"softcap": ANY_VALUE}),
-        GgufArchitecture("gemma3", RMS_DECODER | GEMMA, HEAD_NORM),
-        GgufArchitecture("olmo2", RMS_DECODER | {"norm_placement": "output"}, HEAD_NORM),
-        GgufArchitecture("phi3", RMS_DECODER, PLAIN),
-        GgufArchitecture("smollm3", RMS_DECODER, PLAIN),
-        GgufArchitecture("mistral3", RMS_DECODER, PLAIN | {"query_scaling": ANY_VALUE}),
-        GgufArchitecture("deepseek2", LLAMA.model_fields | {"mlp_bias": False}, PLAIN | {"latent": ANY_VALUE}),
+        GgufArchitectureRequirements("qwen3", RMS_DECODER, HEAD_NORM),
+        GgufArchitectureRequirements(
+            "gemma2", RMS_DECODER | GEMMA | {"logit_softcap": ANY_VALUE}, PLAIN | {"softcap": ANY_VALUE}
+        ),
+        GgufArchitectureRequirements("gemma3", RMS_DECODER | GEMMA, HEAD_NORM),
+        GgufArchitectureRequirements("olmo2", RMS_DECODER | {"norm_placement": "output"}, HEAD_NORM),
+        GgufArchitectureRequirements("phi3", RMS_DECODER, PLAIN),
+        GgufArchitectureRequirements("smollm3", RMS_DECODER, PLAIN),
+        GgufArchitectureRequirements("mistral3", RMS_DECODER, PLAIN | {"query_scaling": ANY_VALUE}),
+        GgufArchitectureRequirements(
+            "deepseek2", LLAMA.model_fields | {"mlp_bias": False}, PLAIN | {"latent": ANY_VALUE}
+        ),
     )
 }
 
 
-def choose_gguf_architecture(spec: ModelSpec) -> GgufArchitecture:
+def choose_gguf_architecture(spec: ModelSpec) -> GgufArchitectureRequirements:
     """Return the llama.cpp architecture that computes this model. Raise an error that lists the reasons if there is none."""
     if spec.weight_rules:
         raise UnsupportedModelError(
@@ -174,7 +178,7 @@ def choose_gguf_architecture(spec: ModelSpec) -> GgufArchitecture:
     return nearest
 
 
-def _nearest_architecture(spec: ModelSpec) -> GgufArchitecture:
+def _nearest_architecture(spec: ModelSpec) -> GgufArchitectureRequirements:
     if spec.kind == "encoder-decoder":
         return T5
     if spec.kind == "encoder":
@@ -183,7 +187,7 @@ def _nearest_architecture(spec: ModelSpec) -> GgufArchitecture:
     return GPT2 if spec.norm == "layer" else DECODERS[nearest_decoder(spec)]
 
 
-def _field_differences(spec: ModelSpec, architecture: GgufArchitecture) -> list[str]:
+def _field_differences(spec: ModelSpec, architecture: GgufArchitectureRequirements) -> list[str]:
     problems = []
     for part_spec, required, prefix in (
         (spec, architecture.model_fields, ""),
@@ -201,21 +205,21 @@ def _field_differences(spec: ModelSpec, architecture: GgufArchitecture) -> list[
     return problems
 
 
-def _size_problems(spec: ModelSpec, architecture: GgufArchitecture) -> list[str]:
+def _size_problems(spec: ModelSpec, architecture: GgufArchitectureRequirements) -> list[str]:
     attention, rotary = spec.attention, spec.attention.rotary
     if architecture in (T5, T5_ENCODER):
         return [reason for reason, applies in t5_problems(spec).items() if applies]
     if architecture.name == "deepseek2":
         return [reason for reason, applies in deepseek_problems(spec).items() if applies] if attention.latent else []
     if architecture.name in DECODER_FORMATS:
-        reasons = decoder_problems(spec, architecture.name)
+        reasons = decoder_problem_conditions(spec, architecture.name)
         reasons["value_dim differs from head_dim"] = attention.value_dim != attention.head_dim
         caps = (
             {"softcap": attention.softcap, "logit_softcap": spec.logit_softcap} if architecture.name == "gemma2" else {}
         )
         reasons |= {f"{name} is None, but must be a number": value is None for name, value in caps.items()}
         return [reason for reason, applies in reasons.items() if applies]
-    problems = _modern_bert_problems(spec) if architecture is MODERN_BERT else {}
+    problems = _modern_bert_problem_conditions(spec) if architecture is MODERN_BERT else {}
     problems["its attention window is shorter than its context"] = architecture is not MODERN_BERT and any(
         window is not None and window < spec.context for window in (attention.window, *spec.windows)
     )
@@ -242,7 +246,7 @@ def _size_problems(spec: ModelSpec, architecture: GgufArchitecture) -> list[str]
     return [problem for problem, applies in problems.items() if applies]
 
 
-def _modern_bert_problems(spec: ModelSpec) -> dict[str, bool]:
+def _modern_bert_problem_conditions(spec: ModelSpec) -> dict[str, bool]:
     """Return the reasons why `modern-bert` cannot hold an encoder with rotary positions, and whether they apply."""
     attention, layers = spec.attention, encoder_layers(spec)
     windows, rotaries = {window for window, _ in layers} - {None}, {rotary for _, rotary in layers}

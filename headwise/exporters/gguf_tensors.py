@@ -106,7 +106,7 @@ def padded_layers_and_biases(model: Transformer) -> tuple[list[GQAPaddedLayer], 
     for index, layer in enumerate(model.attention_layers()):
         bias = layer.b_O
         if layer.spec.head_ids:
-            padded.append(_pad_layer(layer))
+            padded.append(_pad_kv_groups(layer))
         elif index == 0:
             padded.append(_zero_head_layer(layer, bias))
         else:
@@ -116,7 +116,7 @@ def padded_layers_and_biases(model: Transformer) -> tuple[list[GQAPaddedLayer], 
     return padded, constant_biases
 
 
-def _pad_layer(layer: MultiHeadAttention) -> GQAPaddedLayer:
+def _pad_kv_groups(layer: MultiHeadAttention) -> GQAPaddedLayer:
     spec, qkv = layer.spec, layer.qkv
     groups: list[list[int]] = [[] for _ in spec.kv_head_ids]
     for index, group in enumerate(spec.kv_of_head):
@@ -370,7 +370,7 @@ def write_pooling(store: GgufFile, pooling: str) -> list[str]:
     return [f"pooling of hidden states into one vector: {pooling}"] if pooling != "none" else []
 
 
-def encoder_layers(spec: ModelSpec) -> list[tuple[int | None, Rotary | None]]:
+def encoder_windows_and_rotaries(spec: ModelSpec) -> list[tuple[int | None, Rotary | None]]:
     """Return the window and the rotary embedding of each layer."""
     attentions = [spec.attention_at(address) for address in spec.layer_addresses]
     return [(attention.window, attention.rotary) for attention in attentions]
@@ -380,7 +380,7 @@ def write_modern_bert(model: Transformer, store: GgufFile, pooling: str) -> list
     """Write sizes and tensors of a ModernBERT model. Returns notes."""
     spec, state = model.spec, full_shape_state(model)
     _write_sizes(store, spec)
-    _write_windows(store, encoder_layers(spec))
+    _write_windows(store, encoder_windows_and_rotaries(spec))
     if spec.activation == "swiglu":
         store.writer.add_string("modern-bert.hidden_activation", "silu")
     pooling_notes = write_pooling(store, pooling)

@@ -101,7 +101,7 @@ def _run_engine(files: Sequence[Path], request: dict[str, Any]) -> Any:
     return json.loads(result_lines[0])["answers"]
 
 
-def _serve_requests(files: list[str]) -> None:
+def _answer_stdin_request(files: list[str]) -> None:
     """Answer the request on standard input. Runs in the separate process."""
     request = json.load(sys.stdin)
     request["rows"] = min(MAX_PARALLEL_PROMPTS, len(request["prompts"])) if request["do"] == "generate" else 1
@@ -114,7 +114,9 @@ def _serve_requests(files: list[str]) -> None:
         answers: list[Any] = [list(row) for row in zip(*rounds, strict=True)]
     else:
         with ThreadPoolExecutor(request["rows"]) as pool:
-            answers = list(pool.map(lambda prompt: _answer_prompt(addresses[0], request, prompt), request["prompts"]))
+            answers = list(
+                pool.map(lambda prompt: _run_request_on_prompt(addresses[0], request, prompt), request["prompts"])
+            )
     print(json.dumps({"answers": answers}), flush=True)
     os._exit(0)  # servers do not end by themselves
 
@@ -141,7 +143,7 @@ def _start_server(file: str, request: dict[str, Any]) -> Any:
     return xllamacpp.Server(params)
 
 
-def _answer_prompt(address: str, request: dict[str, Any], prompt: Any) -> Any:
+def _run_request_on_prompt(address: str, request: dict[str, Any], prompt: Any) -> Any:
     if request["do"] == "tokenize":
         body = {"content": prompt, "add_special": True, "parse_special": True}
         return _post(f"{address}/tokenize", body)["tokens"]
@@ -190,4 +192,4 @@ def _token_steps(tokens: list[int], reported: list[dict[str, Any]]) -> list[dict
 
 
 if __name__ == "__main__":
-    _serve_requests(sys.argv[1:])
+    _answer_stdin_request(sys.argv[1:])

@@ -127,7 +127,7 @@ def _random_rotation(size: int, generator: torch.Generator) -> Tensor:
 def _balance_vo(matrices: LayerHeadMatrices, heads: list[int], kv_index: int) -> None:
     left = _with_bias(matrices.v, matrices.b_v, [kv_index])  # (D + 1, e)
     right = to_float64(matrices.o[heads].transpose(0, 1).flatten(1))  # (e, n·D)
-    left, right = balance_factors(left, right)
+    left, right = rebalance_factor_pair(left, right)
     _write_columns(matrices.v, matrices.b_v, [kv_index], left)
     matrices.o[heads] = right.unflatten(1, (len(heads), -1)).transpose(0, 1).to(matrices.o)
 
@@ -141,7 +141,7 @@ def _balance_qk(matrices: LayerHeadMatrices, heads: list[int], kv_index: int, ro
     for pair in rotary_pairs:
         queries[:, pair], keys[:, pair] = balance_rotary_pair(queries[:, pair], keys[:, pair])
     if fixed_channels:
-        balanced_queries, balanced_keys = balance_factors(queries[:, fixed_channels], keys[:, fixed_channels].mT)
+        balanced_queries, balanced_keys = rebalance_factor_pair(queries[:, fixed_channels], keys[:, fixed_channels].mT)
         queries[:, fixed_channels], keys[:, fixed_channels] = balanced_queries, balanced_keys.mT
     _write_columns(matrices.q, matrices.b_q, heads, queries)
     _write_columns(matrices.k, matrices.b_k, [kv_index], keys)
@@ -161,7 +161,7 @@ def split_rotary_channels(channels: int, rotary: Rotary | None) -> tuple[list[li
     return pairs, list(range(dims, channels))
 
 
-def balance_factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def rebalance_factor_pair(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return factors with the same product, (a, d) and (d, b), that share its singular values equally, largest first."""
     d = left.shape[1]
     (q_left, r_left), (q_right, r_right) = torch.linalg.qr(left), torch.linalg.qr(right.mT)

@@ -134,14 +134,14 @@ class Head:
         self.kv_index = layer.spec.kv_of_head[self.index]
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import head_text
+        from headwise.ui.result_text import head_repr
 
-        return head_text(self)
+        return head_repr(self)
 
     def _repr_html_(self) -> str:
-        from headwise.ui.notebook import head_html
+        from headwise.ui.notebook import head_matrices_html
 
-        return head_html(self)
+        return head_matrices_html(self)
 
     @property
     def W_Q(self) -> Tensor:
@@ -317,14 +317,14 @@ class Heads:
             yield Head(self._layers[address.layer_address], address.head, self._owner)
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import heads_table
+        from headwise.ui.result_text import heads_by_layer_table
 
-        return heads_table(self).as_text()
+        return heads_by_layer_table(self).as_text()
 
     def _repr_html_(self) -> str:
-        from headwise.ui.result_text import heads_table
+        from headwise.ui.result_text import heads_by_layer_table
 
-        return heads_table(self).as_html()
+        return heads_by_layer_table(self).as_html()
 
     @overload
     def __getitem__(self, pattern: int | Address) -> Head: ...
@@ -393,7 +393,7 @@ class Heads:
             edits = self._edits(direction, lambda index, rows: shift_edit(index, rows, strength, positions))
         else:
             edits = self._edits(direction, lambda index, rows: None)  # checks the arguments only
-        with _replaced(edits):
+        with _head_outputs_edited(edits):
             yield
 
     @contextmanager
@@ -404,7 +404,7 @@ class Heads:
             direction: Directions, as in `shifted`. Their lengths do not matter.
             positions: Tokens of each call to edit, as in `shifted`.
         """
-        with _replaced(self._edits(direction, lambda index, rows: project_out_edit(index, rows, positions))):
+        with _head_outputs_edited(self._edits(direction, lambda index, rows: project_out_edit(index, rows, positions))):
             yield
 
     @contextmanager
@@ -425,7 +425,9 @@ class Heads:
             positions: Tokens of each call to edit, as in `shifted`.
         """
         check_clamp_range(low, high)
-        with _replaced(self._edits(direction, lambda index, rows: clamp_edit(index, rows, low, high, positions))):
+        with _head_outputs_edited(
+            self._edits(direction, lambda index, rows: clamp_edit(index, rows, low, high, positions))
+        ):
             yield
 
     def _edits(
@@ -477,7 +479,7 @@ class Heads:
 
 
 @contextmanager
-def _replaced(edits: Iterable[tuple[HookPoint, Edit]]) -> Iterator[None]:
+def _head_outputs_edited(edits: Iterable[tuple[HookPoint, Edit]]) -> Iterator[None]:
     """Open edits at their hook points."""
     with ExitStack() as stack:
         for hook_point, edit in edits:

@@ -44,43 +44,43 @@ def initialize(module: nn.Module, *, residual_writes: int | None = None) -> None
         if isinstance(submodule, QKVProjection):
             for projection in "qkv":
                 _fill(submodule.weight_by_head(projection), residual_writes is None)
-                _constant(submodule.bias_by_head(projection), 0.0)
+                _fill_constant(submodule.bias_by_head(projection), 0.0)
         elif isinstance(submodule, LatentQKVProjection):
             for name, value in submodule.named_parameters(recurse=False):
                 if name.endswith("norm_weight"):
-                    _constant(value, 1.0)
+                    _fill_constant(value, 1.0)
                 elif name.endswith("bias"):
-                    _constant(value, 0.0)
+                    _fill_constant(value, 0.0)
                 else:
                     _fill(value, residual_writes is None)
         elif isinstance(submodule, OutputProjection):
             _fill(submodule.weight, residual_writes is None, STD / math.sqrt(residual_writes or 1))
-            _constant(submodule.bias, 0.0)
+            _fill_constant(submodule.bias, 0.0)
         elif isinstance(submodule, nn.Linear):
             writes_to_residual = getattr(submodule, "writes_to_residual", False)
             _fill(submodule.weight, False, STD / math.sqrt(residual_writes or 1) if writes_to_residual else STD)
-            _constant(submodule.bias, 0.0)
+            _fill_constant(submodule.bias, 0.0)
         elif isinstance(submodule, nn.Embedding):
             _fill(submodule.weight, False)
         elif isinstance(submodule, OutputGate):
             _fill(submodule.weight, residual_writes is None)
-            _constant(submodule.bias, 0.0)
+            _fill_constant(submodule.bias, 0.0)
         elif isinstance(submodule, HeadNorm):
-            _constant(submodule.weight, 0.0 if submodule.norm.kind == "rms_plus_one" else 1.0)
-            _constant(submodule.bias, 0.0)
+            _fill_constant(submodule.weight, 0.0 if submodule.norm.kind == "rms_plus_one" else 1.0)
+            _fill_constant(submodule.bias, 0.0)
             if submodule.pruned_weight is not None:
                 _fill(submodule.pruned_weight, residual_writes is None)
-                _constant(submodule.pruned_bias, 0.0)
+                _fill_constant(submodule.pruned_bias, 0.0)
         elif isinstance(submodule, nn.LayerNorm | nn.RMSNorm):
-            _constant(submodule.weight, 0.0 if getattr(submodule, "weight_offset", 0.0) else 1.0)
-            _constant(getattr(submodule, "bias", None), 0.0)
+            _fill_constant(submodule.weight, 0.0 if getattr(submodule, "weight_offset", 0.0) else 1.0)
+            _fill_constant(getattr(submodule, "bias", None), 0.0)
         for name, value in submodule.named_parameters(recurse=False):
             if name == "gate":
-                _constant(value, 1.0)
+                _fill_constant(value, 1.0)
             elif name == "sink":
-                _constant(value, 0.0)
+                _fill_constant(value, 0.0)
             elif name == "position_bias":
-                _constant(value, POSITION_BIASES[submodule.spec.position_bias_field].initial_value)  # pyright: ignore
+                _fill_constant(value, POSITION_BIASES[submodule.spec.position_bias_field].initial_value)  # pyright: ignore
 
 
 @torch.no_grad()
@@ -96,6 +96,6 @@ def _fill(weight: Tensor, xavier: bool, std: float = STD) -> None:
 
 
 @torch.no_grad()
-def _constant(value: Tensor | None, number: float) -> None:
+def _fill_constant(value: Tensor | None, number: float) -> None:
     if value is not None:
         value.fill_(number)

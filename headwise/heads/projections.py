@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwise.errors import ArgumentError
 from headwise.heads.collectives_protocol import CollectivesProtocol
-from headwise.heads.quantized_layers import QuantizedWeight, quantized_linear, try_fused_quantized_linear
+from headwise.heads.quantized_layers import QuantizedWeight, quantized_linear, try_joint_quantized_linear
 from headwise.kernels import RotaryTable
 from headwise.kernels.matmul_tuner import linear
 from headwise.spec import AttentionSpec
@@ -139,7 +139,7 @@ class QKVProjection(nn.Module):
             or self.spec.head_input == "slice"
         ):
             return None
-        out = try_fused_quantized_linear((q, k, v), x) if len(set(self.input_widths.values())) == 1 else None
+        out = try_joint_quantized_linear((q, k, v), x) if len(set(self.input_widths.values())) == 1 else None
         return out if out is None or not self.spec.bias else out + torch.cat([self._bias(name) for name in "qkv"])  # pyright: ignore
 
     def _split_heads(self, product: Tensor, projection: str) -> Tensor:

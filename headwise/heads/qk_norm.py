@@ -109,7 +109,7 @@ class HeadNorm(nn.Module):
 
 
 @torch.no_grad()
-def keep_pruned_rows(
+def store_pruned_norm_rows(
     state: dict[str, Tensor], prefix: str, layer: Any, before: AttentionSpec, after: AttentionSpec
 ) -> None:
     """Add the rows of newly pruned heads to a state dict, for a norm over the full width.

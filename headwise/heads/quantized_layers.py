@@ -176,7 +176,7 @@ def quantized_linear(
     return linear(inputs, weight(), bias) if prepacked is None else prepacked(inputs, bias)
 
 
-def try_fused_quantized_linear(weights: tuple[QuantizedWeight, ...], x: Tensor) -> Tensor | None:
+def try_joint_quantized_linear(weights: tuple[QuantizedWeight, ...], x: Tensor) -> Tensor | None:
     """Multiply one input by several weights in one product in a decode step. Return None if that is not possible."""
     tuner = prepacking_tuner(x)
     if tuner is None:

@@ -1,4 +1,4 @@
-"""Exact conversion to and from `torch.nn.MultiheadAttention`. `headwise.kernels.torch_masks` converts masks."""
+"""Exact conversion to and from `torch.nn.MultiheadAttention`. `headwise.kernels.torch_mask_conversion` converts masks."""
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     )
     layer = MultiHeadAttention(spec).to(module.out_proj.weight)
     with torch.no_grad():
-        for projection, weight in zip("qkv", _torch_weights(module), strict=True):
+        for projection, weight in zip("qkv", _qkv_weights(module), strict=True):
             layer.qkv.weight_by_head(projection).copy_(weight.view_as(layer.qkv.weight_by_head(projection)))
         if module.in_proj_bias is not None:
             for projection, bias in zip("qkv", module.in_proj_bias.chunk(3), strict=True):
@@ -113,7 +113,7 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
         batch_first=True,
     ).to(layer.output_projection.weight)
     with torch.no_grad():
-        for projection, weight in zip("qkv", _torch_weights(module), strict=True):
+        for projection, weight in zip("qkv", _qkv_weights(module), strict=True):
             weight.copy_(layer.qkv.weight_by_head(projection).flatten(0, 1))
         if module.in_proj_bias is not None:
             module.in_proj_bias.copy_(torch.cat([layer.qkv.bias_by_head(projection).flatten() for projection in "qkv"]))  # pyright: ignore
@@ -139,7 +139,7 @@ def _rebuild_torch_layer(layer: TorchAttention) -> nn.MultiheadAttention:
     return module.train(layer.training)
 
 
-def _torch_weights(module: nn.MultiheadAttention) -> tuple[torch.Tensor, ...]:
+def _qkv_weights(module: nn.MultiheadAttention) -> tuple[torch.Tensor, ...]:
     if module.in_proj_weight is not None:
         return module.in_proj_weight.chunk(3)
     return module.q_proj_weight, module.k_proj_weight, module.v_proj_weight

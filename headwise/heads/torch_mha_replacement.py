@@ -34,7 +34,7 @@ from headwise.kernels import (
     attention_weights,
     causal,
 )
-from headwise.kernels.torch_masks import from_mha, from_mha_padding
+from headwise.kernels.torch_mask_conversion import from_mha, from_mha_padding
 from headwise.spec import AttentionSpec
 
 MAX_KEYS = 2048  # without a mask; with more keys weights are computed after the fused kernel

@@ -59,7 +59,7 @@ def atomic_file(path: str | Path, may_replace: Callable[[Path], bool], descripti
         raise HeadwiseError(f"{path}: could not be written ({error}). Nothing was changed.") from error
     try:
         yield temp_folder / path.name
-        _flush(temp_folder)
+        _flush_files(temp_folder)
         (temp_folder / path.name).replace(path)
     except OSError as error:
         raise HeadwiseError(f"{path}: could not be written ({error}). Nothing was changed.") from error
@@ -85,7 +85,7 @@ def atomic_folder(folder: str | Path, markers: tuple[str, ...]) -> Iterator[Path
         folder.parent.mkdir(parents=True, exist_ok=True)
         temp_folder = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         yield temp_folder
-        _flush(temp_folder)
+        _flush_files(temp_folder)
         temp_folder.chmod(0o755)
         _replace_folder(temp_folder, folder)
     except (OSError, SafetensorError) as error:
@@ -130,7 +130,7 @@ def _exchange(first: Path, second: Path) -> bool:
     return swap(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0
 
 
-def _flush(folder: Path) -> None:
+def _flush_files(folder: Path) -> None:
     """Flush all files of a folder to disk before the folder is moved to its final path."""
     for path in folder.rglob("*"):
         if path.is_file():

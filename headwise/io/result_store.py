@@ -183,12 +183,12 @@ def result_key(parts: Mapping[str, Any]) -> str:
     >>> result_key({"a": 1}) == result_key({"a": 1}), result_key({"a": 1}) == result_key({"a": 2})
     (True, False)
     """
-    text = json.dumps({**parts, "version": package_version()}, sort_keys=True, ensure_ascii=False)
+    text = json.dumps({**parts, "version": version_with_code_digest()}, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @cache
-def package_version() -> str:
+def version_with_code_digest() -> str:
     """Return the version of the package with a digest of its files, which changes with every edit of a checkout."""
     import headwise
 

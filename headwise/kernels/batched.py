@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.kernels.empty_large import empty_large
 from headwise.kernels.rounding_tolerance import at_least_float32
-from headwise.kernels.score_params import ScoreParams, masked_scores, raw_scores, repeat_kv, softmax_weights
+from headwise.kernels.score_params import ScoreParams, add_bias_and_mask, raw_scores, repeat_kv, softmax_weights
 from headwise.kernels.symbolic_sizes import full_range
 
 MAX_ENTRIES = 2**20  # larger maps are computed in blocks on a CPU, which stay in its cache until they are done
@@ -30,7 +30,9 @@ def batched_rows(
     """Attend with one block of queries to the keys that are visible to it: (B, H, R, e)."""
     scores = raw_scores(q, repeat_kv(k, params.kv_of_head), params)  # (B, H, R, C)
     probs = softmax_weights(
-        masked_scores(scores, params, rows, cols, T, S), params, may_have_empty_rows=params.may_have_empty_rows(T, S)
+        add_bias_and_mask(scores, params, rows, cols, T, S),
+        params,
+        may_have_empty_rows=params.may_have_empty_rows(T, S),
     )
     return torch.nn.functional.dropout(probs, params.dropout) @ repeat_kv(v, params.kv_of_head)
 
@@ -65,7 +67,7 @@ def _weight_block(q: Tensor, k: Tensor, params: ScoreParams, rows: range, cols: 
     """Return the weights of some queries and keys of the examples in q, (B, H, R, C). k has a copy of each head's keys."""
     T, S = q.shape[2], k.shape[2]
     scores = raw_scores(q[:, :, rows.start : rows.stop], k[:, :, cols.start : cols.stop], params)
-    scores = masked_scores(scores, params, rows, cols, T, S, batch_slice, in_place=not torch.is_grad_enabled())
+    scores = add_bias_and_mask(scores, params, rows, cols, T, S, batch_slice, in_place=not torch.is_grad_enabled())
     return softmax_weights(scores, params, may_have_empty_rows=params.may_have_empty_rows(T, S))
 
 
@@ -127,7 +129,7 @@ def _weight_block_in_place(
     shape = (*q.shape[:2], len(rows), len(cols))
     block = scratch[: prod(shape)].view(shape)  # (1, h, R, C)
     torch.matmul(q[:, :, rows.start : rows.stop], k[:, :, cols.start : cols.stop].mT, out=block)
-    masked_scores(block, params, rows, cols, q.shape[2], k.shape[2], batch_slice, in_place=True)
+    add_bias_and_mask(block, params, rows, cols, q.shape[2], k.shape[2], batch_slice, in_place=True)
     return torch.softmax(block, -1, out=block)
 
 

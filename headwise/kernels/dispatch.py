@@ -183,7 +183,7 @@ def make_kernel_choice(params: ScoreParams, B: int, H: int, T: int, S: int) -> K
     if not unsupported:
         return KernelChoice(
             "fused",
-            _describe_fused(params, T, S),
+            _describe_fused_inputs(params, T, S),
             "A softcap, dropout of attention weights or a learned bias would select batched or blockwise.",
         )
     small = B * H * T * S <= SCORE_BUDGET
@@ -207,7 +207,7 @@ def _unsupported_by_fused(params: ScoreParams) -> list[str]:
     return unsupported
 
 
-def _describe_fused(params: ScoreParams, T: int, S: int) -> str:
+def _describe_fused_inputs(params: ScoreParams, T: int, S: int) -> str:
     if params.mask is None or params.mask.is_full(T, S):
         description = "every query attends to every key"
     elif isinstance(params.mask, CausalMask) and params.mask.resolve_offset(T, S) == 0:

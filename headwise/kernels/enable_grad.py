@@ -12,18 +12,18 @@ from headwise.errors import UnsupportedModelError
 
 
 @contextmanager
-def gradients_enabled(model: object = None) -> Iterator[None]:
+def enable_gradients(model: object = None) -> Iterator[None]:
     """Record gradients, also inside `torch.no_grad()` or `torch.inference_mode()`.
 
     Args:
         model: The model whose gradients are needed. Weights created under `torch.inference_mode()` raise an error.
 
-    >>> with torch.inference_mode(), gradients_enabled():
+    >>> with torch.inference_mode(), enable_gradients():
     ...     torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     (True, False)
     """
     if isinstance(model, nn.Module):
-        _check_weights(model)
+        _check_no_inference_tensors(model)
     with torch.inference_mode(False), torch.enable_grad():
         yield
 
@@ -33,7 +33,7 @@ def copy_inference_tensors(values: Any) -> Any:
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, values)
 
 
-def _check_weights(model: nn.Module) -> None:
+def _check_no_inference_tensors(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if weight.is_inference():
             raise UnsupportedModelError(

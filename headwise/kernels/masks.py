@@ -108,10 +108,10 @@ class Mask(ABC):
         return DenseMask(allowed)
 
     def __and__(self, other: "Mask") -> "Mask":
-        return AndMask(self, _as_mask(other))
+        return AndMask(self, _require_mask(other))
 
     def __or__(self, other: "Mask") -> "Mask":
-        return OrMask(self, _as_mask(other))
+        return OrMask(self, _require_mask(other))
 
 
 @dataclass(frozen=True)
@@ -427,7 +427,7 @@ def per_head(masks: Sequence[Mask]) -> Mask:
     """
     if not masks:
         raise ArgumentError("masks: per_head needs at least one mask. Got none.")
-    return PerHeadMask(tuple(_as_mask(mask) for mask in masks))
+    return PerHeadMask(tuple(_require_mask(mask) for mask in masks))
 
 
 def and_masks(mask: Mask | None, other: Mask) -> Mask:
@@ -463,12 +463,12 @@ def _as_bool(tensor: Tensor, name: str) -> Tensor:
     if tensor.is_floating_point():
         raise ArgumentError(
             f"{name}: must be a bool or integer tensor, True at visible keys. Got {tensor.dtype}. Pass additive scores as "
-            f"bias=, and convert torch's masks with headwise.kernels.torch_masks."
+            f"bias=, and convert torch's masks with headwise.kernels.torch_mask_conversion."
         )
     return tensor.bool()
 
 
-def _as_mask(mask: object) -> Mask:
+def _require_mask(mask: object) -> Mask:
     if isinstance(mask, Mask):
         return mask
     raise ArgumentError(f"mask: must be a Mask. Got {type(mask).__name__}. Convert a tensor with hw.Mask.of(tensor).")

@@ -163,7 +163,7 @@ def raw_scores(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:
     return scores if params.softcap is None else params.softcap * torch.tanh(scores / params.softcap)
 
 
-def masked_scores(
+def add_bias_and_mask(
     scores: Tensor,
     params: ScoreParams,
     rows: range,

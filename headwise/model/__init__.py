@@ -2,7 +2,7 @@
 
 from headwise.model.block import Block
 from headwise.model.protocols import ModelProtocol, check_model, eval_mode
-from headwise.model.residual_stream import LinearizedNorm, ResidualLayerRecord, ResidualStream
+from headwise.model.residual_stream import LinearizedNorm, ResidualLayerModules, ResidualStream
 from headwise.model.resumable_forward import LayerCheckpoint, ResumableForward
 from headwise.model.sampling import Sampling
 from headwise.model.transformer import Transformer
@@ -12,7 +12,7 @@ __all__ = [
     "LayerCheckpoint",
     "LinearizedNorm",
     "ModelProtocol",
-    "ResidualLayerRecord",
+    "ResidualLayerModules",
     "ResidualStream",
     "ResumableForward",
     "Sampling",

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from headwise.cache import NO_CACHE, LayerCache, ModelCache
 from headwise.heads import HookPoint, MultiHeadAttention
 from headwise.kernels import Mask, RotaryTable, ScoreRequest, causal, padding_mask
-from headwise.model.layers import MLP, make_norm
+from headwise.model.non_attention_layers import MLP, make_norm
 from headwise.spec import LayerAddress, ModelSpec, QueryScaling, Rotary
 
 CAUSAL = causal()  # a call of a function with a cache makes torch.compile warn
@@ -92,7 +92,7 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, address: LayerAddress, backend: str = "auto", storage: str = "qkv") -> None:
         super().__init__()
         self.norm_placement = spec.norm_placement
-        self.position_kind = position_kinds(spec)[1][address.layer]
+        self.position_kind = distinct_rotaries_by_layer(spec)[1][address.layer]
         self.attention = MultiHeadAttention(
             spec.attention_at(address), backend=backend, storage=storage, address=address
         )
@@ -185,12 +185,12 @@ class Block(nn.Module):
 PositionKind = tuple[Rotary | None, QueryScaling | None]
 
 
-def position_kinds(spec: ModelSpec) -> tuple[tuple[PositionKind, ...], tuple[int, ...]]:
+def distinct_rotaries_by_layer(spec: ModelSpec) -> tuple[tuple[PositionKind, ...], tuple[int, ...]]:
     """Return the different positions of the layers of a model, and the index of each layer's among them.
 
     >>> from headwise.spec import Rotary, preset
     >>> from dataclasses import replace
-    >>> kinds, index_of_layer = position_kinds(replace(preset("synthetic"), rotaries=(Rotary(), Rotary(), None)))
+    >>> kinds, index_of_layer = distinct_rotaries_by_layer(replace(preset("synthetic"), rotaries=(Rotary(), Rotary(), None)))
     >>> len(kinds), index_of_layer
     (2, (0, 0, 1, 0))
     """

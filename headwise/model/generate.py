@@ -150,7 +150,7 @@ def prepare_generation(
         usage = "model.generate(prompt, max_new_tokens, attention_mask=…)"
         raise foreign_kwargs_error(prepare_generation, usage, unknown)
     if source is None:
-        source, source_attention_mask = _encode_source(model, prompt, cache)
+        source, source_attention_mask = _tokenize_source(model, prompt, cache)
         if source is not None:  # the decoder starts with its start token
             prompt, stop = [[model.decoder_start_token]] * len(source), _end_token(model) if stop is None else stop
     if model.output is None or model.spec.kind == "encoder":
@@ -241,7 +241,7 @@ def _check_length(model: "Transformer", ids: Tensor, attention_mask: Tensor | No
         )
 
 
-def _encode_source(
+def _tokenize_source(
     model: "Transformer", prompt: Prompt, cache: ModelCache | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return token ids and mask of texts that are the source of an encoder-decoder, or None for other prompts."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Norms = dict[str, tuple[nn.Module | None, nn.Module | None]]  # by layer: input norm of q, input norm of k and v
 
 
-class LMHeadProtocol(Protocol):
+class OutputLayerProtocol(Protocol):
     """Output layer from final hidden states to logits."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class ModelProtocol(Protocol):
         ...
 
     @property
-    def output(self) -> LMHeadProtocol | None:
+    def output(self) -> OutputLayerProtocol | None:
         """Output layer from final hidden states to logits, or None."""
         ...
 

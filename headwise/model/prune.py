@@ -12,7 +12,7 @@ from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import MultiHeadAttention
 from headwise.heads.head import HeadPattern
 from headwise.heads.projections import prune_quantized_state
-from headwise.heads.qk_norm import keep_pruned_rows
+from headwise.heads.qk_norm import store_pruned_norm_rows
 from headwise.heads.quantized_layers import is_quantized_key
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.spec import Address, AttentionSpec, LayerAddress, ModelSpec, select
@@ -54,7 +54,7 @@ def prune(model: T, heads: HeadPattern, folded_biases: Biases | None = None, cac
     for name, layer in model.named_modules():
         if isinstance(layer, MultiHeadAttention):
             pruned_layer = spec.attention_at(layer.hook_point.address)
-            keep_pruned_rows(state, f"{name}.", layer, layer.spec, pruned_layer)
+            store_pruned_norm_rows(state, f"{name}.", layer, layer.spec, pruned_layer)
             _prune_layer(state, f"{name}.", layer.spec, pruned_layer)
             prune_quantized_state(state, f"{name}.", layer, pruned_layer)
             if spec.attention.out_bias:

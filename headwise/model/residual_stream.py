@@ -112,7 +112,7 @@ class LinearizedNorm:
 
 
 @dataclass(frozen=True, eq=False)
-class ResidualLayerRecord:
+class ResidualLayerModules:
     """One layer of a residual stream.
 
     Attributes:
@@ -144,7 +144,7 @@ class ResidualStream:
     """
 
     first_module: nn.Module
-    layers: dict[int, ResidualLayerRecord]
+    layers: dict[int, ResidualLayerModules]
     norm: LinearizedNorm
     vocabulary: Any
     embed: Callable[[Tensor], Tensor] | None
@@ -179,10 +179,10 @@ def residual_stream(model: "Transformer") -> ResidualStream:
     )
 
 
-def _residual_layer(block: Any) -> ResidualLayerRecord:
+def _residual_layer(block: Any) -> ResidualLayerModules:
     """Return the norms of a native block, and the module whose output is added to the residual stream after attention."""
     attention_norm, mlp_norm = block.output_norms
-    return ResidualLayerRecord(
+    return ResidualLayerModules(
         None if block.norm_placement == "output" else block.norm_attention,
         None if attention_norm is None else LinearizedNorm.from_module(attention_norm),
         block.mlp if mlp_norm is None else mlp_norm,

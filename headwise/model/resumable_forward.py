@@ -67,7 +67,7 @@ def resumable_forward(
     if model.spec.kind != "encoder-decoder":
         return BlockResumableForward(model, ids, attention_mask, layer_addresses, select_rows)
     return ReplayForward(
-        partial(forward_copies, model, ids, attention_mask, source, source_attention_mask),
+        partial(final_hidden_states_of_copies, model, ids, attention_mask, source, source_attention_mask),
         len(ids),
         {
             hook_point: block
@@ -264,7 +264,7 @@ def repeat_batch(output: Any, batch: int, copies: int) -> Any:
     return output
 
 
-def forward_copies(
+def final_hidden_states_of_copies(
     model: Any,
     ids: Tensor,
     attention_mask: Tensor | None,

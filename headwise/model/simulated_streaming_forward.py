@@ -35,7 +35,7 @@ class SimulatedStreamingForward(Protocol):
         ...
 
 
-class BlockSimulatedStreamingForward:
+class NativeSimulatedStreamingForward:
     """Streaming passes of a native decoder, block by block."""
 
     def __init__(self, model: "Transformer") -> None:

@@ -19,13 +19,13 @@ from headwise.heads.hook_point import HOOKS, HookContextState, replaying
 from headwise.kernels import Mask, RotaryTable
 from headwise.kernels.matmul_tuner import MatmulTuner
 from headwise.kernels.random_state import checkpoint_restores_rng, get_rng_state, replayed_rng
-from headwise.model.block import Block, BlockContext, position_kinds
+from headwise.model.block import Block, BlockContext, distinct_rotaries_by_layer
 from headwise.model.generate import generate, stream
-from headwise.model.layers import Embedding, LMHead, Pooler, make_norm
+from headwise.model.non_attention_layers import Embedding, LMHead, Pooler, make_norm
 from headwise.model.prune import prune
 from headwise.model.residual_stream import input_norms, residual_stream
 from headwise.model.resumable_forward import resumable_forward
-from headwise.model.simulated_streaming_forward import BlockSimulatedStreamingForward
+from headwise.model.simulated_streaming_forward import NativeSimulatedStreamingForward
 from headwise.model.unsupported_kwargs import foreign_kwargs_error
 from headwise.model.weights_digest import check_plan
 from headwise.spec import LayerAddress, ModelSpec, Plan
@@ -100,7 +100,9 @@ class Transformer(nn.Module):
         self.plans: tuple[Plan, ...] = ()
         self.matmul_tuner = MatmulTuner()
         self.checkpointing = False
-        self.position_kinds = position_kinds(spec)[0]  # rotary embeddings that differ between layers
+        self.distinct_rotaries_by_layer = distinct_rotaries_by_layer(spec)[
+            0
+        ]  # rotary embeddings that differ between layers
         two_stacks = spec.kind == "encoder-decoder"
         with nullcontext() if device is None else torch.device(device):
             self.embed = Embedding(spec)
@@ -192,9 +194,9 @@ class Transformer(nn.Module):
     input_norms, residual_stream, resumable_forward = input_norms, residual_stream, resumable_forward
     prune = prune
 
-    def streaming_forward(self) -> BlockSimulatedStreamingForward:
+    def streaming_forward(self) -> NativeSimulatedStreamingForward:
         """Return forward passes of a decoder in which KV heads stream, to rank them."""
-        return BlockSimulatedStreamingForward(self)
+        return NativeSimulatedStreamingForward(self)
 
     def why_not_resumable(self) -> str:
         """Return an empty string, because native models can always be resumed at a layer."""
@@ -496,7 +498,7 @@ class Transformer(nn.Module):
         head_dim, dtype = self.spec.attention.head_dim, self.embed.reference_tensor.dtype
         return tuple(
             None if kind == (None, None) else RotaryTable.at(positions, kind[0], head_dim, dtype, kind[1])
-            for kind in self.position_kinds
+            for kind in self.distinct_rotaries_by_layer
         )
 
     def _embed(self, ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:

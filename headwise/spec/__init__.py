@@ -2,12 +2,12 @@
 
 from headwise.spec.address import (
     Address,
-    InputAddress,
+    EmbeddingOrLogitsAddress,
+    HeadInputAddress,
     KVAddress,
     LayerAddress,
     MLPAddress,
     NodeAddress,
-    StreamEndAddress,
     parse_node,
     select,
 )
@@ -24,7 +24,8 @@ __all__ = [
     "AttentionSpec",
     "CachePolicy",
     "CacheRule",
-    "InputAddress",
+    "EmbeddingOrLogitsAddress",
+    "HeadInputAddress",
     "JSONSpec",
     "KVAddress",
     "Latent",
@@ -38,7 +39,6 @@ __all__ = [
     "QueryScaling",
     "Rotary",
     "RotaryScaling",
-    "StreamEndAddress",
     "WeightRule",
     "parse_node",
     "preset",

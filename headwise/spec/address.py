@@ -143,7 +143,7 @@ class KVAddress:
 
 
 @dataclass(frozen=True)
-class InputAddress:
+class HeadInputAddress:
     """Address of one input of a head: `18.6.k` are the keys as read by query head 6 only.
 
     `18.kv2.k` are the keys of KV head 2 for all query heads that read them.
@@ -152,7 +152,7 @@ class InputAddress:
         head: Address of the query head or the KV head.
         projection: "q", "k" or "v".
 
-    >>> str(InputAddress.parse("18.6.k").head), InputAddress.parse("18.kv2.v").head
+    >>> str(HeadInputAddress.parse("18.6.k").head), HeadInputAddress.parse("18.kv2.v").head
     ('18.6', KVAddress(stack='', layer=18, kv_head=2))
     """
 
@@ -168,7 +168,7 @@ class InputAddress:
         return self.head.layer_address
 
     @staticmethod
-    def parse(text: str) -> "InputAddress":
+    def parse(text: str) -> "HeadInputAddress":
         """Parse `18.6.q`, `18.6.k`, `18.6.v`, `18.kv2.k` or `18.kv2.v`."""
         head_text, _, projection = text.strip().rpartition(".")
         match, kv_match = _PATTERN.fullmatch(head_text), _KV_PATTERN.fullmatch(head_text)
@@ -183,7 +183,7 @@ class InputAddress:
                 f"{text!r}: a KV head has keys and values, but no queries. Use {head_text}.k, {head_text}.v, or the queries "
                 f"of a query head, for example {kv_match[2]}.0.q."
             )
-        return InputAddress(KVAddress.parse(head_text) if kv_match else Address.parse(head_text), projection)
+        return HeadInputAddress(KVAddress.parse(head_text) if kv_match else Address.parse(head_text), projection)
 
 
 @dataclass(frozen=True, order=True)
@@ -215,7 +215,7 @@ class MLPAddress:
         return MLPAddress(match[1] or "", int(match[2]))
 
 
-class StreamEndAddress(Enum):
+class EmbeddingOrLogitsAddress(Enum):
     """The two ends of the residual stream: the embedding that starts it and the logits that are read from it."""
 
     EMBEDDING = "embedding"
@@ -225,10 +225,10 @@ class StreamEndAddress(Enum):
         return self.value
 
 
-NodeAddress = Address | KVAddress | MLPAddress | StreamEndAddress
+NodeAddress = Address | KVAddress | MLPAddress | EmbeddingOrLogitsAddress
 
 
-def parse_node(text: str) -> NodeAddress | InputAddress:
+def parse_node(text: str) -> NodeAddress | HeadInputAddress:
     """Parse the address of any part of a model that a path or a circuit can name.
 
     Args:
@@ -242,17 +242,17 @@ def parse_node(text: str) -> NodeAddress | InputAddress:
         ArgumentError: The text is not the address of one part.
 
     >>> [type(parse_node(text)).__name__ for text in ("18.6", "18.kv2", "18.6.k", "mlp.18", "logits")]
-    ['Address', 'KVAddress', 'InputAddress', 'MLPAddress', 'StreamEndAddress']
+    ['Address', 'KVAddress', 'HeadInputAddress', 'MLPAddress', 'EmbeddingOrLogitsAddress']
     """
     stripped = text.strip()
-    if stripped in {end.value for end in StreamEndAddress}:
-        return StreamEndAddress(stripped)
+    if stripped in {end.value for end in EmbeddingOrLogitsAddress}:
+        return EmbeddingOrLogitsAddress(stripped)
     if _KV_PATTERN.fullmatch(stripped):
         return KVAddress.parse(stripped)
     if _MLP_PATTERN.fullmatch(stripped):
         return MLPAddress.parse(stripped)
     if stripped.rpartition(".")[2] in PROJECTIONS:
-        return InputAddress.parse(stripped)
+        return HeadInputAddress.parse(stripped)
     if is_single_head(stripped):
         return Address.parse(stripped)
     raise ArgumentError(

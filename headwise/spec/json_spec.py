@@ -96,11 +96,11 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return float(value)
         if option in (int, bool, str) and type(value) is option:
             return value
-    names = " or ".join(map(_type_name, options))
+    names = " or ".join(map(_describe_type, options))
     raise FileFormatError(f"{path}={value!r}: must be {names}.")
 
 
-def _type_name(option: Any) -> str:
+def _describe_type(option: Any) -> str:
     """Return the name of a type for error messages."""
     if get_origin(option) is Literal:
         return " or ".join(map(repr, get_args(option)))

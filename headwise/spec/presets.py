@@ -332,10 +332,10 @@ def describe_norms(spec: ModelSpec) -> str:
     return f"{kind}, {spec.norm_placement}{over}"
 
 
-def describe_gate(spec: ModelSpec) -> str:
+def describe_gates_and_caps(spec: ModelSpec) -> str:
     """Return the gates, caps and softmax variant of the heads of a model in a few words.
 
-    >>> describe_gate(preset("gemma2-2b"))
+    >>> describe_gates_and_caps(preset("gemma2-2b"))
     'scores capped at 50'
     """
     attention = spec.attention

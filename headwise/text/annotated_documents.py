@@ -167,12 +167,12 @@ def read_gap(path: Path | str) -> Iterator[GAPExample]:
             )
         for line_number, row in enumerate(rows, 2):
             try:
-                yield _parse_gap_row(row)
+                yield _parse_gap_coreference_row(row)
             except (ValueError, TypeError) as error:
                 raise FileFormatError(f"{path}, line {line_number}: {error}") from None
 
 
-def _parse_gap_row(row: dict[str, str]) -> GAPExample:
+def _parse_gap_coreference_row(row: dict[str, str]) -> GAPExample:
     text = row["Text"]
     spans = split_word_spans(text)
 

@@ -79,11 +79,11 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(_checked(texts), trainer)
+    backend.train_from_iterator(_reject_lone_surrogates(texts), trainer)
     return Tokenizer(backend, {"eos": 0, "bos": 0})
 
 
-def _checked(texts: Iterable[str]) -> Iterator[str]:
+def _reject_lone_surrogates(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         check_lone_surrogates([text])
         yield text

@@ -35,7 +35,7 @@ class TextPair(NamedTuple):
 
 
 @runtime_checkable
-class SupportsCorpus(Protocol):
+class CorpusHolder(Protocol):
     """An object that was made from a corpus, such as a TokenizedCorpus, and can be passed instead of it."""
 
     corpus: "Corpus"
@@ -131,7 +131,7 @@ class Corpus:
             return Corpus.probe_set()
         if isinstance(data, Corpus):
             return data
-        if isinstance(data, SupportsCorpus):
+        if isinstance(data, CorpusHolder):
             return data.corpus
         if type(data).__module__.partition(".")[0] == "datasets":
             return Corpus._from_dataset(data)

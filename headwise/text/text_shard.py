@@ -21,7 +21,7 @@ ItemSource = Callable[[], Iterator[Item]]
 
 
 @dataclass(frozen=True)
-class TextShard:
+class CorpusRange:
     """A range of items of a corpus.
 
     Attributes:
@@ -46,7 +46,7 @@ class TextShard:
         def items() -> Iterator[Item]:
             hasher, count = hashlib.sha256(), 0
             for item in islice(_items_from(sources, self.file_index, self.first_item), self.num_items):
-                hasher.update(_item_bytes(item))
+                hasher.update(_encode_item(item))
                 count += 1
                 yield item
             if count < self.num_items or hasher.hexdigest() != self.digest:
@@ -63,7 +63,7 @@ def file_sources(files: Sequence[str | Path]) -> list[ItemSource]:
     return [partial(read_corpus_file, Path(file)) for file in files]
 
 
-def split_shards(corpus: Corpus, characters: int) -> list[TextShard]:
+def split_shards(corpus: Corpus, characters: int) -> list[CorpusRange]:
     """Split a corpus into shards of about `characters` characters, at least one item each. The corpus is read once.
 
     Blank items, such as the end of a file, belong to the shard before them, because a blank shard has nothing to process.
@@ -73,7 +73,7 @@ def split_shards(corpus: Corpus, characters: int) -> list[TextShard]:
     """
     if characters < 1:
         raise ArgumentError(f"characters: must be at least 1. Got {characters}. Use a larger number.")
-    shards: list[TextShard] = []
+    shards: list[CorpusRange] = []
     start: tuple[int, int] | None = None
     num_items, size, has_relations, hasher, has_text = 0, 0, False, hashlib.sha256(), False
     sources = file_sources(corpus.files) or [corpus.items]
@@ -81,17 +81,17 @@ def split_shards(corpus: Corpus, characters: int) -> list[TextShard]:
         for index, item in enumerate(source()):
             blank = not item.text.strip()
             if start is not None and has_text and not blank and size + len(item.text) > characters:
-                shards.append(TextShard(*start, num_items, size, has_relations, hasher.hexdigest()))
+                shards.append(CorpusRange(*start, num_items, size, has_relations, hasher.hexdigest()))
                 start, num_items, size, has_relations, hasher, has_text = None, 0, 0, False, hashlib.sha256(), False
             has_text, start = has_text or not blank, start or (file_index, index)
-            hasher.update(_item_bytes(item))
+            hasher.update(_encode_item(item))
             num_items, size, has_relations = (
                 num_items + 1,
                 size + len(item.text),
                 has_relations or isinstance(item, Document),
             )
     if start is not None:
-        shards.append(TextShard(*start, num_items, size, has_relations, hasher.hexdigest()))
+        shards.append(CorpusRange(*start, num_items, size, has_relations, hasher.hexdigest()))
     if not any(shard.characters for shard in shards):
         raise ArgumentError(f"corpus: {corpus.name} is empty. Give some text.")
     return shards
@@ -102,6 +102,6 @@ def _items_from(sources: Sequence[ItemSource], file_index: int, first_item: int)
         yield from islice(source(), first_item if index == file_index else 0, None)
 
 
-def _item_bytes(item: Item) -> bytes:
+def _encode_item(item: Item) -> bytes:
     text = repr(item) if isinstance(item, Document | TextPair) else item.text
     return f"{len(text)}:{text}".encode("utf-8", "surrogatepass")

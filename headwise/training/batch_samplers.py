@@ -147,7 +147,10 @@ class DocumentSampler:
 
     def evaluation_rows(self, max_tokens: int | None = None) -> Iterator[np.ndarray]:
         """Return all texts for evaluation, or evenly spaced ones with about `max_tokens` tokens."""
-        return (self.document(index) for index in _evenly_spaced(self.rows_per_epoch, len(self.tokens), max_tokens))
+        return (
+            self.document(index)
+            for index in _evenly_spaced_text_indices(self.rows_per_epoch, len(self.tokens), max_tokens)
+        )
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ class PairSampler:
         """Return all pairs for evaluation, or evenly spaced ones with about `max_tokens` tokens."""
         return (
             self.target_and_source_ids(index)
-            for index in _evenly_spaced(self.rows_per_epoch, len(self.tokens), max_tokens)
+            for index in _evenly_spaced_text_indices(self.rows_per_epoch, len(self.tokens), max_tokens)
         )
 
 
@@ -203,7 +206,7 @@ def _shuffled_indices(seed: int, size: int, first: int, count: int) -> Iterator[
         yield int(_epoch_order(seed, epoch, size, 0)[1][index])
 
 
-def _evenly_spaced(count: int, num_tokens: int, max_tokens: int | None) -> range:
+def _evenly_spaced_text_indices(count: int, num_tokens: int, max_tokens: int | None) -> range:
     """Return the indices of all texts, or of evenly spaced texts with about `max_tokens` tokens."""
     return range(0, count, 1 if max_tokens is None else max(1, math.ceil(max(1, num_tokens) / max_tokens)))
 
@@ -240,7 +243,7 @@ def make_train_batch(
 ) -> TrainBatch:
     """Make a batch from texts with one token more than the inputs, padded with −1. `first` is the index of the first row."""
     rows = torch.from_numpy(texts)  # (B, T + 1)
-    ids, targets = causal_targets(rows) if mask_tokens is None else mask_tokens(rows, first=first)
+    ids, targets = causal_inputs_and_targets(rows) if mask_tokens is None else mask_tokens(rows, first=first)
     if sources is not None:
         source = torch.from_numpy(sources)  # (B, S)
         return TrainBatch(ids, targets, None, source.clamp(min=0), _attention_mask(source))
@@ -252,7 +255,7 @@ def _attention_mask(ids: Tensor) -> Tensor | None:
     return None if bool(attention_mask.all()) else attention_mask
 
 
-def causal_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
+def causal_inputs_and_targets(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return inputs and next-token targets: (B, T + 1), padded with −1 → (B, T) each."""
     return rows[:, :-1].clamp(min=0), rows[:, 1:].masked_fill(rows[:, 1:] < 0, IGNORE_INDEX)
 

@@ -16,7 +16,7 @@ from headwise.distributed.parallelize_model import ParallelStrategy, clip_gradie
 from headwise.distributed.process_group import explain_peer_errors, open_process_group
 from headwise.errors import ArgumentError, FileFormatError, HeadwiseError
 from headwise.heads.head_dropout import set_training_progress
-from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.enable_grad import enable_gradients
 from headwise.model import ModelProtocol, Transformer, eval_mode
 from headwise.progress import Progress
 from headwise.spec import ModelSpec
@@ -38,7 +38,7 @@ from headwise.training.run_setup import RunSetup, load_setup, prepare_run, resto
 from headwise.training.stop_signals import interruptible
 from headwise.training.train_progress_display import ProgressDisplay, ThroughputTimer
 from headwise.training.train_request import TrainRequest
-from headwise.training.train_result import TrainResult, nonfinite_to_none
+from headwise.training.train_result import TrainResult, nonfinite_float_to_none
 from headwise.weights.load import merge_sharded_checkpoint
 
 TrainCallback = Callable[[Transformer, int], object]
@@ -140,7 +140,7 @@ def run_request(
     if device is None and getattr(trained, "device", torch.device("cpu")).type != "cpu":
         device = trained.device  # pyright: ignore[reportOptionalMemberAccess]
     with (
-        gradients_enabled(trained),
+        enable_gradients(trained),
         open_process_group(device) as process_group,
         tempfile.TemporaryDirectory() as scratch,
         torch.random.fork_rng(),
@@ -196,7 +196,7 @@ def resume(
     True
     """
     folder = Path(folder)
-    with gradients_enabled(), open_process_group(device) as process_group, torch.random.fork_rng():
+    with enable_gradients(), open_process_group(device) as process_group, torch.random.fork_rng():
         setup, recipe = load_setup(folder, loss, process_group)
         return _run(
             setup, recipe, folder, keep_folder=True, callback=callback, callback_every=callback_every, progress=progress
@@ -440,8 +440,9 @@ class TrainLoop:
     def _save(self) -> None:
         if self.checkpoints is not None and (self.process_group.is_rank_zero or self.checkpoints.is_collective):
             state = {
-                "step": self.step, "tokens_seen": self.tokens_seen, "loss": nonfinite_to_none(self.loss),
-                "valid_loss": self.valid_loss, "best_loss": nonfinite_to_none(self.best_loss), "best_step": self.best_step,
+                "step": self.step, "tokens_seen": self.tokens_seen, "loss": nonfinite_float_to_none(self.loss),
+                "valid_loss": self.valid_loss, "best_loss": nonfinite_float_to_none(self.best_loss),
+                "best_step": self.best_step,
                 "evaluations_without_improvement": self.evaluations_without_improvement,
                 "scaler": self.scaler.state_dict(), "threads": torch.get_num_threads(),
                 "processes": self.process_group.all_processes.size,

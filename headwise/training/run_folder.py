@@ -92,14 +92,14 @@ def write_run_json_if_missing(folder: Path, run_record: dict[str, Any]) -> None:
 
 def _describe_difference(previous: Any, current: Any) -> str:
     """Describe the difference between two records in a few words."""
-    previous, current = _parse_record(previous), _parse_record(current)
+    previous, current = _parse_if_json(previous), _parse_if_json(current)
     if isinstance(previous, dict) and isinstance(current, dict):
         keys = [key for key in {**previous, **current} if previous.get(key) != current.get(key)]
         return ", ".join(f"{key} {previous.get(key)!r}, now {current.get(key)!r}" for key in keys[:3])
     return f"{previous!r}, now {current!r}"
 
 
-def _parse_record(stored: Any) -> Any:
+def _parse_if_json(stored: Any) -> Any:
     """Parse a record that is stored as a JSON string, such as the name of a loss."""
     return json.loads(stored) if isinstance(stored, str) and stored.startswith("{") else stored
 

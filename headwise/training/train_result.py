@@ -52,13 +52,14 @@ class TrainResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data, with the path of the model, without recipe and history."""
         return {
-            "steps": self.step, "tokens": self.tokens, "loss": nonfinite_to_none(self.loss), "valid_loss": self.valid_loss,
+            "steps": self.step, "tokens": self.tokens, "loss": nonfinite_float_to_none(self.loss),
+            "valid_loss": self.valid_loss,
             "stop_reason": self.stop_reason, "best_step": self.best_step, "seconds": self.seconds,
             "parameters": self.model.spec.num_parameters,
             "model": None if self.folder is None else str(self.folder / "model"),
         }  # fmt: skip
 
 
-def nonfinite_to_none(value: float) -> float | None:
+def nonfinite_float_to_none(value: float) -> float | None:
     """Return None for NaN and infinity, which JSON does not support."""
     return value if math.isfinite(value) else None

@@ -47,15 +47,15 @@ def place_nodes(result: CircuitResult) -> CircuitLayout:
         result: The result.
     """
     layers = {item.node: item.layer for item in result.scores}
-    members = sorted(result.circuit.nodes, key=lambda node: (_row_key(node, layers[node]), _column_key(node)))
+    members = sorted(result.circuit.nodes, key=lambda node: (_row_key(node, layers[node]), _node_order_key(node)))
     row_keys = sorted({_row_key(node, layers[node]) for node in members})
-    column_keys = sorted({_column_key(node) for node in members if node_kind(node) in ("kv", "head")})
+    column_keys = sorted({_node_order_key(node) for node in members if node_kind(node) in ("kv", "head")})
     has_mlp = any(node_kind(node) == "mlp" for node in members)
     columns = max(1, len(column_keys) + has_mlp)
     placed = {}
     for node in members:
         kind = node_kind(node)
-        key = _column_key(node)
+        key = _node_order_key(node)
         column = columns - 1 if kind == "mlp" else columns // 2 if kind == "embedding" else column_keys.index(key)
         placed[node] = NodePosition(node, kind, column, row_keys.index(_row_key(node, layers[node])))
     placed[OUTPUT] = NodePosition(OUTPUT, OUTPUT, columns // 2, len(row_keys))
@@ -90,7 +90,7 @@ def _row_key(node: str, layer: int) -> tuple[int, int]:
     return layer, int(node_kind(node) == "mlp")
 
 
-def _column_key(node: str) -> tuple[int, int]:
+def _node_order_key(node: str) -> tuple[int, int]:
     """Return a sort key: KV heads before query heads, by number."""
     number = node.rpartition(".")[2].removeprefix("kv")
     return int("kv" not in node), int(number) if number.isdigit() else -1

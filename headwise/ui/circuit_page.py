@@ -17,7 +17,7 @@ from headwise.ui.circuit_layout import (
     names_input,
     place_nodes,
 )
-from headwise.ui.circuit_text import ablation_table, check_text, curve_table, summary_rows
+from headwise.ui.circuit_text import curve_area_table, faithfulness_by_ablation_table, ranking_check_text, summary_rows
 
 if TYPE_CHECKING:
     from headwise.analysis.circuits.circuit_result import CircuitResult, EdgeEffect, FaithfulnessCurve
@@ -111,7 +111,7 @@ SCRIPT = """
 
 def write_circuit_page(result: "CircuitResult", path: str | Path) -> Path:
     """Write the page of a circuit, atomically."""
-    facts = json.dumps(_facts(result)).replace("<", "\\u003c")
+    facts = json.dumps(_panel_texts(result)).replace("<", "\\u003c")
     page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -133,7 +133,7 @@ def circuit_html(result: "CircuitResult") -> str:
 def _summary(result: "CircuitResult") -> str:
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in summary_rows(result) if name)
     title = next(value for name, value in summary_rows(result) if not name)
-    lines = [check_text(result), *(f"Note: {note}" for note in result.notes)]
+    lines = [ranking_check_text(result), *(f"Note: {note}" for note in result.notes)]
     notes = "".join(f'<p class="soft">{escape(line)}</p>' for line in lines if line)
     return f"<section><h1>{escape(title)}</h1><dl>{rows}</dl>{notes}</section>\n"
 
@@ -239,7 +239,7 @@ def _node_rows(result: "CircuitResult", node: str) -> list[tuple[str, str]]:
     return rows
 
 
-def _facts(result: "CircuitResult") -> dict[str, Any]:
+def _panel_texts(result: "CircuitResult") -> dict[str, Any]:
     """Return the texts of the panel, by node and by edge."""
     facts: dict[str, Any] = {
         f"node {node}": {"title": node, "rows": _node_rows(result, node)} for node in (*result.circuit.nodes, OUTPUT)
@@ -290,7 +290,7 @@ def _curves(result: "CircuitResult") -> str:
         "Faithfulness F over the number of nodes (log scale), judged prompts. Blue with its 95% band: resample, orange: "
         "mean, green: zero ablation. Gray bar at the chosen size: random sets."
     )
-    tables = _table(ablation_table(result)) + _table(curve_table(result))
+    tables = _table(faithfulness_by_ablation_table(result)) + _table(curve_area_table(result))
     return f'<section><h2>Faithfulness</h2><p class="soft">{escape(note)}</p>{image}{tables}</section>\n'
 
 

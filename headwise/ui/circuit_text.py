@@ -22,12 +22,12 @@ def circuit_parts(result: "CircuitResult", max_rows: int = MAX_NODES) -> Iterato
     """
     yield from _summary(result)
     yield member_table(result, max_rows)
-    yield ablation_table(result)
-    yield curve_table(result)
+    yield faithfulness_by_ablation_table(result)
+    yield curve_area_table(result)
     if result.edges:
         yield edge_table(result, max_rows)
     if result.check is not None:
-        yield check_text(result)
+        yield ranking_check_text(result)
     yield from (f"Note: {note}" for note in result.notes)
 
 
@@ -77,7 +77,7 @@ def summary_rows(result: "CircuitResult") -> list[tuple[str, str]]:
     return [*rows, ("alternative", text)]
 
 
-def check_text(result: "CircuitResult") -> str:
+def ranking_check_text(result: "CircuitResult") -> str:
     """Return the comparison of the ranking with exact patching. Empty if the ranking is exact."""
     check = result.check
     if check is None:
@@ -135,7 +135,7 @@ def member_table(result: "CircuitResult", max_rows: int = MAX_NODES) -> TextTabl
     return make_table(title, ("node", "kind", "score", "drop of F without it", "in discoveries"), rows)
 
 
-def ablation_table(result: "CircuitResult") -> TextTable:
+def faithfulness_by_ablation_table(result: "CircuitResult") -> TextTable:
     """Return faithfulness and completeness of both circuits under each ablation."""
     rows = [
         (label, item.ablation, str(item.faithfulness), str(item.completeness))
@@ -148,7 +148,7 @@ def ablation_table(result: "CircuitResult") -> TextTable:
     )
 
 
-def curve_table(result: "CircuitResult") -> TextTable:
+def curve_area_table(result: "CircuitResult") -> TextTable:
     """Return CPR and CMD under each ablation."""
     rows = [
         (curve.ablation, str(curve.cpr), str(curve.cmd), str(curve.log_cpr), str(curve.log_cmd))

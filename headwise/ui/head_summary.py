@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost
-from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect
+from headwise.analysis.attribution.copy_logit_effect import CopyLogitEffect
 from headwise.analysis.head_facts import (
     AblationSummary,
     ComposedHead,
@@ -18,7 +18,7 @@ from headwise.analysis.head_facts import (
     measure_head_facts,
     measure_related_heads,
 )
-from headwise.analysis.load_or_measure import load_or_measure_head_profile
+from headwise.analysis.load_or_measure import profile_with_head_causal_test
 from headwise.analysis.metrics.batch_context import SPECIAL
 from headwise.analysis.metrics.far_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.row_shape import FIRST_TOKEN, OUTPUT_SHARE, RELATIVE_ENTROPY
@@ -27,7 +27,7 @@ from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD, streaming_candidate_mask
 from headwise.analysis.roles.roles import LEAD, SUPPRESSION_PROBE, RoleEvidence
-from headwise.compression.head_compression_cost import CACHE_TOKENS, HeadCompressionCosts, measure_head_compression_cost
+from headwise.compression.head_compression_cost import CACHE_TOKENS, HeadCompressionCost, measure_head_compression_cost
 from headwise.compression.streaming_loss_evaluator import BOUND
 from headwise.io.result_store import ResultStore
 from headwise.model import ModelProtocol
@@ -106,7 +106,7 @@ class HeadDescription:
     profile: Profile | None
     head: HeadProfile | None
     facts: HeadFacts
-    cost: HeadCompressionCosts
+    cost: HeadCompressionCost
 
     @property
     def lines(self) -> list[SummaryLine]:
@@ -166,9 +166,11 @@ def describe_steps(
     """Yield the description of a head after each measurement: related heads, profile, output and importance, costs."""
     address = Address.parse(head)
     model.heads[head]  # an unknown address raises before the work begins
-    facts, cost = measure_related_heads(model, address), HeadCompressionCosts()
+    facts, cost = measure_related_heads(model, address), HeadCompressionCost()
     yield HeadDescription(None, None, facts, cost)
-    full_profile = load_or_measure_head_profile(model, address, corpus, store=store, prompts=prompts, progress=progress)
+    full_profile = profile_with_head_causal_test(
+        model, address, corpus, store=store, prompts=prompts, progress=progress
+    )
     head_profile = full_profile[head]
     yield HeadDescription(full_profile, head_profile, facts, cost)
     facts = measure_head_facts(model, head_profile, corpus, progress, related=facts, store=store)
@@ -187,18 +189,18 @@ def summarize_head(profile: Profile, head: HeadProfile, model: ModelProtocol | N
 
 
 def summary_lines(
-    profile: Profile, head: HeadProfile, facts: HeadFacts | None = None, cost: HeadCompressionCosts | None = None
+    profile: Profile, head: HeadProfile, facts: HeadFacts | None = None, cost: HeadCompressionCost | None = None
 ) -> list[SummaryLine]:
     """Return the sentences about a head: roles, idle pattern, output, importance, costs, related heads."""
-    facts, cost = facts or HeadFacts(), cost or HeadCompressionCosts()
+    facts, cost = facts or HeadFacts(), cost or HeadCompressionCost()
     return [
         *_role_lines(profile, head),
         _idle_line(head),
         *_streaming_lines(head),
         *_output_lines(facts.ov_summary),
         *_ablation_lines(facts.ablation),
-        *_cost_lines(facts, cost),
-        *_streams(profile, head, cost),
+        *_compression_cost_lines(facts, cost),
+        *_streaming_test_line(profile, head, cost),
         *_partner_lines(facts),
     ]
 
@@ -217,7 +219,8 @@ def _role_lines(profile: Profile, head: HeadProfile) -> Iterator[SummaryLine]:
     yield SummaryLine("role", f"Head {head.address} {describe_role(head.roles[0], pictures=on_images)}.")
     yield SummaryLine(
         "evidence",
-        f"{_describe_test(head.roles[0], profile.family_size)} {_level(head.roles[0])}{_effects(head.roles[0])}",
+        f"{_describe_held_out_test(head.roles[0], profile.family_size)} "
+        f"{_evidence_level_sentence(head.roles[0])}{_effects(head.roles[0])}",
     )
     for item in head.roles[1 : 1 + MAX_FURTHER_ROLES]:
         described = describe_role(item, pictures=on_images)
@@ -252,7 +255,7 @@ def _further_roles(described: Sequence[RoleEvidence], further: Sequence[RoleEvid
         yield SummaryLine("role", f"Further roles {where}: {listed}.")
 
 
-def _describe_test(evidence: RoleEvidence, family: int) -> str:
+def _describe_held_out_test(evidence: RoleEvidence, family: int) -> str:
     corpus_note = f" ({evidence.corpus_label})" if evidence.corpus_label else ""
     return (
         f"Evaluated on {evidence.rows:,} held-out cases{corpus_note}: {_percent(evidence.score)} "
@@ -266,7 +269,7 @@ def _format_interval(evidence: RoleEvidence) -> str:
     return f"95% CI {low}–{high}%"
 
 
-def _level(evidence: RoleEvidence) -> str:
+def _evidence_level_sentence(evidence: RoleEvidence) -> str:
     """Sentences for the evidence level. A causal effect is stated with the token sets or prompts of its test."""
     if evidence.evidence_level == "attention":
         return f"{NOT_VALUE_WEIGHTED} {_causal_sentence(evidence)}"
@@ -346,7 +349,7 @@ def _output_lines(ov_summary: OVSummary | None) -> Iterator[SummaryLine]:
         )
 
 
-def _attended_logit(effect: AttendedLogitEffect) -> str:
+def _attended_logit(effect: CopyLogitEffect) -> str:
     """Describe the direct effect of a head on the logit of the token it attends to most."""
     size = f"95% CI {effect.low:+.2f} to {effect.high:+.2f}"
     claim = (
@@ -391,11 +394,13 @@ def _format_unit(unit: str) -> str:
     return unit.replace(" a ", " per ")
 
 
-def _cost_lines(facts: HeadFacts, cost: HeadCompressionCosts) -> Iterator[SummaryLine]:
+def _compression_cost_lines(facts: HeadFacts, cost: HeadCompressionCost) -> Iterator[SummaryLine]:
     siblings = _join_heads(facts.kv_siblings) if facts.kv_siblings else ""
     if cost.costs:
         changes = ", ".join(
-            f"{PART_LABELS[item.part]} {_format_cost(item)}" for item in cost.costs if item.bits == cost.costs[0].bits
+            f"{PART_LABELS[item.part]} {_format_loss_increase(item)}"
+            for item in cost.costs
+            if item.bits == cost.costs[0].bits
         )
         sharing_note = f", together with {siblings} (same KV head)" if siblings else ""
         yield SummaryLine(
@@ -411,7 +416,9 @@ def _cost_lines(facts: HeadFacts, cost: HeadCompressionCosts) -> Iterator[Summar
         )
 
 
-def _streams(profile: Profile, head: HeadProfile, cost_summary: HeadCompressionCosts) -> Iterator[SummaryLine]:
+def _streaming_test_line(
+    profile: Profile, head: HeadProfile, cost_summary: HeadCompressionCost
+) -> Iterator[SummaryLine]:
     """State the loss with the KV head streaming. Recommend it only if attention and every kind of text allow it."""
     if cost_summary.streaming_cost is None or not cost_summary.streaming_cost.costs:
         return
@@ -436,7 +443,7 @@ def _streams(profile: Profile, head: HeadProfile, cost_summary: HeadCompressionC
     yield SummaryLine("streaming", text)
 
 
-def _format_cost(cost: QuantizationCost) -> str:
+def _format_loss_increase(cost: QuantizationCost) -> str:
     return f"{cost.loss_increase:+.2g} (95% CI {cost.low:+.2g} to {cost.high:+.2g})"
 
 

@@ -49,14 +49,14 @@ def profile_html(profile: Profile) -> str:
     return f"<p>{description}</p>{grid}{_html_table(columns, lines)}"
 
 
-def head_html(head: Head) -> str:
+def head_matrices_html(head: Head) -> str:
     """Return the matrix sizes of a head and the singular values of its QK and OV matrices."""
     spec = head.layer.spec
     group_heads = [spec.head_ids[i] for i, kv_index in enumerate(spec.kv_of_head) if kv_index == head.kv_index]
     sizes = [[name, " × ".join(map(str, getattr(head, name).shape))] for name in ("W_Q", "W_K", "W_V", "W_O")]
     group_note = f"; keys and values shared by heads {', '.join(map(str, group_heads))}" if len(group_heads) > 1 else ""
     heading = f"<p><b>head {head.address}</b>, head_dim {spec.head_dim}{group_note}</p>"
-    bars = "".join(_bars(name, getattr(head, name).singular_values().tolist()) for name in ("QK", "OV"))
+    bars = "".join(_singular_value_bars(name, getattr(head, name).singular_values().tolist()) for name in ("QK", "OV"))
     return f"{heading}{_html_table(['matrix', 'shape'], sizes)}{bars}"
 
 
@@ -74,7 +74,7 @@ def attention_html(view: AttentionView) -> str:
     return f'<div style="display:flex;flex-wrap:wrap;gap:12px">{drawings}</div>{note}'
 
 
-def head_badge(head: HeadProfile) -> tuple[str, str, float]:
+def head_badge_style(head: HeadProfile) -> tuple[str, str, float]:
     """Return the two letters of a head, its color and the opacity for its evidence level."""
     if head.role == "unclear":
         return "", NO_ROLE_COLOR, 1.0
@@ -82,7 +82,7 @@ def head_badge(head: HeadProfile) -> tuple[str, str, float]:
 
 
 def _cell(head: HeadProfile) -> str:
-    letters, color, strength = head_badge(head)
+    letters, color, strength = head_badge_style(head)
     tooltip = f"{head.address}: {head.role_label} ({head.evidence_label})"
     if head.score is not None:
         tooltip += f", score {_format_number(head.score)}, baseline {_format_number(head.baseline)}"
@@ -118,7 +118,7 @@ def _row_y(index: int) -> int:
     return 28 + LINE_HEIGHT * index
 
 
-def _bars(name: str, values: list[float]) -> str:
+def _singular_value_bars(name: str, values: list[float]) -> str:
     max_value = max(values, default=0.0) or 1.0
     bars = "".join(
         f'<rect x="{4 * i}" y="{40 - 38 * value / max_value:.1f}" width="3" '

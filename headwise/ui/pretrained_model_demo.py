@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from headwise.analysis.ablation.quantization_sensitivity import Sensitivity, sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import SensitivityResult, sensitivity
 from headwise.analysis.ablation.recorded_head_outputs import eval_corpus, mean_activations
 from headwise.analysis.finding.head_search import find_heads
 from headwise.analysis.finding.head_search_result import HeadSearchResult
@@ -84,7 +84,7 @@ class DemoPruneResult(NamedTuple):
     plan_path: Path
 
 
-class PretrainedModelDemo:
+class PretrainedDemoRunner:
     """Stages of the demo on pretrained models, loaded with a device and a dtype. Files are written to `folder`."""
 
     def __init__(
@@ -194,14 +194,14 @@ def _step_counter(progress: Progress | None, task: str, total: int) -> Callable[
     return count_step
 
 
-def search_mapper_heads() -> HeadSearchResult:
+def search_atom_mapping_heads() -> HeadSearchResult:
     """Find the heads of RXNMapper that map atoms, with the examples that come with it."""
     return find_heads(load(MAPPER))
 
 
-def measure_demo_head_sensitivity(
+def measure_demo_quantization_sensitivity(
     model: ModelProtocol, max_texts: int, progress: Progress | None = None
-) -> Sensitivity:
+) -> SensitivityResult:
     """Measure the loss increase of two heads if one part at a time has 4 bits."""
     tokenized = eval_corpus(model, Corpus.probe_set()).first(max_texts)
     return sensitivity(model, tokenized, heads=",".join(DEMO_HEADS), bits=BITS, parts=PARTS, progress=progress)

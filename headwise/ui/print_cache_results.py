@@ -85,7 +85,7 @@ def _format_bytes(count: int) -> str:
     return f"{count / MB:.1f} MB" if count >= MB else f"{count / 1e3:.1f} kB"
 
 
-def draw_cache_curve(result: CacheStudyResult) -> FigureWithData:
+def plot_cache_curve(result: CacheStudyResult) -> FigureWithData:
     """Draw the loss increase over cache size, one line per ranking method, with 95% intervals."""
     if not result.curve:
         raise ArgumentError(

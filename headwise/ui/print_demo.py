@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from headwise.ui.print_head_search import control_sentence, shared_layers_sentence
+from headwise.ui.print_head_search import control_sentence, shared_weights_sentence
 from headwise.ui.role_badges import role_badge
-from headwise.ui.terminal_head_grid import make_head_grid
+from headwise.ui.terminal_head_grid import make_selected_heads_grid
 from headwise.ui.terminal_table import make_table
 
 if TYPE_CHECKING:
-    from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
+    from headwise.analysis.ablation.quantization_sensitivity import SensitivityResult
     from headwise.analysis.finding.head_search_result import HeadSearchResult
     from headwise.analysis.recording.attention_maps import AttentionEdge
     from headwise.analysis.roles.head_profile import HeadProfile
@@ -57,7 +57,7 @@ class StagePrinter:
         self.console.print(sentence, highlight=False, markup=False)
 
 
-def show_demo_edges(edges: "Sequence[AttentionEdge]", console: Console) -> None:
+def show_demo_attention_edges(edges: "Sequence[AttentionEdge]", console: Console) -> None:
     """Print the heads with the largest attention weights of one word."""
     rows = [(edge.head, edge.word, edge.attended, edge.weight) for edge in edges]
     console.print(make_table("", ["head", "word", "attends to", "weight"], rows))
@@ -80,12 +80,12 @@ def show_demo_search(result: "HeadSearchResult", console: Console) -> None:
     console.print(make_table("", columns, rows))
     console.print(control_sentence(result), highlight=False)
     if result.supported_heads:
-        console.print(shared_layers_sentence(result), highlight=False)
+        console.print(shared_weights_sentence(result), highlight=False)
 
 
 def show_demo_roles(profile: "Profile", profile_path: Path, console: Console) -> None:
     """Print the grid of all heads and the best heads of the roles with the strongest evidence."""
-    grid = make_head_grid(profile, {str(address) for address in profile.addresses}, console.width)
+    grid = make_selected_heads_grid(profile, {str(address) for address in profile.addresses}, console.width)
     grid.rstrip()
     console.print(grid)
     console.print(Text(GRID_LEGEND, "dim"))
@@ -162,7 +162,7 @@ def _random_row(label: str, losses: Sequence[float]) -> list[str | float]:
 
 
 def show_demo_costs(
-    sensitivity: "Sensitivity", cache_rows: Sequence[tuple[str, str, str, float]], console: Console
+    sensitivity: "SensitivityResult", cache_rows: Sequence[tuple[str, str, str, float]], console: Console
 ) -> None:
     """Print the cost of quantizing each part of two heads, and the size of their KV caches."""
     rows = [

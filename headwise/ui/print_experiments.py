@@ -12,7 +12,7 @@ from headwise.experiments.claim import VERDICTS, Claim
 from headwise.experiments.engine.statistic import Condition, Statistic
 from headwise.experiments.head_count_sweep import HeadSweep
 from headwise.experiments.run_claims import ClaimResult
-from headwise.experiments.seed_runs import ClaimProgress
+from headwise.experiments.seed_runs import ClaimSeedStatus
 from headwise.experiments.trained_model_provider import EXPLORED_SEEDS
 from headwise.io.atomic_write import atomic_folder, write_atomic
 from headwise.ui.claims_page_data import claims_report_data
@@ -72,7 +72,7 @@ def show_claim_list(claims: Sequence[Claim], console: Console | None = None) -> 
     (console or Console()).print(make_table("Claims", ["", "name", "statement"], rows))
 
 
-def show_seed_status(rows: Sequence[ClaimProgress], folder: str, console: Console | None = None) -> None:
+def show_seed_status(rows: Sequence[ClaimSeedStatus], folder: str, console: Console | None = None) -> None:
     """Print the planned and finished seeds of each claim."""
     table = [
         (row.name, "" if row.planned is None else row.planned, len(row.finished), _describe_ranges(row.finished))

@@ -25,7 +25,7 @@ def head_search_tables(
     yield make_table(search_title(result), COLUMNS, rows[:max_rows])
     yield control_sentence(result)
     if result.metadata.get("shared_layers") and result.supported_heads:
-        yield shared_layers_sentence(result)
+        yield shared_weights_sentence(result)
     layers = [item for item in result.by_layer() if item.next_address]
     if 1 < len(layers) <= MAX_LAYERS:
         yield make_table(
@@ -50,7 +50,7 @@ def head_search_tables(
         )  # fmt: skip
 
 
-def shared_layers_sentence(result: HeadSearchResult) -> str:
+def shared_weights_sentence(result: HeadSearchResult) -> str:
     """Return the head numbers that were found, for a model whose layers share their weights."""
     numbers = [address.rpartition(".")[2] for address in result.supported_heads]
     num_layers = len(result.by_layer())

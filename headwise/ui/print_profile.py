@@ -8,16 +8,16 @@ from rich.text import Text
 from headwise.analysis.head_facts import HeadFacts
 from headwise.analysis.metrics.far_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.offsets import OFFSET_SPECS
-from headwise.analysis.metrics.role_examples import RoleExample
+from headwise.analysis.metrics.role_example_positions import RoleExample
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD, streaming_candidate_mask
 from headwise.analysis.roles.roles import RoleEvidence
-from headwise.compression.head_compression_cost import HeadCompressionCosts
+from headwise.compression.head_compression_cost import HeadCompressionCost
 from headwise.ui.head_summary import summary_lines
 from headwise.ui.head_summary_printer import HeadSummaryPrinter
 from headwise.ui.role_badges import role_badge
-from headwise.ui.terminal_head_grid import LEGEND, make_head_grid
+from headwise.ui.terminal_head_grid import LEGEND, make_selected_heads_grid
 from headwise.ui.terminal_table import make_table
 
 
@@ -29,10 +29,10 @@ def show_profile(profile: Profile, selected: set[str], console: Console | None =
     noun, relations_note = ("images", "") if about.get("image_grid") else ("texts", relations_note)
     console.print(
         f"{len(profile)} heads on {about['texts']:,} {noun}, {about['tokens']:,} tokens{relations_note}. "
-        f"{profile.family_size:,} tests{_ablation_count_note(profile)}.{_left_out_note(profile)}",
+        f"{profile.family_size:,} tests{_causal_test_count_note(profile)}.{_unmeasured_arcs_note(profile)}",
         highlight=False,
     )
-    console.print(make_head_grid(profile, selected, console.width))
+    console.print(make_selected_heads_grid(profile, selected, console.width))
     console.print(Text(LEGEND, "dim"))
     strongest = {}
     for role, heads in profile.heads_by_role().items():
@@ -72,7 +72,7 @@ def show_profile(profile: Profile, selected: set[str], console: Console | None =
         "all roles",
     ]
     console.print(make_table("Best head of each role", columns, rows))
-    _show_streamable(profile, console)
+    _show_streamable_count(profile, console)
     for name, reason in about.get("skipped", {}).items():
         console.print(Text(f"{name}: not measured, {reason}", "dim"))
     for role, (head, _, _) in strongest.items():
@@ -84,7 +84,7 @@ def show_profile(profile: Profile, selected: set[str], console: Console | None =
                 console.print(_format_example(first_by_hit[hit]))
 
 
-def _show_streamable(profile: Profile, console: Console) -> None:
+def _show_streamable_count(profile: Profile, console: Console) -> None:
     """Print the number of heads whose attention stays inside the sink tokens and the window."""
     streamable = streaming_candidate_mask(profile.accumulator)
     if streamable is not None:
@@ -131,7 +131,7 @@ def show_summary(
     profile: Profile,
     head: HeadProfile,
     facts: HeadFacts | None = None,
-    cost: HeadCompressionCosts | None = None,
+    cost: HeadCompressionCost | None = None,
     console: Console | None = None,
 ) -> None:
     """Print the summary of one head, each part with its documentation page, then the parts that were not measured."""
@@ -223,12 +223,12 @@ def _show_examples(head: HeadProfile, console: Console) -> None:
                 console.print(_format_example(example))
 
 
-def _ablation_count_note(profile: Profile) -> str:
+def _causal_test_count_note(profile: Profile) -> str:
     """Describe the number of causal tests."""
     return f" and {profile.num_causal_tests:,} causal tests" if profile.num_causal_tests else ""
 
 
-def _left_out_note(profile: Profile) -> str:
+def _unmeasured_arcs_note(profile: Profile) -> str:
     """Describe the relation arcs that could not be measured."""
     relations = profile.relation_metric
     if relations is None or not relations.left_out.any():

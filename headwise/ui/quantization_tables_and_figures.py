@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import SensitivityResult
 from headwise.compression.allocate_bits import BitAllocationReport
-from headwise.compression.quantized_model_comparison import QuantizationReport
+from headwise.compression.quantized_size_and_loss import QuantizationReport
 from headwise.errors import ArgumentError
 from headwise.spec import Address, ModelSpec
 from headwise.spec.weight_bits import PROJECTION_PAIRS
@@ -48,7 +48,7 @@ def draw_bits(spec: ModelSpec) -> FigureWithData:
     return draw_grids({f"bits of {pair}": values for pair, values in grids.items()}, "bits", ".0f")
 
 
-def draw_quantization_costs(sensitivity: Sensitivity) -> FigureWithData:
+def draw_quantization_costs(sensitivity: SensitivityResult) -> FigureWithData:
     """Draw the grid of heads, one panel per part, colored by the loss increase at 4 bits.
 
     If 4 bits were not measured, use the fewest bits. Heads that share a KV head have the same color.

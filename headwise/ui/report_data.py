@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import SensitivityResult
 from headwise.analysis.head_facts import HeadFacts, OVSummary, collect_facts, round6
 from headwise.analysis.metrics.directed_relations import HITS, DirectedRelation
 from headwise.analysis.metrics.offsets import OFFSET_SPECS
-from headwise.analysis.metrics.role_examples import RoleExample
+from headwise.analysis.metrics.role_example_positions import RoleExample
 from headwise.analysis.metrics.top_contexts import AttentionContext
 from headwise.analysis.recording.text_hash_split import REPORTING
 from headwise.analysis.roles.best_relation_heads import BestHead, best_relation_heads
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.roles import RoleEvidence
-from headwise.compression.head_compression_cost import HeadCompressionCosts, collect_costs, head_cost_data
+from headwise.compression.head_compression_cost import HeadCompressionCost, collect_costs, head_cost_data
 from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
 from headwise.spec import Plan
@@ -39,7 +39,7 @@ MIN_ARCS = 20  # minimum number of held-out arcs of a relation that is shown
 def make_report_data(
     profile: Profile, model: ModelProtocol | None = None, *, name: str = "", sentences: Iterable[Any] = (),
     importance: Any = None, history: Any = None, curve: Any = None, claims: Iterable[Any] = (),
-    sensitivity: Sensitivity | None = None, plan: Plan | None = None,
+    sensitivity: SensitivityResult | None = None, plan: Plan | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Build the report data of a profile, ready for JSON.
 
@@ -143,12 +143,12 @@ def _head_data(profile: Profile, head: HeadProfile) -> dict[str, Any]:
         "offsets": [[offset, round6(metrics[OFFSET_SPECS[offset].name])] for offset in offsets],
         "corpus_label": head.corpus_label, "roles": [item.role for item in head.roles],
         "examples": [_role_examples(item, head.examples_by_role[item.role]) for item in head.roles],
-        "top_contexts": [_context_data(item) for item in head.top_contexts[:CONTEXTS_PER_HEAD]],
+        "top_contexts": [_attention_context_data(item) for item in head.top_contexts[:CONTEXTS_PER_HEAD]],
     }  # fmt: skip
 
 
 def _summary_and_facts(
-    profile: Profile, head: HeadProfile, facts: HeadFacts | None, cost: HeadCompressionCosts | None
+    profile: Profile, head: HeadProfile, facts: HeadFacts | None, cost: HeadCompressionCost | None
 ) -> dict[str, Any]:
     """Return the summary of a head and the facts measured on the model."""
     data = {"summary": [list(line) for line in summary_lines(profile, head, facts, cost)]}
@@ -201,7 +201,7 @@ def _evidence_data(evidence: RoleEvidence) -> dict[str, Any]:
     return {name: getattr(evidence, name) for name in names}
 
 
-def _context_data(context: AttentionContext) -> dict[str, Any]:
+def _attention_context_data(context: AttentionContext) -> dict[str, Any]:
     """Return a context with a large attention weight; the text is split into segments, with query and key marked."""
     query_mark, key_mark = (
         (context.row, "token", f"[{context.token}]", context.token),

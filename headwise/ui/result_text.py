@@ -14,7 +14,7 @@ from headwise.errors import HeadwiseError
 
 if TYPE_CHECKING:
     from headwise.analysis.ablation.importance import Importance
-    from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
+    from headwise.analysis.ablation.quantization_sensitivity import SensitivityResult
     from headwise.analysis.attribution.score_attribution import ScoreAttribution
     from headwise.analysis.circuits.redundancy import RedundancyResult
     from headwise.analysis.evaluation.evaluate import EvaluationResult
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from headwise.analysis.roles.profile_result import Profile
     from headwise.analysis.roles.roles import RoleEvidence
     from headwise.analysis.similarity.compare_heads import HeadSimilarityResult
-    from headwise.analysis.similarity.match_heads import HeadMatching
+    from headwise.analysis.similarity.match_heads import NearestHeadMatches
     from headwise.attached.attached_model import AttachedModel
     from headwise.compression.allocate_bits import BitAllocation
-    from headwise.compression.circuit_study import CircuitStudyResult
     from headwise.compression.plan_report import PlanReport
     from headwise.compression.prune_study import PruneStudyResult
+    from headwise.compression.prune_to_circuit_study import CircuitPruningResult
     from headwise.compression.pruning_curve import PruningCurves
     from headwise.distributed.parallel_strategy_cost import ParallelStrategyCost
     from headwise.heads.head import Head, Heads
@@ -76,7 +76,7 @@ class ResultTable:
         if self.rows:
             cells = [list(self.columns), *(list(map(_format_cell, row)) for row in self.rows[:MAX_ROWS])]
             widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
-            right = [all(_is_number(row[i]) for row in self.rows[:MAX_ROWS]) for i in range(len(self.columns))]
+            right = [all(_is_number_or_none(row[i]) for row in self.rows[:MAX_ROWS]) for i in range(len(self.columns))]
             lines += [_align(row, widths, right) for row in cells]
             lines += [f"… {len(self.rows) - MAX_ROWS:,} more rows"] if len(self.rows) > MAX_ROWS else []
         hint_lines = _wrap(self.hint) if self.hint else []
@@ -97,7 +97,7 @@ class ResultTable:
         return f"<div>{''.join(parts)}</div>"
 
 
-def profile_table(profile: "Profile") -> ResultTable:
+def profile_roles_table(profile: "Profile") -> ResultTable:
     """Roles of a profile with their number of heads and their best head."""
     best: dict[str, tuple[Any, RoleEvidence, int]] = {}
     for address, evidence in zip(profile.addresses, profile.evidence, strict=True):
@@ -112,7 +112,7 @@ def profile_table(profile: "Profile") -> ResultTable:
     noun = "images" if metadata.get("image_grid") else "texts"
     size = f"{metadata.get('texts', 0):,} {noun}, {metadata.get('tokens', 0):,} tokens of {metadata.get('corpus', '')}"
     rows = tuple(
-        (_role_label(entry), count, str(head), *_evidence_cells(entry))
+        (_role_name_with_detail(entry), count, str(head), *_evidence_cells(entry))
         for head, entry, count in sorted(best.values(), key=lambda item: -item[2])
     )
     example = profile.addresses[0] if profile.addresses else "0.0"
@@ -128,7 +128,7 @@ def profile_table(profile: "Profile") -> ResultTable:
 EVIDENCE_COLUMNS = ("evidence", "score", "95% CI", "baseline", "p")
 
 
-def head_profile_table(head: "HeadProfile") -> ResultTable:
+def head_roles_table(head: "HeadProfile") -> ResultTable:
     """Roles of one head with their evidence."""
     from headwise.ui.head_summary import IDLE_PATTERNS
 
@@ -138,7 +138,7 @@ def head_profile_table(head: "HeadProfile") -> ResultTable:
         else ""
     )
     label = f"{head.role_label} ({head.evidence_label})" if head.roles else "no role found"
-    rows = tuple((_role_label(entry), entry.rows, *_evidence_cells(entry)) for entry in head.roles)
+    rows = tuple((_role_name_with_detail(entry), entry.rows, *_evidence_cells(entry)) for entry in head.roles)
     return ResultTable(
         f"Head {head.address}: {label}{idle}",
         ("role", "cases", *EVIDENCE_COLUMNS),
@@ -151,12 +151,12 @@ def role_evidence_text(evidence: "RoleEvidence") -> str:
     """One line: role, evidence level, score, interval, baseline and p."""
     level, score, interval, baseline, p = map(_format_cell, _evidence_cells(evidence))
     return (
-        f"RoleEvidence({_role_label(evidence)}: {level}, score {score} (95% CI {interval}), baseline {baseline}, p = {p}, "
-        f"{evidence.rows:,} cases)"
+        f"RoleEvidence({_role_name_with_detail(evidence)}: {level}, score {score} (95% CI {interval}), "
+        f"baseline {baseline}, p = {p}, {evidence.rows:,} cases)"
     )
 
 
-def history_table(history: "HeadHistory") -> ResultTable:
+def last_step_best_heads_table(history: "HeadHistory") -> ResultTable:
     """Best head of each metric at the last step."""
     if not history.steps:
         return ResultTable(
@@ -265,7 +265,7 @@ def redundancy_table(result: "RedundancyResult") -> ResultTable:
     )
 
 
-def circuit_study_table(result: "CircuitStudyResult") -> ResultTable:
+def circuit_study_table(result: "CircuitPruningResult") -> ResultTable:
     """Return the full model, the circuit and the random plans."""
     rows = [
         (row.name, row.heads, row.parameters, str(row.metric), f"{row.accuracy:.0%}", str(row.loss_increase))
@@ -281,7 +281,7 @@ def circuit_study_table(result: "CircuitStudyResult") -> ResultTable:
     )
 
 
-def comparison_table(comparison: "HeadSimilarityResult") -> ResultTable:
+def head_similarity_table(comparison: "HeadSimilarityResult") -> ResultTable:
     """Most similar pairs of heads by Jensen–Shannon divergence."""
     import numpy as np
 
@@ -301,7 +301,7 @@ def comparison_table(comparison: "HeadSimilarityResult") -> ResultTable:
     )
 
 
-def matching_table(matching: "HeadMatching") -> ResultTable:
+def matching_table(matching: "NearestHeadMatches") -> ResultTable:
     """Heads of the second model with their match in the first; matches first."""
     matches = sorted(matching.matches, key=lambda match: (not match.is_match, match.distance))
     rows = tuple(
@@ -317,7 +317,7 @@ def matching_table(matching: "HeadMatching") -> ResultTable:
     )
 
 
-def sensitivity_table(sensitivity: "Sensitivity") -> ResultTable:
+def quantization_sensitivity_table(sensitivity: "SensitivityResult") -> ResultTable:
     """Parts of heads with the largest quantization cost."""
     import numpy as np
 
@@ -362,7 +362,7 @@ def plan_table(plan: "Plan") -> ResultTable:
     )
 
 
-def bit_allocation_table(allocation: "BitAllocation") -> ResultTable:
+def parts_per_bits_table(allocation: "BitAllocation") -> ResultTable:
     """Number of matrix pairs per bit width."""
     rows = []
     for bits, count in allocation.parts_per_bits().items():
@@ -381,7 +381,7 @@ def bit_allocation_table(allocation: "BitAllocation") -> ResultTable:
     )
 
 
-def attribution_table(attribution: "ScoreAttribution") -> ResultTable:
+def score_attribution_table(attribution: "ScoreAttribution") -> ResultTable:
     """Pairs of components with the largest contribution to one attention score."""
     relative = " relative to the mean over visible keys" if attribution.relative_to_mean else ""
     rows = tuple((pair.query, pair.key, pair.score, pair.fraction) for pair in attribution.pairs)
@@ -411,7 +411,7 @@ def recording_table(recording: "ModelRecording") -> ResultTable:
     )
 
 
-def head_recording_table(recording: "SingleHeadRecording") -> ResultTable:
+def recorded_calls_table(recording: "SingleHeadRecording") -> ResultTable:
     """Calls of one recorded head."""
     rows = tuple((index, *call._call.sizes) for index, call in enumerate(recording.calls))
     hint = "More: .q, .k, .v, .z, .output, .map()" if len(rows) == 1 else "More: .call(0).z, .call(-1).map()"
@@ -423,13 +423,13 @@ def head_recording_table(recording: "SingleHeadRecording") -> ResultTable:
     )
 
 
-def head_call_text(call: "HeadCall") -> str:
+def head_call_repr(call: "HeadCall") -> str:
     """One line: head, number of queries and keys."""
     queries, keys = call._call.sizes
     return f"HeadCall({call.address}: {queries} queries, {keys} keys; .q, .k, .v, .z, .output, .map())"
 
 
-def attention_table(view: "AttentionView") -> ResultTable:
+def largest_weights_table(view: "AttentionView") -> ResultTable:
     """Largest attention weights of a text, outside idle attention. Large views only get a title."""
     words = len(view.words)
     rows: tuple[tuple[object, ...], ...] = ()
@@ -474,7 +474,7 @@ def train_result_table(result: "TrainResult") -> ResultTable:
 
 def plan_report_table(report: "PlanReport") -> ResultTable:
     """Loss and size before and after a plan."""
-    rows = [(str(name), *_numbers(values)) for name, *values in report.loss_rows()]
+    rows = [(str(name), *_to_floats(values)) for name, *values in report.loss_rows()]
     heads = f"{report.before.heads} → {report.after.heads} heads"
     return ResultTable(
         f"Plan report: {heads}, loss {report.loss_before.mean:.4g} → {report.loss_after.mean:.4g} "
@@ -516,7 +516,7 @@ def prune_study_table(result: "PruneStudyResult") -> ResultTable:
         titles.append(
             f"loss {report.loss_before.mean:.4g} → {report.loss_after.mean:.4g} ({report.loss_increase.mean:+.3g})"
         )
-        rows += [(str(name), *_numbers(values)) for name, *values in report.loss_rows()]
+        rows += [(str(name), *_to_floats(values)) for name, *values in report.loss_rows()]
     if result.curve is not None:
         titles.append(f"curve with {len(result.curve.points)} points")
         rows += [
@@ -578,7 +578,7 @@ def attached_model_table(attached: "AttachedModel") -> ResultTable:
     )
 
 
-def heads_table(heads: "Heads") -> ResultTable:
+def heads_by_layer_table(heads: "Heads") -> ResultTable:
     """Heads by layer."""
     rows = _layer_rows(heads.addresses)
     example = heads.addresses[0] if heads.addresses else "0.0"
@@ -590,7 +590,7 @@ def heads_table(heads: "Heads") -> ResultTable:
     )
 
 
-def head_text(head: "Head") -> str:
+def head_repr(head: "Head") -> str:
     """One line: address, size, and the heads with the same KV head."""
     spec = head.layer.spec
     group = [spec.head_ids[i] for i, kv_index in enumerate(spec.kv_of_head) if kv_index == head.kv_index]
@@ -625,7 +625,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
-def _role_label(evidence: "RoleEvidence") -> str:
+def _role_name_with_detail(evidence: "RoleEvidence") -> str:
     return f"{evidence.role} {evidence.detail}".rstrip()
 
 
@@ -643,7 +643,7 @@ def _interval(low: float, high: float) -> str:
     return f"{low:.3g} to {high:.3g}" if math.isfinite(low) and math.isfinite(high) else "–"
 
 
-def _numbers(values: Iterable[object]) -> tuple[float, ...]:
+def _to_floats(values: Iterable[object]) -> tuple[float, ...]:
     return tuple(float(value) if isinstance(value, int | float) else math.nan for value in values)
 
 
@@ -658,7 +658,7 @@ def _format_bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _is_number(value: object) -> bool:
+def _is_number_or_none(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
@@ -673,7 +673,7 @@ def _format_cell(value: object) -> str:
 
 
 def _html_cell(value: object) -> str:
-    style = ' style="text-align:right"' if _is_number(value) else ""
+    style = ' style="text-align:right"' if _is_number_or_none(value) else ""
     return f"<td{style}>{escape(_format_cell(value))}</td>"
 
 

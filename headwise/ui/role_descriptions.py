@@ -106,8 +106,8 @@ def describe_role(support: RoleEvidence, *, pictures: bool = False) -> str:
     """Describe the attention pattern of a role, with the score on held-out texts."""
     label = f"{support.role} {support.detail}".rstrip()
     if not support.is_relation and support.role not in (PATCH_ROLES if pictures else TOKEN_ROLES):
-        return f"has the role {label}: {_score(support, 'its score is {}')}"
-    return f"{_pattern(support, pictures=pictures)} ({label}): {_score(support)}"
+        return f"has the role {label}: {_score_sentence(support, 'its score is {}')}"
+    return f"{_pattern(support, pictures=pictures)} ({label}): {_score_sentence(support)}"
 
 
 def describe_role_name(role: str, *, is_relation: bool = False, pictures: bool = False) -> str:
@@ -124,18 +124,18 @@ def describe_role_name(role: str, *, is_relation: bool = False, pictures: bool =
         return TOKEN_ROLES[role]
     if not is_relation and role not in RELATION_ROLES:
         return f"has the role {role}"
-    forward, backward = RELATION_ROLES.get(role) or _arc_patterns(role)
+    forward, backward = RELATION_ROLES.get(role) or _describe_arc_directions(role)
     return f"{FIRST_TO_SECOND} {forward}; {SECOND_TO_FIRST} {backward}"
 
 
 def _pattern(support: RoleEvidence, *, pictures: bool) -> str:
     if not support.is_relation:
         return describe_role_name(support.role, pictures=pictures)
-    patterns = RELATION_ROLES.get(support.role) or _arc_patterns(support.role)
+    patterns = RELATION_ROLES.get(support.role) or _describe_arc_directions(support.role)
     return patterns[support.detail == SECOND_TO_FIRST]
 
 
-def _arc_patterns(relation: str) -> tuple[str, str]:
+def _describe_arc_directions(relation: str) -> tuple[str, str]:
     """Describe a relation of a treebank or of the user's documents, which has no entry in `RELATION_ROLES`."""
     return (
         f"attends from the first word of gold arcs {relation!r} to the second",
@@ -143,7 +143,7 @@ def _arc_patterns(relation: str) -> tuple[str, str]:
     )
 
 
-def _score(support: RoleEvidence, weight: str = "on average {} of its attention goes there") -> str:
+def _score_sentence(support: RoleEvidence, weight: str = "on average {} of its attention goes there") -> str:
     share = f"{100 * support.score:.0f}%"
     if support.hits and support.is_relation:
         return f"in {share} of the cases, the target word gets the largest weight of all words"

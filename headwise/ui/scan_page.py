@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.io.atomic_write import write_atomic
-from headwise.ui.scan_text import contribution_text, layer_label, layer_text, percent, prediction_text, role_note
+from headwise.ui.scan_text import (
+    answer_layer_sentence,
+    contribution_text,
+    layer_label,
+    percent,
+    prediction_text,
+    role_note,
+)
 
 if TYPE_CHECKING:
     from headwise.analysis.attribution.scan import LayerPrediction, Scan, ScannedHead
@@ -58,7 +65,7 @@ def write_scan_page(scan: "Scan", path: str | Path) -> Path:
 
 def scan_html(scan: "Scan") -> str:
     """Return the content of the page, for the file and for notebooks."""
-    parts = [_prediction(scan), _layers(scan), _contributions(scan), _heads(scan), _notes(scan)]
+    parts = [_prediction(scan), _layer_predictions_section(scan), _contributions(scan), _heads(scan), _notes(scan)]
     return f'<style>{STYLE}</style>\n<main class="hw-scan">\n{"".join(part for part in parts if part)}</main>'
 
 
@@ -73,7 +80,7 @@ def _prediction(scan: "Scan") -> str:
     )  # fmt: skip
 
 
-def _layers(scan: "Scan") -> str:
+def _layer_predictions_section(scan: "Scan") -> str:
     if not scan.layers or scan.answer is None:
         return ""
 
@@ -87,13 +94,15 @@ def _layers(scan: "Scan") -> str:
         "Hover over a bar for the top token."
     )
     rows = "".join(row(item) for item in scan.layers)
-    tops = _top_token_runs(scan.layers)
+    tops = _top_token_runs_text(scan.layers)
     return _section(
-        "h2", "Layers", f'{_paragraph(layer_text(scan))}{_soft(note)}<div class="columns">{rows}</div>{_soft(tops)}'
+        "h2",
+        "Layers",
+        f'{_paragraph(answer_layer_sentence(scan))}{_soft(note)}<div class="columns">{rows}</div>{_soft(tops)}',
     )
 
 
-def _top_token_runs(layers: Sequence["LayerPrediction"]) -> str:
+def _top_token_runs_text(layers: Sequence["LayerPrediction"]) -> str:
     """List the top token of the layers, joining layers in a row with the same token."""
     runs: list[list[LayerPrediction]] = []
     for item in layers:

@@ -30,7 +30,7 @@ def prediction_text(scan: "Scan") -> str:
     )
 
 
-def layer_text(scan: "Scan") -> str:
+def answer_layer_sentence(scan: "Scan") -> str:
     """Return the sentence about the layers at which the answer appears. Empty without a logit lens."""
     if scan.answer is None or not scan.layers:
         return ""
@@ -38,12 +38,13 @@ def layer_text(scan: "Scan") -> str:
     if layer is None:
         best = min(scan.layers, key=lambda item: (item.rank, item.layer))
         return (
-            f"{token} is not the most probable token after the last layer. Best rank: {best.rank}, {layer_name(best)}."
+            f"{token} is not the most probable token after the last layer. "
+            f"Best rank: {best.rank}, {after_layer_phrase(best)}."
         )
     last = scan.layers[-1].layer
     where = "only after the last layer" if layer == last else f"from {layer_label(layer)} on"
     first_top10 = next(item for item in scan.layers if item.rank <= 10)
-    near = f" It enters the 10 most probable tokens {layer_name(first_top10)}."
+    near = f" It enters the 10 most probable tokens {after_layer_phrase(first_top10)}."
     return f"{token} is the most probable token {where} ({layer_label(layer)} of {last + 1}).{near}"
 
 
@@ -77,10 +78,11 @@ def contribution_text(scan: "Scan") -> str:
     mlps = sorted(attribution.mlps.items(), key=lambda item: -abs(item[1]))[:MAX_MLPS]
     heads = sorted(attribution.heads.items(), key=lambda item: -abs(item[1]))[:MAX_HEADS]
     check = "" if attribution.is_complete else f" Rounding error of the sum: {attribution.relative_error:.1e}."
+    named_mlps = [(f"MLP {layer}", value) for layer, value in mlps]
     return (
         f"The logit of {scan.answer.token!r} is {attribution.logit:+.2f} above the mean of the vocabulary. "
-        f"Direct contributions: heads {sum(attribution.heads.values()):+.2f} ({_listed(heads)}), "
-        f"MLPs {sum(attribution.mlps.values()):+.2f} ({_listed([(f'MLP {layer}', value) for layer, value in mlps])}), "
+        f"Direct contributions: heads {sum(attribution.heads.values()):+.2f} ({_format_named_values(heads)}), "
+        f"MLPs {sum(attribution.mlps.values()):+.2f} ({_format_named_values(named_mlps)}), "
         f"embedding {attribution.embedding:+.2f}, biases {attribution.biases:+.2f}.{check}"
     )
 
@@ -123,7 +125,9 @@ def scan_text(scan: "Scan") -> str:
         )
         for head in scan.heads
     )
-    title = " ".join(part for part in (prediction_text(scan), layer_text(scan), contribution_text(scan)) if part)
+    title = " ".join(
+        part for part in (prediction_text(scan), answer_layer_sentence(scan), contribution_text(scan)) if part
+    )
     columns = ("head", "contribution", "attends to", "loss increase", "role")
     hint = 'More: .layers, .attribution.parts, .heads, .to_dict(), .report("scan.html")'
     return ResultTable(title, columns, rows, hint).as_text()
@@ -143,7 +147,7 @@ def layer_label(layer: int) -> str:
     return "the embedding" if layer < 0 else f"layer {layer}"
 
 
-def layer_name(prediction: "LayerPrediction") -> str:
+def after_layer_phrase(prediction: "LayerPrediction") -> str:
     """Return a layer in a sentence, with its preposition."""
     return f"after {layer_label(prediction.layer)}"
 
@@ -160,17 +164,17 @@ def _changed_prediction(scan: "Scan", head: "ScannedHead") -> str:
     return repr(head.prediction) if scan.predictions and head.prediction != scan.predictions[0].token else ""
 
 
-def _listed(parts: list[tuple[str, float]]) -> str:
+def _format_named_values(parts: list[tuple[str, float]]) -> str:
     return ", ".join(f"{name} {value:+.2f}" for name, value in parts)
 
 
-def sections(scan: "Scan", stage: int) -> Iterator[str | TextTable]:
+def sections_of_stage(scan: "Scan", stage: int) -> Iterator[str | TextTable]:
     """Yield the sections that a stage of `scan_steps` adds: 0 the prediction, 1 layers and contributions, 2 the heads."""
     if stage == 0:
         yield prediction_text(scan)
     elif stage == 1 and scan.answer is not None:
         if scan.layers:
-            yield from (layer_text(scan), layer_table(scan), contribution_text(scan))
+            yield from (answer_layer_sentence(scan), layer_table(scan), contribution_text(scan))
         else:
             yield f"No layers and contributions: {' '.join(scan.notes)}"
     elif stage == 2 and scan.heads:

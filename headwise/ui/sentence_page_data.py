@@ -17,7 +17,7 @@ from headwise.analysis.recording.read_images import InputImage, image_sample, re
 from headwise.analysis.recording.recording import select_heads
 from headwise.analysis.sentence_recording import (
     MAX_FULL_WEIGHTS,
-    PredictedToken,
+    NextTokenPrediction,
     SentenceRecorder,
     predict_next_token,
     truncated_sample,
@@ -107,19 +107,19 @@ def pack_maps(recorder: SentenceRecorder) -> dict[str, Any]:
     stacked = recorder.stacked()
     data: dict[str, Any] = {
         "form": "full" if recorder.is_full else "edges",
-        "shares": pack_bytes(np.rint(stacked["shares"].clip(0, 1) * 255).astype(np.uint8)),
-        "norms": _scale_by_max(stacked["norms"]),
+        "shares": compress_to_base64(np.rint(stacked["shares"].clip(0, 1) * 255).astype(np.uint8)),
+        "norms": _pack_relative_to_max(stacked["norms"]),
     }
     if recorder.is_full:
-        return {**data, "maps": pack_bytes(to_sqrt_bytes(stacked["maps"]))}
+        return {**data, "maps": compress_to_base64(to_sqrt_bytes(stacked["maps"]))}
     return {
         **data,
         "thumb": stacked["thumbs"].shape[-1],
-        "thumbs": pack_bytes(to_sqrt_bytes(stacked["thumbs"])),
+        "thumbs": compress_to_base64(to_sqrt_bytes(stacked["thumbs"])),
         "per_row": stacked["columns"].shape[-1],
         "columns": pack_uint16(np.where(stacked["weights"] > 0, stacked["columns"], 0)),
-        "weights": pack_bytes(to_sqrt_bytes(stacked["weights"])),
-        "totals": _scale_by_max(stacked["totals"]),
+        "weights": compress_to_base64(to_sqrt_bytes(stacked["weights"])),
+        "totals": _pack_relative_to_max(stacked["totals"]),
     }
 
 
@@ -132,7 +132,7 @@ def to_sqrt_bytes(weights: np.ndarray) -> np.ndarray:
     return np.rint(np.sqrt(weights.clip(0, 1)) * 255).astype(np.uint8)
 
 
-def pack_bytes(values: np.ndarray) -> str:
+def compress_to_base64(values: np.ndarray) -> str:
     """Deflate bytes and encode them in base64."""
     return base64.b64encode(zlib.compress(np.ascontiguousarray(values).tobytes(), 9)).decode()
 
@@ -143,17 +143,17 @@ def pack_uint16(values: np.ndarray) -> str:
     >>> list(zlib.decompress(base64.b64decode(pack_uint16(np.array([1, 258])))))
     [1, 2, 0, 1]
     """
-    return pack_bytes(values.astype("<u2").reshape(-1, 1).view(np.uint8).T)
+    return compress_to_base64(values.astype("<u2").reshape(-1, 1).view(np.uint8).T)
 
 
-def _scale_by_max(values: np.ndarray) -> dict[str, Any]:
+def _pack_relative_to_max(values: np.ndarray) -> dict[str, Any]:
     """Encode norms, (heads, n), as two bytes each, relative to the largest norm of the head."""
     largest = values.max(1)
     scaled = values / np.where(largest > 0, largest, 1.0)[:, None]
     return {"top": [float(f"{x:.6g}") for x in largest], "data": pack_uint16(np.rint(scaled * 65535))}
 
 
-def _next_token_data(next_token: PredictedToken | None) -> dict[str, Any] | None:
+def _next_token_data(next_token: NextTokenPrediction | None) -> dict[str, Any] | None:
     """Return the most probable next tokens, and the direct contribution of each head to the logit of the first, if known."""
     if next_token is None:
         return None

@@ -48,7 +48,7 @@ def make_app(
     """Build the ASGI app: files, GET api/report, POST api/sentence, api/predict, api/step, api/continue, api/explain."""
     request_queue = request_queue or RequestQueue()
     steerings = {"steerings": session.steering_list()} if session.steerings else {}
-    report_json = _to_json({**report_data, **steerings})  # constant, serialized once
+    report_json = _encode_json({**report_data, **steerings})  # constant, serialized once
     files = {**files, "index.html": files["index.html"].replace(b"<head>", LIVE_META_TAG, 1)}
     endpoints: dict[str, Callable[..., dict]] = {
         "sentence": session.sentence_data,
@@ -69,7 +69,7 @@ def make_app(
         endpoint = request.scope["path"].rpartition("/")[2]
         arguments = ARGUMENT_PARSERS[endpoint](await read_json_object(request.headers, request.stream()))
         return Response(
-            await request_queue.run(lambda: _to_json(endpoints[endpoint](*arguments)), request.is_disconnected),
+            await request_queue.run(lambda: _encode_json(endpoints[endpoint](*arguments)), request.is_disconnected),
             media_type="application/json",
         )
 
@@ -218,7 +218,7 @@ def _parse_text_heads_and_steering(body: dict[str, Any]) -> tuple[str, list[str]
     return text, silenced, {name: float(strength) for name, strength in steering.items()}
 
 
-def _parse_edge(body: dict[str, Any]) -> tuple[str, str, int, int, bool]:
+def _parse_attention_edge(body: dict[str, Any]) -> tuple[str, str, int, int, bool]:
     """Return text, head, query index, key index, and whether the indices count words instead of tokens."""
     text = _parse_text(body, "head", "query", "key", "words")
     head, query, key, words = (body.get(name) for name in ("head", "query", "key", "words"))
@@ -234,7 +234,7 @@ ARGUMENT_PARSERS: dict[str, Callable[[dict[str, Any]], tuple]] = {
     "predict": _parse_text_heads_and_steering,
     "step": _parse_text_heads_and_steering,
     "continue": _parse_text_heads_and_steering,
-    "explain": _parse_edge,
+    "explain": _parse_attention_edge,
 }
 
 
@@ -255,5 +255,5 @@ async def _error_response(request: Request, error: Exception) -> Response:
     return Response(error.body, error.status, error.headers, "application/json")
 
 
-def _to_json(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

@@ -16,7 +16,7 @@ LEGEND = (
 LABEL_WIDTH, CELL_WIDTH = 8, 3  # characters of the layer label and of one head
 
 
-def make_head_grid(profile: Profile, selected: set[str], width: int = 80) -> Text:
+def make_selected_heads_grid(profile: Profile, selected: set[str], width: int = 80) -> Text:
     """Return the grid of the layers with selected heads. Pruned and unselected heads are blank."""
     head_numbers = range(1 + max((address.head for address in profile.addresses), default=0))
     heads_per_block = max(1, (width - LABEL_WIDTH) // CELL_WIDTH)

@@ -9,7 +9,7 @@ from typing import Any
 from headwise.analysis.recording.attention_maps import AttentionView
 from headwise.analysis.roles.profile_result import Profile
 from headwise.ui.head_summary import summary_lines
-from headwise.ui.notebook import head_badge
+from headwise.ui.notebook import head_badge_style
 
 
 def widget_mime_bundle(content: Profile | AttentionView) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def profile_widget_data(profile: Profile) -> dict[str, Any]:
     """Return the grid of heads, with the summary of each."""
     heads = []
     for head in profile:
-        letters, color, strength = head_badge(head)
+        letters, color, strength = head_badge_style(head)
         heads.append(
             {
                 "head": str(head.address), "layer": str(head.address.layer_address), "letters": letters, "color": color,

@@ -44,7 +44,7 @@ def export_native(model: Transformer, folder: str | Path, family: str | None = N
     full_spec, chosen_family, config = _choose_family(full_spec, family or model.family)
     state = full_shape_state(model)
     if full_spec.attention.bias and not model.spec.attention.bias:
-        state |= _zero_qkv_biases(state)
+        state |= _make_zero_qkv_biases(state)
     tensors = {}
     state |= _merged_position_biases(model, state, chosen_family)
     for mapped in expand_mappings(full_spec, chosen_family.mappings):
@@ -119,7 +119,7 @@ def _spec_and_config(family: ModelFamilySpec, spec: ModelSpec) -> tuple[ModelSpe
             raise error from None  # the reasons of the spec as it is
 
 
-def _zero_qkv_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _make_zero_qkv_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return zero biases for q, k and v of every layer, or for their latents, by name."""
     by_head = tuple(f".qkv.{projection}.weight" for projection in "qkv")  # (heads, channels, width)
     latent = (".qkv.q_down.weight", ".qkv.kv_down.weight")  # (rank, width)
@@ -139,11 +139,11 @@ def full_shape_state(model: Transformer) -> dict[str, Tensor]:
         prefix = next(name for name, module in model.named_modules() if module is layer)
         for key in [key for key in state if key.startswith(f"{prefix}.")]:
             state[key] = _pad_pruned(key.removeprefix(f"{prefix}."), state[key], layer.spec)
-        _restore_norm_rows(state, prefix, layer.spec)
+        _restore_pruned_qk_rows(state, prefix, layer.spec)
     return state
 
 
-def _restore_norm_rows(state: dict[str, Tensor], prefix: str, spec: AttentionSpec) -> None:
+def _restore_pruned_qk_rows(state: dict[str, Tensor], prefix: str, spec: AttentionSpec) -> None:
     """Put the rows of W_Q and W_K back that a norm over all heads reads. The heads still write nothing."""
     for projection, pruned in spec.pruned_norm_rows.items():
         for kind in ("weight", "bias"):

@@ -15,7 +15,7 @@ from headwise.attached import AttachedModel
 from headwise.attached.save_load import METADATA_FILE, can_attach
 from headwise.attached.whisper_io import load_ggml_whisper
 from headwise.distributed.distributed_checkpoint_reader import DistributedCheckpointReader
-from headwise.distributed.model_shard import ShardedTransformer, build_shard, partitions_and_collectives
+from headwise.distributed.model_shard import ShardedTransformer, build_shard, partitions_and_group_ops
 from headwise.distributed.shard_axes import named_slices_for_rank
 from headwise.errors import ArgumentError, FileFormatError, HeadwiseError, UnsupportedModelError
 from headwise.heads.quantized_layers import QuantizedWeight
@@ -55,7 +55,7 @@ from headwise.weights.families.gguf_gpt2_bert import (
 from headwise.weights.families.gguf_t5 import T5_FORMATS, t5_gguf_mappings, t5_spec_from_gguf
 from headwise.weights.families.llama_meta_and_gguf import spec_from_gguf, spec_from_meta
 from headwise.weights.keymap import MappedTensor, TensorMapping, check_names_and_shapes, expand_mappings, find_prefix
-from headwise.weights.save import PLANS_FILE, shared_tensor_name, write_metadata
+from headwise.weights.save import PLANS_FILE, first_block_tensor_name, write_metadata
 
 T = TypeVar("T", bound=Transformer)
 OTHER_FORMATS = {  # architectures of GGUF files, besides Llama and those of DECODER_FORMATS
@@ -190,7 +190,7 @@ def load_shard(
     """Load the part of a model that belongs to this process, slice by slice, one tensor at a time."""
     checkpoint = open_checkpoint(source)
     spec = checkpoint.spec
-    partitions, collectives = partitions_and_collectives(mesh, spec)
+    partitions, collectives = partitions_and_group_ops(mesh, spec)
     full_model = Transformer(spec, storage=checkpoint.storage, device="meta")
     quantized, state = _quantized_names(full_model), dict[str, Tensor]()
     for name, tensor in _named_tensors(checkpoint, full_model):
@@ -411,7 +411,7 @@ def _open_gguf(file: Path) -> PretrainedCheckpoint:
     fields = reader.fields()
     name = fields.get("general.architecture")
     is_decoder = name in DECODER_FORMATS
-    family = family_of(GGUF_MODEL_TYPES.get(str(name), name), _experts_in_gguf(fields))
+    family = family_of(GGUF_MODEL_TYPES.get(str(name), name), _expert_count_setting(fields))
     if not is_decoder and name not in OTHER_FORMATS and "gguf" not in family.other_mappings:
         raise UnsupportedModelError(
             f"{file}: contains a {family.name} model, but GGUF files are read only for llama, qwen2, "
@@ -434,7 +434,7 @@ def _other_gguf_mappings(family: ModelFamilySpec, fields: Config, reader: Weight
     return DEEPSEEK_MAPPINGS if fields["general.architecture"] == "deepseek2" else family.other_mappings["gguf"]
 
 
-def _experts_in_gguf(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _expert_count_setting(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the number of experts of a GGUF file as config.json names it, for the message of an unsupported architecture."""
     return {"num_experts": fields.get(f"{fields.get('general.architecture')}.expert_count")}
 
@@ -515,7 +515,7 @@ def _native_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Itera
     if checkpoint.spec.tied:
         empty.pop("output.vocabulary.weight", None)
     stored_shapes = checkpoint.reader.shapes
-    stored_name = shared_tensor_name if checkpoint.spec.shared_layers else str
+    stored_name = first_block_tensor_name if checkpoint.spec.shared_layers else str
     expected_shapes = {
         stored_name(name): tuple(tensor.shape)
         for name, tensor in empty.items()

@@ -23,13 +23,13 @@ PLANS_FILE = "plans.json"  # plans by which the model was pruned
 def save(model: "Transformer", folder: str | Path) -> Path:
     """Write a model to a folder. `load(folder)` restores it bit by bit. An earlier model in the folder is replaced."""
     if isinstance(model, ShardedTransformer):
-        return _save_shard(model, Path(folder))
+        return _save_sharded_model(model, Path(folder))
     with atomic_folder(folder, ("spec.json",)) as temp_folder:
         write_model(model, temp_folder)
     return Path(folder)
 
 
-def _save_shard(model: ShardedTransformer, folder: Path) -> Path:
+def _save_sharded_model(model: ShardedTransformer, folder: Path) -> Path:
     """Write a sharded model. Rank 0 gathers all parts and writes; every process must call this function."""
     is_first, write_error = model.collectives.rank == 0, None
     state = {name: tensor for name, tensor in model.gathered_tensors() if is_first}
@@ -51,16 +51,16 @@ def write_model(model: "Transformer", folder: Path, state: dict[str, Tensor] | N
     if model.spec.tied:
         state.pop("output.vocabulary.weight", None)
     if model.spec.shared_layers:
-        state = {name: tensor for name, tensor in state.items() if shared_tensor_name(name) == name}
+        state = {name: tensor for name, tensor in state.items() if first_block_tensor_name(name) == name}
     storage = next((layer.qkv.storage for layer in model.attention_layers()), "qkv")
     write_tensors(state, folder / "model.safetensors", {"format": NATIVE_FORMAT, "storage": storage})
     write_metadata(model, folder)
 
 
-def shared_tensor_name(name: str) -> str:
+def first_block_tensor_name(name: str) -> str:
     """Return the name under which a tensor of shared layers is stored: that of the first block.
 
-    >>> shared_tensor_name("blocks.11.mlp.up.weight"), shared_tensor_name("embed.tokens.weight")
+    >>> first_block_tensor_name("blocks.11.mlp.up.weight"), first_block_tensor_name("embed.tokens.weight")
     ('blocks.0.mlp.up.weight', 'embed.tokens.weight')
     """
     return re.sub(r"^blocks\.\d+\.", "blocks.0.", name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headwise.attached.packed_weights import PACKED
+from headwise.attached.per_head_packed_weights import PACKED
 from headwise.attached.quantize_in_place import quantization_of
 from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.kernels.rounding_tolerance import to_float64
@@ -68,7 +68,7 @@ def to_native(model: ModelProtocol, *, check: bool = True) -> Transformer:
     state = dict(attached.model.state_dict())
     try:
         spec = _convert_spec(attached, family, layers, set(state))
-        tensors = {**_other_tensors(attached, family, spec, state), **_head_tensors(spec, layers)}
+        tensors = {**_other_tensors(attached, family, spec, state), **_attention_tensors_by_name(spec, layers)}
         tensors = {
             name: value.to(attached.device) for name, value in tensors.items()
         }  # layers may be on several devices
@@ -126,7 +126,7 @@ def _convert_spec(
     config = attached.model.config.to_dict() | {"architectures": [type(attached.model).__name__]}
     spec = family.adjust(family.spec_from_config(config), names, config)
     attention = spec.attention
-    if any(_has_separate_kv(layer, attention) for layer in layers.values()):
+    if any(_kv_differs_within_group(layer, attention) for layer in layers.values()):
         attention = replace(attention, kv_heads=attention.heads)
     if any(layer.b_O is not None for layer in layers.values()):
         attention = replace(attention, out_bias=True)
@@ -147,7 +147,7 @@ def _is_tied(model: Any) -> bool:
     return output is None or output.weight is embedding.weight or torch.equal(output.weight, embedding.weight)
 
 
-def _has_separate_kv(layer: "AttachedLayer", attention: AttentionSpec) -> bool:
+def _kv_differs_within_group(layer: "AttachedLayer", attention: AttentionSpec) -> bool:
     """Return whether heads of one KV group have keys or values of their own that differ, as after training."""
     if not layer.info.kv_expanded or not layer.spec.head_ids:
         return False
@@ -229,7 +229,7 @@ def _is_stored_code(name: str) -> bool:
     return f".{PACKED}." in name
 
 
-def _head_tensors(spec: ModelSpec, layers: dict[LayerAddress, "AttachedLayer"]) -> dict[str, Tensor]:
+def _attention_tensors_by_name(spec: ModelSpec, layers: dict[LayerAddress, "AttachedLayer"]) -> dict[str, Tensor]:
     """Return the tensors of all attention layers by native name, in the split layout with a head axis."""
     tensors: dict[str, Tensor] = {}
     for address, layer in layers.items():
@@ -259,7 +259,7 @@ def _layer_tensors(spec: AttentionSpec, layer: "AttachedLayer") -> Iterator[tupl
         "v": (len(spec.kv_head_ids), spec.value_dim),
     }
     for projection, size in sizes.items():
-        index = _kv_rows(spec, layer) if projection in "kv" else None
+        index = _kv_heads_to_copy(spec, layer) if projection in "kv" else None
         bias = layer.qkv.bias_by_head(projection) if spec.head_ids else None
         weight = layer.qkv.weight_by_head(projection) if spec.head_ids else reference.new_zeros(*size, spec.width)
         yield f"qkv.{projection}.weight", weight if index is None else weight[index]
@@ -276,7 +276,7 @@ def _layer_tensors(spec: AttentionSpec, layer: "AttachedLayer") -> Iterator[tupl
         yield "output_projection.bias", reference.new_zeros(spec.width) if layer.b_O is None else layer.b_O
 
 
-def _kv_rows(spec: AttentionSpec, layer: "AttachedLayer") -> list[int] | None:
+def _kv_heads_to_copy(spec: AttentionSpec, layer: "AttachedLayer") -> list[int] | None:
     """Return which keys and values of an attached layer the native layer takes. None means all of them."""
     if not spec.head_ids or layer.info.kv_expanded == (spec.kv_heads == spec.heads):
         return None

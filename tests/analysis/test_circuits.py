@@ -24,7 +24,12 @@ from headwise.analysis.circuits.circuit_statistics import (
     random_sets,
     stability_shares,
 )
-from headwise.analysis.circuits.circuit_task import EncodedPrompt, PromptEncoder, PromptPair, split_by_template
+from headwise.analysis.circuits.circuit_task import (
+    EncodedPrompt,
+    PromptEncoder,
+    PromptPair,
+    split_three_ways_by_template,
+)
 from headwise.analysis.circuits.model_nodes import ModelNodes
 from headwise.analysis.circuits.node_evaluator import NodeEvaluator, NodeMeans
 from headwise.analysis.circuits.node_ranking import exact_effects, gradient_effects
@@ -436,7 +441,7 @@ def test_stability_is_the_share_of_template_resamples() -> None:
 
 def test_splits_share_no_template() -> None:
     pairs = word_pairs(40, templates=10)
-    splits = split_by_template(pairs, 3)
+    splits = split_three_ways_by_template(pairs, 3)
     templates = [{pairs[i].template for i in split} for split in splits]
     assert [len(names) for names in templates] == [2, 2, 6]
     assert len(set.union(*templates)) == 10

@@ -12,7 +12,11 @@ import torch
 from scipy.spatial.distance import jensenshannon
 from torch import Tensor
 
-from headwise.analysis.similarity.attention_similarity import attention_rows, record_rows, sample_row_positions
+from headwise.analysis.similarity.attention_similarity import (
+    attention_rows,
+    record_rows,
+    sample_texts_and_query_positions,
+)
 from headwise.analysis.similarity.compare_heads import HeadSimilarityResult, compare_heads
 from headwise.analysis.similarity.weight_similarity import (
     fold_norm,
@@ -186,7 +190,9 @@ def test_compare_heads_metrics_equal_dense_maps(make: Callable[..., Transformer]
     model = make(**KINDS[kind])
     comparison = compare_heads(model, TEXTS, rows=40, seed=2)
     P, V, outputs, next_P = [], [], [], []  # per row: (H, S + 1), (H, e), (H, D), and the map row of the next text
-    for text_samples, positions in sample_row_positions(model, TEXTS, 40, 256, len(comparison.addresses), 2):
+    for text_samples, positions in sample_texts_and_query_positions(
+        model, TEXTS, 40, 256, len(comparison.addresses), 2
+    ):
         rows = []
         for text_sample in text_samples:
             calls = record_calls(model, torch.tensor([text_sample.ids]))
@@ -229,23 +235,23 @@ def test_compare_heads_metrics_equal_dense_maps(make: Callable[..., Transformer]
 
 def test_sample_rows_is_reproducible_and_skips_padding(make: Callable[..., Transformer]) -> None:
     model = make()
-    sampled = list(sample_row_positions(model, TEXTS * 9, 100, 256, 10, 0))
+    sampled = list(sample_texts_and_query_positions(model, TEXTS * 9, 100, 256, 10, 0))
     assert sum(len(text_samples) * len(positions) for text_samples, positions in sampled) == 100
     for text_samples, positions in sampled:
         assert positions[0] >= 1
         assert positions[-1] < min(len(text_sample.ids) for text_sample in text_samples)  # padding is never selected
         assert len(set(positions)) == len(positions)
-    again = list(sample_row_positions(model, TEXTS * 9, 100, 256, 10, 0))
+    again = list(sample_texts_and_query_positions(model, TEXTS * 9, 100, 256, 10, 0))
     assert (
         [p for _, p in sampled]
         == [p for _, p in again]
-        != [p for _, p in sample_row_positions(model, TEXTS * 9, 100, 256, 10, 1)]
+        != [p for _, p in sample_texts_and_query_positions(model, TEXTS * 9, 100, 256, 10, 1)]
     )
-    assert sum(len(u) * len(p) for u, p in sample_row_positions(model, TEXTS * 9, 5, 256, 10, 0)) == 5
-    few = list(sample_row_positions(model, TEXTS[0], 500, 256, 10, 0))
+    assert sum(len(u) * len(p) for u, p in sample_texts_and_query_positions(model, TEXTS * 9, 5, 256, 10, 0)) == 5
+    few = list(sample_texts_and_query_positions(model, TEXTS[0], 500, 256, 10, 0))
     assert len(few) == 1
     assert len(few[0][1]) == len(few[0][0][0].ids) - 1  # all available rows
-    long = list(sample_row_positions(model, " ".join(TEXTS * 4), 64, 16, 10, 0))
+    long = list(sample_texts_and_query_positions(model, " ".join(TEXTS * 4), 64, 16, 10, 0))
     assert all(len(text_sample.ids) <= 16 for text_samples, _ in long for text_sample in text_samples)
     rows = record_rows(model, sampled[0][0], sampled[0][1], set(model.heads.addresses))
     assert rows.maps.shape[:2] == (10, len(sampled[0][0]) * len(sampled[0][1]))

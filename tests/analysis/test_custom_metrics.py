@@ -12,7 +12,7 @@ from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.metric import AttentionToPosition, AttentionToTokens, Metric, MetricSpec
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.retrieval import CUE, NEEDLE, RetrievalMetric, make_needle_texts
-from headwise.analysis.metrics.task_metric import run_task
+from headwise.analysis.metrics.task_metric import run_task_into_accumulator
 from headwise.analysis.recording.batching import TextSample, make_batches
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
@@ -221,7 +221,7 @@ def test_retrieval_metric_copying_head_scores_one() -> None:
     attend to the same token or one token back score zero."""
     model, accumulator = decoder(), Accumulator(12)
     with torch.no_grad():
-        run_task(model, RetrievalMetric(DISJOINT_DOCUMENTS), accumulator)
+        run_task_into_accumulator(model, RetrievalMetric(DISJOINT_DOCUMENTS), accumulator)
     names = [str(address) for hook_point in model.hook_points() for address in hook_point.head_addresses]
     score, baseline, value_weighted = (
         accumulator.mean(name) for name in ("retrieval", "retrieval baseline", "retrieval value-weighted")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.attribution.attended_token_effect import direct_effects
-from headwise.analysis.attribution.head_output_analysis import copying_scores, logit_attribution
+from headwise.analysis.attribution.copy_logit_effect import direct_effects
+from headwise.analysis.attribution.head_output_scores import logit_attribution, ov_eigenvalue_scores
 from headwise.analysis.recording.recording import record
 from headwise.errors import HeadwiseError
 from headwise.model import ModelProtocol, Transformer
@@ -47,7 +47,7 @@ def test_direct_effect_built_copy_head_equals_closed_form(gain: float) -> None:
     assert effect.queries == 12 * 7, "of 9 positions the first two attend to the first token"
     assert effect.share == pytest.approx(7 / 9)
     assert effect.texts == 12
-    assert math.isnan(copying_scores(built.model)["0.0"]), "the eigenvalues of W_V W_O are 0, whatever is written"
+    assert math.isnan(ov_eigenvalue_scores(built.model)["0.0"]), "the eigenvalues of W_V W_O are 0, whatever is written"
 
 
 def test_direct_effect_constant_shift_of_all_logits_is_zero() -> None:

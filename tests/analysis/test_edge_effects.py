@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.analysis.circuits import edge_effects as module
+from headwise.analysis.circuits import measure_edge_effects as module
 from headwise.analysis.circuits.circuit_task import PromptEncoder
-from headwise.analysis.circuits.edge_effects import circuit_edges, edge_effects
+from headwise.analysis.circuits.measure_edge_effects import circuit_edges, measure_edge_effects
 from headwise.analysis.circuits.task_templates import WORDS
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
@@ -34,7 +34,7 @@ def test_edge_effects_equal_paths_patched_in_turn(
 ) -> None:
     monkeypatch.setattr(module, "MAX_TOKENS", max_tokens)
     model = random_model(spec)
-    table = edge_effects(model, (IDS, OTHER), SENDERS, RECEIVERS, logit_difference)
+    table = measure_edge_effects(model, (IDS, OTHER), SENDERS, RECEIVERS, logit_difference)
     clean = logit_difference(model(IDS)[:, -1])
     torch.testing.assert_close(table.clean, clean, rtol=1e-12, atol=1e-12)
     assert len(table.edges) == 8 + 7 + 7 + 7 + 5 + 4 + 2
@@ -75,7 +75,7 @@ def test_edge_effects_sum_to_node_effect_for_linear_paths(sender: str) -> None:
     model = linear_model()
     receivers = [f"{layer}.{head}.v" for layer in range(3) for head in range(6)]
     receivers += ["mlp.0", "mlp.1", "mlp.2", "logits"]
-    table = edge_effects(model, (IDS, OTHER), [sender], receivers, logit_difference)
+    table = measure_edge_effects(model, (IDS, OTHER), [sender], receivers, logit_difference)
     clean = logit_difference(model(IDS)[:, -1])
     if sender == "embedding":
         changed = model(OTHER)
@@ -114,7 +114,7 @@ def test_edge_effects_of_induction_circuit_find_exact_edges() -> None:
     def metric(logits: Tensor) -> Tensor:
         return logits.gather(1, answers)[:, 0] - logits.gather(1, words[:, 6:7])[:, 0]
 
-    table = edge_effects(model, (clean, other), heads, [*inputs, "logits"], metric)
+    table = measure_edge_effects(model, (clean, other), heads, [*inputs, "logits"], metric)
     found_edges = {edge for edge, effect in table.means.items() if abs(effect) > 0.05 * float(table.clean.mean())}
     assert found_edges == {("0.0", "1.0.k"), ("1.0", "logits")}
     assert len(table.edges) == 6 * 18 + 12
@@ -123,7 +123,7 @@ def test_edge_effects_of_induction_circuit_find_exact_edges() -> None:
 
 @torch.no_grad()
 def test_edge_table_rows_are_sorted() -> None:
-    table = edge_effects(random_model(SPEC), (IDS, OTHER), SENDERS, RECEIVERS, logit_difference)
+    table = measure_edge_effects(random_model(SPEC), (IDS, OTHER), SENDERS, RECEIVERS, logit_difference)
     rows = table.rows()
     assert [abs(row.effect.value) for row in rows] == sorted((abs(x) for x in table.means.values()), reverse=True)
     assert {(row.sender, row.receiver) for row in rows} == set(table.edges)
@@ -132,13 +132,13 @@ def test_edge_table_rows_are_sorted() -> None:
 def test_edge_effects_invalid_arguments_raise() -> None:
     model = random_model(SPEC)
     with pytest.raises(HeadwiseError, match="must have the same shape"):
-        edge_effects(model, (IDS, OTHER[:, :3]), ["0.1"], ["logits"], logit_difference)
+        measure_edge_effects(model, (IDS, OTHER[:, :3]), ["0.1"], ["logits"], logit_difference)
     with pytest.raises(HeadwiseError, match=r"metric: must return a tensor of shape \(2,\)"):
-        edge_effects(model, (IDS, OTHER), ["0.1"], ["logits"], lambda logits: logits)
+        measure_edge_effects(model, (IDS, OTHER), ["0.1"], ["logits"], lambda logits: logits)
     with pytest.raises(HeadwiseError, match="logits does not write"):
-        edge_effects(model, (IDS, OTHER), ["logits"], ["logits"], logit_difference)
+        measure_edge_effects(model, (IDS, OTHER), ["logits"], ["logits"], logit_difference)
     with pytest.raises(HeadwiseError, match="needs a decoder"):
-        edge_effects(
+        measure_edge_effects(
             Transformer(replace(SPEC, kind="encoder", output="none")),
             (IDS, OTHER),
             ["0.1"],

@@ -14,7 +14,7 @@ from headwise.analysis.metrics.far_attention import (
     attention_outside_window,
     concatenated_texts,
 )
-from headwise.analysis.metrics.task_metric import TaskMetricResult
+from headwise.analysis.metrics.task_metric import TaskMetricDetails
 from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES, streaming_candidate_mask
 from headwise.analysis.roles.roles import assess, score
 from headwise.model import Transformer
@@ -33,7 +33,7 @@ def texts() -> list[str]:
     return [" ".join(rng.choice(WORDS, 14)) for _ in range(60)]
 
 
-def run_far_offset_task(built: WordModel) -> tuple[Accumulator, TaskMetricResult]:
+def run_far_offset_task(built: WordModel) -> tuple[Accumulator, TaskMetricDetails]:
     accumulator, metric = Accumulator(built.heads), FarAttentionMetric(texts())
     with torch.no_grad():
         result = metric.run(built.model, accumulator)

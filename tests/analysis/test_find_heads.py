@@ -11,7 +11,7 @@ import torch
 import headwise as hw
 from headwise.analysis.finding.gold_pair_scores import candidate_gold_masks, score_pairs
 from headwise.analysis.finding.head_search_result import HeadSearchResult
-from headwise.analysis.finding.job_examples import JobExample, read_examples, split_halves
+from headwise.analysis.finding.job_examples import JobExample, assign_halves, read_examples
 from headwise.analysis.finding.monotonic_alignment_scores import monotonic_path_weight
 from headwise.analysis.finding.prepared_example import prepare_example
 from headwise.errors import HeadwiseError
@@ -88,7 +88,7 @@ def test_find_heads_constructed_lookup_head_has_closed_form_score(result: HeadSe
 
 
 def test_find_heads_previous_token_head_scores_the_fraction_of_pairs_at_offset_one(result: HeadSearchResult) -> None:
-    halves = split_halves([item.key for item in result.examples])
+    halves = assign_halves([item.key for item in result.examples])
     reporting = [item for item in result.examples if halves[item.key] == 1]
     pairs = [(int(query), int(key)) for item in reporting for query, (key,) in item.pairs]
     expected = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.attribution.head_output_analysis import output_shares, token_effects, value_weighted_map
+from headwise.analysis.attribution.head_output_scores import output_shares, token_effects, value_weighted_map
 from headwise.analysis.attribution.logit_attribution import logit_attribution
 from headwise.analysis.attribution.qk_norm_rotary import infer_qk_transform
 from headwise.errors import HeadwiseError

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.attribution.head_output_analysis import (
-    copying_scores,
+from headwise.analysis.attribution.head_output_scores import (
     logit_attribution,
     output_shares,
+    ov_eigenvalue_scores,
     token_effects,
     value_weighted_map,
 )
@@ -63,16 +63,16 @@ def test_copying_of_known_ov_circuits_matches_closed_form() -> None:
     set_ov(model, "0.1", -torch.eye(6))
     set_ov(model, "0.2", torch.block_diag(rotation, rotation, rotation))
     set_ov(model, "1.0", torch.zeros(6, 6))
-    scores = copying_scores(model, "0.*,1.0")
+    scores = ov_eigenvalue_scores(model, "0.*,1.0")
     assert [scores[f"0.{i}"] for i in range(3)] == pytest.approx([1, -1, math.cos(angle)], abs=1e-6)
     assert math.isnan(scores["1.0"])
-    assert list(copying_scores(model)) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
+    assert list(ov_eigenvalue_scores(model)) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
 
 
 def test_copying_equals_eigenvalues_of_full_matrix() -> None:
     for name in ("decoder, rotary", "decoder, cut", "encoder-decoder"):
         model = make_model(MODELS[name])
-        for address, score in copying_scores(model).items():
+        for address, score in ov_eigenvalue_scores(model).items():
             head = get_head(model, address)
             values = np.linalg.eigvals((head.W_V @ head.W_O).detach().numpy())
             assert score == pytest.approx(values.sum().real / np.abs(values).sum(), abs=1e-6)
@@ -82,7 +82,7 @@ def test_copying_random_weights_is_near_zero() -> None:
     d = 24
     spec = ModelSpec(vocab=3, context=3, layers=1, attention=AttentionSpec(width=96, heads=200, head_dim=d))
     torch.manual_seed(0)
-    scores = np.array(list(copying_scores(Transformer(spec)).values()))
+    scores = np.array(list(ov_eigenvalue_scores(Transformer(spec)).values()))
     assert abs(scores.mean()) < 4 * 1.5 / d / math.sqrt(200)
     assert 0.7 < scores.std() / (1.5 / d) < 1.4
 

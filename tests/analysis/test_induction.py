@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.analysis.metrics import row_blocks
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.induction import InductionMetric, RepeatedSequences, make_repeated_sequences
-from headwise.analysis.metrics.task_metric import run_task
+from headwise.analysis.metrics.task_metric import run_task_into_accumulator
 from headwise.analysis.recording.batching import make_batch
 from headwise.heads.hook_point import AttentionCall
 from headwise.kernels import attention_weights, causal
@@ -43,7 +43,7 @@ def run_induction(scores: Tensor, m: int, start: int, plain: Tensor | None = Non
         is_repeated: call_from_scores(kind_scores.double()[None, None], causal(), **options)
         for is_repeated, kind_scores in scores_by_kind.items()
     }
-    run_task(ReplayModel(calls), InductionMetric(make_sequences(m, start)), accumulator)  # pyright: ignore[reportArgumentType]
+    run_task_into_accumulator(ReplayModel(calls), InductionMetric(make_sequences(m, start)), accumulator)  # pyright: ignore[reportArgumentType]
     return accumulator
 
 
@@ -178,7 +178,7 @@ def test_induction_metric_equals_dense_maps() -> None:
     model.tokenizer = word_tokenizer([f"w{i}" for i in range(17)])
     repeats = make_repeated_sequences(model, sequences=5, length=8)
     m, accumulator = repeats.length, Accumulator(4)
-    run_task(model, InductionMetric(repeats), accumulator)
+    run_task_into_accumulator(model, InductionMetric(repeats), accumulator)
     for kind, ids in (("", repeats.repeated), (" baseline", repeats.control)):
         recorded_maps = []
         with model.hook_points()[0].listen(
@@ -216,7 +216,7 @@ def test_make_repeated_sequences_short_context_is_empty() -> None:
     assert len(sequences.repeated) == 0
     accumulator = Accumulator(2)
     model.gathered_hook_points = list
-    run_task(model, InductionMetric(sequences), accumulator)  # pyright: ignore[reportArgumentType]
+    run_task_into_accumulator(model, InductionMetric(sequences), accumulator)  # pyright: ignore[reportArgumentType]
     assert np.isnan([accumulator.mean(name) for name in ("induction", "duplicate value-weighted")]).all(), (
         "not asked, so not told"
     )

@@ -14,11 +14,11 @@ from headwise.analysis import load_or_measure
 from headwise.analysis.head_facts import composition_partners, measure_related_heads, nearest_heads
 from headwise.analysis.load_or_measure import (
     ModelKey,
-    corpus_key,
-    find_stored_profile,
+    as_whole_layer_patterns,
+    corpus_key_fields,
+    find_default_corpus_profile,
     load_or_measure_importance,
     load_or_measure_profile,
-    whole_layers,
 )
 from headwise.cli import app
 from headwise.io.result_store import ResultStore
@@ -76,7 +76,7 @@ def test_corpus_keys_differ_in_texts_and_relations() -> None:
         TEXTS, TEXTS[:2], [Document.of(words, [Relation("det", 1, 0)])], [Document.of(words, [Relation("det", 2, 0)])],
         [" ".join(words)],
     ]  # fmt: skip
-    assert len({json.dumps(corpus_key(model, corpus)) for corpus in corpora}) == len(corpora)
+    assert len({json.dumps(corpus_key_fields(model, corpus)) for corpus in corpora}) == len(corpora)
 
 
 def test_silenced_model_neither_reads_nor_writes(store: ResultStore) -> None:
@@ -85,7 +85,7 @@ def test_silenced_model_neither_reads_nor_writes(store: ResultStore) -> None:
     with model.heads["0.*"].silenced():
         assert ModelKey.of(model) is None
         silenced = load_or_measure_profile(model, TEXTS, store=store, causal=False)
-        assert find_stored_profile(model, store) is None
+        assert find_default_corpus_profile(model, store) is None
     assert len(store.list_entries()) == 1
     assert silenced.to_dict()["heads"] != full.to_dict()["heads"]
 
@@ -95,9 +95,9 @@ def test_importance_is_stored_layer_by_layer(store: ResultStore, monkeypatch: py
     expected = hw.importance(model, TEXTS)
     layer = load_or_measure_importance(model, TEXTS, ["1.*"], store=store)
     assert [str(address) for address in layer.addresses] == [str(a) for a in model.spec.head_addresses if a.layer == 1]
-    joined = load_or_measure_importance(model, TEXTS, whole_layers(model, "*"), store=store)
+    joined = load_or_measure_importance(model, TEXTS, as_whole_layer_patterns(model, "*"), store=store)
     forbid(monkeypatch, "importance")
-    again = load_or_measure_importance(model, TEXTS, whole_layers(model, "*"), store=store)
+    again = load_or_measure_importance(model, TEXTS, as_whole_layer_patterns(model, "*"), store=store)
     for result in (joined, again):
         assert result.addresses == expected.addresses
         np.testing.assert_allclose(result.mean, expected.mean, atol=1e-6)
@@ -108,9 +108,9 @@ def test_importance_is_stored_layer_by_layer(store: ResultStore, monkeypatch: py
 
 def test_whole_layers_of_patterns() -> None:
     model = decoder()
-    assert whole_layers(model, "1.*") == ["1.*"]
-    assert whole_layers(model, "0.1") == []
-    assert whole_layers(model, "0.*,1.0") == []
+    assert as_whole_layer_patterns(model, "1.*") == ["1.*"]
+    assert as_whole_layer_patterns(model, "0.1") == []
+    assert as_whole_layer_patterns(model, "0.*,1.0") == []
 
 
 def test_damaged_result_is_measured_again(store: ResultStore) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import headwise as hw
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.gold_word_arcs import BASELINE_OFFSETS
+from headwise.analysis.metrics.gold_arc_data import BASELINE_OFFSETS
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.relation_metric import RelationMetric
 from headwise.analysis.recording.attention_maps import TokenGroups

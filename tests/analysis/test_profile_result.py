@@ -11,7 +11,7 @@ from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.roles import DEFAULT_ROLES, RoleEvidence, role_names
 from headwise.text.annotated_document import Document, Relation
 from headwise.ui.print_profile import show_profile
-from headwise.ui.terminal_head_grid import make_head_grid
+from headwise.ui.terminal_head_grid import make_selected_heads_grid
 from tests.analysis.test_profile_invariance import SYNTHETIC, synthetic_model
 
 
@@ -21,14 +21,14 @@ def test_profile_empty_layer_is_shown_as_empty(tmp_path) -> None:
     entropy = profiled.metric("entropy")
     expected = [entropy[:2].mean(), np.nan, entropy[2]]
     np.testing.assert_allclose(profiled.mean_by_layer("entropy"), expected, rtol=1e-12)
-    lines = make_head_grid(profiled, {str(address) for address in profiled.addresses}).plain.splitlines()
+    lines = make_selected_heads_grid(profiled, {str(address) for address in profiled.addresses}).plain.splitlines()
     assert lines == [
         "   head   0  1  2  3", "      0  ··       ··", "      1  no heads", "      2     ~~      ",
     ], "columns have numbers, and a head that was cut leaves a gap"  # fmt: skip
-    assert len(make_head_grid(profiled, {"2.1"}).plain.splitlines()) == 3, (
+    assert len(make_selected_heads_grid(profiled, {"2.1"}).plain.splitlines()) == 3, (
         "a layer nobody asked for is left out; an empty one is told"
     )
-    assert [line[:8] for line in make_head_grid(profiled, {"2.1"}, width=14).plain.splitlines()] == [
+    assert [line[:8] for line in make_selected_heads_grid(profiled, {"2.1"}, width=14).plain.splitlines()] == [
         "   head ", "      1 ", "      2 ", "   head ", "      1 ", "      2 ",
     ], "wide grids go on below"  # fmt: skip
     back = Profile.load(profiled.save(tmp_path / "profile.npz"))

@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.analysis.metrics import role_examples as module
+from headwise.analysis.metrics import role_example_positions as module
 from headwise.analysis.metrics.metric import RoleTarget
-from headwise.analysis.metrics.role_examples import (
+from headwise.analysis.metrics.role_example_positions import (
     ARC_EXAMPLES,
     EXAMPLES_PER_ROLE,
     ExamplePosition,
     ExampleStore,
     RoleExample,
-    make_marked_segments,
     render_marks,
+    split_text_at_marks,
 )
 from headwise.analysis.recording.text_hash_split import BUCKETS, bucket_of_text, buckets_in_half
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile
-from headwise.analysis.roles.profile_sums import describe_corpus
+from headwise.analysis.roles.profile_sums import corpus_display_name
 from headwise.model import Transformer
 from headwise.text.annotated_document import Document
 from headwise.text.corpus import Corpus
@@ -148,7 +148,7 @@ def test_example_store_respects_limits() -> None:
 
 def test_mark_text_long_text_is_shortened() -> None:
     names = [f"w{i}" for i in range(100)]
-    parts = make_marked_segments(names, {90: "token", 10: "attended", 50: "meant"})
+    parts = split_text_at_marks(names, {90: "token", 10: "attended", 50: "meant"})
     assert render_marks(parts) == (
         "w7 w8 w9 *w10* w11 w12 w13 … w47 w48 w49 {w50} w51 w52 w53 … w87 w88 w89 [w90] w91 w92 w93"
     )
@@ -162,7 +162,7 @@ def test_describe_corpus_names_the_file(tmp_path) -> None:
         ("en_ewt-ud-test.conllu", "en_ewt-ud-test.conllu"),
     ):
         (tmp_path / name).write_text("x", encoding="utf-8")
-        assert describe_corpus(Corpus.of(tmp_path / name)) == description
+        assert corpus_display_name(Corpus.of(tmp_path / name)) == description
 
 
 def test_example_store_merge_drops_evicted_long_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.directed_relations import DirectedRelation
-from headwise.analysis.metrics.gold_word_arcs import BASELINE_OFFSETS
+from headwise.analysis.metrics.gold_arc_data import BASELINE_OFFSETS
 from headwise.analysis.metrics.metric import MetricSpec
 from headwise.analysis.metrics.relation_metric import RelationMetric
 from headwise.analysis.recording.text_hash_split import BUCKETS, bucket_of_text

@@ -8,7 +8,7 @@ import torch
 
 from headwise.analysis.ablation import ablated_rerun
 from headwise.analysis.ablation import quantization_sensitivity as room
-from headwise.analysis.ablation.quantization_sensitivity import Sensitivity, sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import SensitivityResult, sensitivity
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.compression.quantize import quantize
 from headwise.errors import HeadwiseError
@@ -121,18 +121,18 @@ def test_sensitivity_resumes_after_interrupt(tmp_path: Path) -> None:
     assert is_unchanged(model, before)
     with open(file, "a") as torn:
         torn.write('{"kv_head": "0.3", "he')  # the process was killed while writing
-    assert len(Sensitivity.load(file)) == 5
+    assert len(SensitivityResult.load(file)) == 5
     resumed = sensitivity(model, TEXTS, out=file, progress=lambda stage, done, of: progress_counts.append(done))
     assert progress_counts == list(range(1, 17))
     assert resumed.to_dict() == full.to_dict()
-    assert len(Sensitivity.load(file)) == 16
+    assert len(SensitivityResult.load(file)) == 16
     with pytest.raises(HeadwiseError, match=r"another run\. Different: texts"):
         sensitivity(model, TEXTS[:2], out=file)
     with pytest.raises(HeadwiseError, match=r"another run\. Different: model"):
         sensitivity(make_model(1), TEXTS, out=file)
     file.write_text('{"counts": [1]}\n{"kv_head": 3}\n')
     with pytest.raises(HeadwiseError, match="not a sensitivity file"):
-        Sensitivity.load(file)
+        SensitivityResult.load(file)
 
 
 def test_sensitivity_error_restores_weights(monkeypatch: pytest.MonkeyPatch) -> None:

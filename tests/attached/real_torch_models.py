@@ -116,7 +116,9 @@ class Sceptr(nn.Module):
     def __init__(self, variant: str = "SCEPTR") -> None:
         super().__init__()
         weights = read_weights("sceptr", f"_model_saves/{variant}/state_dict.pt")
-        self.tokens = nn.Embedding.from_pretrained(weights["_token_embedder._token_embedding._token_embeddings"])
+        self.tokens = nn.Embedding.from_pretrained(
+            weights["_token_embedder._find_token_embedding_module._token_embeddings"]
+        )
         self.compartments = nn.Embedding.from_pretrained(
             weights["_token_embedder._compartment_embedding._token_embeddings"]
         )

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import headwise as hw
-from headwise.analysis.attribution.head_output_analysis import copying_scores, output_shares, value_weighted_map
+from headwise.analysis.attribution.head_output_scores import output_shares, ov_eigenvalue_scores, value_weighted_map
 from headwise.compression.l0_gates import learn_gates
 from headwise.compression.recovery_finetune import recover
 from headwise.text import Tokenizer
@@ -92,7 +92,7 @@ def test_importance_and_similarity_attached_equal_native(name: str, tmp_path: Pa
     a, b = (hw.compare_heads(model, TEXTS, rows=16) for model in (native, attached))
     for metric, matrix in a.matrices.items():
         np.testing.assert_allclose(b.matrices[metric], matrix, atol=1e-4, rtol=0)
-    assert copying_scores(attached) == pytest.approx(copying_scores(native), abs=1e-5)
+    assert ov_eigenvalue_scores(attached) == pytest.approx(ov_eigenvalue_scores(native), abs=1e-5)
     a, b = (output_shares(model, TEXTS) for model in (native, attached))
     assert {head: x.fraction for head, x in b.items()} == pytest.approx(
         {head: x.fraction for head, x in a.items()}, abs=1e-5

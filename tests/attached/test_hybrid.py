@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.analysis.attribution.head_output_analysis import copying_scores
-from headwise.attached.packed_weights import is_packed
+from headwise.analysis.attribution.head_output_scores import ov_eigenvalue_scores
+from headwise.attached.per_head_packed_weights import is_packed
 from headwise.kernels.quantization import fake_quantize
 from headwise.text.build_tokenizers import byte_tokenizer
 
@@ -93,4 +93,4 @@ def test_save_folded_layer_that_shared_weights_loads_again(tmp_path: Path) -> No
 
 def test_copying_scores_layer_that_reads_two_vectors_says_why() -> None:
     with pytest.raises(hw.HeadwiseError, match="vectors of width 48 and its output has width 24"):
-        copying_scores(hw.attach(_zamba2()), "1.0")
+        ov_eigenvalue_scores(hw.attach(_zamba2()), "1.0")

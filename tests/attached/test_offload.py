@@ -29,7 +29,11 @@ def by_device_map(model: Any, folder: Path) -> Any:
     """Offload some layers to disk, like `from_pretrained(device_map=…)`."""
     model.save_pretrained(folder / "plain")
     parts = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    parts |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    parts |= {
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.layers.2": "disk",
+    }
     return type(model).from_pretrained(folder / "plain", device_map=parts, offload_folder=folder / "offload").eval()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import headwise as hw
-from headwise.analysis.attribution.head_output_analysis import logit_attribution, token_effects
+from headwise.analysis.attribution.head_output_scores import logit_attribution, token_effects
 from tests.attached.models import BY_NAME, GROUPED, PLAIN, Case
 from tests.attached.test_analysis import TEXTS, build, save_model
 

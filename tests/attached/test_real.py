@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import headwise as hw
-from headwise.analysis.attribution.head_output_analysis import logit_attribution, token_effects
+from headwise.analysis.attribution.head_output_scores import logit_attribution, token_effects
 from headwise.text.annotated_document import Document
 from tests.parity.real import smollm2_folder, smollm2_oracle
 

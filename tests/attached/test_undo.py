@@ -181,7 +181,9 @@ def test_attach_after_an_error_in_its_trial_attaches(tiny: Any, monkeypatch: pyt
     model, inputs, logits = tiny
     before = state_of(model)
     with monkeypatch.context() as patched:
-        patched.setattr("headwise.attached.layer_probe.LayerProbe.store_probe_results", lambda self: 1 / 0)
+        patched.setattr(
+            "headwise.attached.layer_structure_check.LayerTestCallRecorder.store_probe_results", lambda self: 1 / 0
+        )
         with pytest.raises(ZeroDivisionError):
             hw.attach(model)
     check_not_attached(model, before, inputs, logits)
@@ -195,7 +197,9 @@ def test_load_that_fails_in_the_trial_leaves_nothing_registered(
     BY_NAME["gpt_neox"].build().save_pretrained(tmp_path)
     gc.collect()
     before = set(ACTIVE)
-    monkeypatch.setattr("headwise.attached.layer_probe.LayerProbe.store_probe_results", lambda self: 1 / 0)
+    monkeypatch.setattr(
+        "headwise.attached.layer_structure_check.LayerTestCallRecorder.store_probe_results", lambda self: 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         hw.load(tmp_path)
     assert before == ACTIVE

@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from headwise.analysis.ablation.quantization_sensitivity import Sensitivity, sensitivity
-from headwise.compression.allocate_bits import _choose_bits, allocate_bits, report_allocation
+from headwise.analysis.ablation.quantization_sensitivity import SensitivityResult, sensitivity
+from headwise.compression.allocate_bits import _choose_bit_indices, allocate_bits, report_allocation
 from headwise.compression.quantize import quantize, weight_footprints
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
@@ -25,7 +25,7 @@ def test_choose_two_options_is_optimal(seed: int) -> None:
     rng = np.random.default_rng(seed)
     costs = [[0.0, float(cost_increase)] for cost_increase in rng.random(8)]
     sizes = [[4, 3]] * 8
-    chosen = _choose_bits(costs, sizes, 28, "bits")
+    chosen = _choose_bit_indices(costs, sizes, 28, "bits")
     cost = sum(costs[i][option] for i, option in enumerate(chosen))
     feasible = [options for options in product((0, 1), repeat=8) if sum(4 - option for option in options) <= 28]
     assert cost == pytest.approx(min(sum(costs[i][option] for i, option in enumerate(options)) for options in feasible))
@@ -33,13 +33,13 @@ def test_choose_two_options_is_optimal(seed: int) -> None:
 
 def test_choose_skips_options_off_the_convex_hull() -> None:
     """From 8 bits to 4 costs 1 per bit, via 5 bits more at first: one step down, not two."""
-    assert _choose_bits([[0.0, 3.9, 4.0]], [[8, 5, 4]], 5, "bits") == [2]
-    assert _choose_bits([[0.0, -0.5, 4.0]], [[8, 5, 4]], 6, "bits") == [1]  # a falling cost counts as 0
+    assert _choose_bit_indices([[0.0, 3.9, 4.0]], [[8, 5, 4]], 5, "bits") == [2]
+    assert _choose_bit_indices([[0.0, -0.5, 4.0]], [[8, 5, 4]], 6, "bits") == [1]  # a falling cost counts as 0
     with pytest.raises(HeadwiseError, match="Got a budget of 3 bits"):
-        _choose_bits([[0.0, 1.0]], [[8, 4]], 3, "bits")
+        _choose_bit_indices([[0.0, 1.0]], [[8, 4]], 3, "bits")
 
 
-def make_sensitivity(drifts: dict[str, float]) -> tuple[Transformer, Sensitivity]:
+def make_sensitivity(drifts: dict[str, float]) -> tuple[Transformer, SensitivityResult]:
     model = make_model(kv_heads=2, width=32)
     result = sensitivity(model, TEXTS, bits=(3,))
     for index, setting in enumerate(result.targets):

@@ -20,7 +20,7 @@ from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.compression.paired_evaluation import PairedEvaluator
 from headwise.compression.paired_timing import PairedTiming
 from headwise.compression.plan import prune
-from headwise.compression.plan_report import Footprint, report
+from headwise.compression.plan_report import ModelSizeAndFlops, report
 from headwise.compression.pruning_curve import pruning_curve
 from headwise.compression.recovery_finetune import recover
 from headwise.compression.select_heads import rank_heads
@@ -50,7 +50,7 @@ COUNTS = np.array([len(text) - 1 for text in TEXTS])  # one token per letter
 def test_footprint_gpt2_equals_closed_form() -> None:
     spec = preset("gpt2")
     after = spec.without("0-5.*")  # six layers of twelve heads
-    before, footprint_after = Footprint.of(spec), Footprint.of(after)
+    before, footprint_after = ModelSizeAndFlops.of(spec), ModelSizeAndFlops.of(after)
     head_parameters = 4 * 64 * 768 + 3 * 64  # W_Q, W_K, W_V, W_O and three biases; b_O stays
     assert before.parameters - footprint_after.parameters == 72 * head_parameters
     assert (before.heads, footprint_after.heads, footprint_after.kv_heads, footprint_after.layers_without_heads) == (
@@ -60,20 +60,26 @@ def test_footprint_gpt2_equals_closed_form() -> None:
         6,
     )
     assert (before.cache_bytes_per_token, footprint_after.cache_bytes_per_token) == (12 * 2 * 768 * 4, 6 * 2 * 768 * 4)
-    assert Footprint.of(spec, element_bytes=2).cache_bytes_per_token == 12 * 2 * 768 * 2
+    assert ModelSizeAndFlops.of(spec, element_bytes=2).cache_bytes_per_token == 12 * 2 * 768 * 2
     head_operations = 2 * (512 * 4 * 64 * 768 + 2 * 64 * 512 * 513 // 2)
     assert before.operations - footprint_after.operations == 72 * head_operations
 
 
 def test_footprint_kv_head_removed_with_last_head() -> None:
     spec = preset("smollm2-135m")  # three query heads per KV head
-    assert Footprint.of(spec.without("0.0-1")).cache_bytes_per_token == Footprint.of(spec).cache_bytes_per_token
     assert (
-        Footprint.of(spec.without("0.0-2")).cache_bytes_per_token
-        == Footprint.of(spec).cache_bytes_per_token - 2 * 64 * 4
+        ModelSizeAndFlops.of(spec.without("0.0-1")).cache_bytes_per_token
+        == ModelSizeAndFlops.of(spec).cache_bytes_per_token
     )
-    assert Footprint.of(spec).parameters - Footprint.of(spec.without("0.0-2")).parameters == (3 + 3 + 1 + 1) * 64 * 576
-    assert Footprint.of(preset("bert-base")).cache_bytes_per_token == 0
+    assert (
+        ModelSizeAndFlops.of(spec.without("0.0-2")).cache_bytes_per_token
+        == ModelSizeAndFlops.of(spec).cache_bytes_per_token - 2 * 64 * 4
+    )
+    assert (
+        ModelSizeAndFlops.of(spec).parameters - ModelSizeAndFlops.of(spec.without("0.0-2")).parameters
+        == (3 + 3 + 1 + 1) * 64 * 576
+    )
+    assert ModelSizeAndFlops.of(preset("bert-base")).cache_bytes_per_token == 0
 
 
 @pytest.mark.parametrize("name", ["decoder", "decoder, rotary", "decoder, windows"])
@@ -84,7 +90,7 @@ def test_footprint_cache_bytes_equal_allocated_cache(name: str) -> None:
         small = prune(model, heads=pattern, fold_mean=False)
         cache = small.cache("static", 19)
         small(token_ids(2, 7), cache=cache)
-        assert cache.nbytes == 2 * 19 * Footprint.of(small.spec, element_bytes=8).cache_bytes_per_token
+        assert cache.nbytes == 2 * 19 * ModelSizeAndFlops.of(small.spec, element_bytes=8).cache_bytes_per_token
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -131,8 +137,8 @@ def test_report_losses_equal_plain_calls() -> None:
     )
     for estimate in (result.loss_before, result.loss_after, result.loss_increase, result.increase_over_random):
         assert estimate.low < estimate.mean < estimate.high
-    assert result.before == Footprint.of(model.spec, 64, 8)
-    assert result.after == Footprint.of(small.spec, 64, 8)
+    assert result.before == ModelSizeAndFlops.of(model.spec, 64, 8)
+    assert result.after == ModelSizeAndFlops.of(small.spec, 64, 8)
     assert len(result.footprint_rows()) == 7
     assert result.footprint_rows()[-1] == [
         "seconds, 64 tokens",

@@ -13,7 +13,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.compression import PruneRequest, StreamingRequest
 from headwise.compression.passkey_test import KEY_DIGITS, PasskeyCase, PasskeyResults, make_passkey_cases, run_passkeys
-from headwise.compression.plan_report import Footprint, apply_random_compression, report
+from headwise.compression.plan_report import ModelSizeAndFlops, apply_random_compression, report
 from headwise.compression.streaming_selection import STREAM_RANKERS
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
@@ -314,7 +314,7 @@ def test_footprint_streaming_heads_cache_bytes() -> None:
     half = spec.with_cache(
         {str(head): CachePolicy(sink_tokens=4, window=128) for head in spec.cached_kv_head_addresses[::2]}
     )
-    assert Footprint.of(half, 4096).cache_bytes_per_token == round(45 * 512 * (4096 + 132) / 4096)
+    assert ModelSizeAndFlops.of(half, 4096).cache_bytes_per_token == round(45 * 512 * (4096 + 132) / 4096)
 
 
 # Pass keys.

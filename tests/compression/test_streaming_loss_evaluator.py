@@ -20,7 +20,7 @@ from headwise.compression.streaming_loss_evaluator import (
     NOUNS,
     QUESTIONS,
     TOKENS,
-    StreamingLossEvaluator,
+    StreamingHeadLossEvaluator,
     StreamingTestResult,
 )
 from headwise.model import Transformer
@@ -66,11 +66,11 @@ def induction() -> WordModel:
 
 
 @pytest.fixture(scope="module")
-def evaluation(induction: WordModel) -> StreamingLossEvaluator:
-    return StreamingLossEvaluator.of(induction.model, STREAMING_POLICY, texts())
+def evaluation(induction: WordModel) -> StreamingHeadLossEvaluator:
+    return StreamingHeadLossEvaluator.of(induction.model, STREAMING_POLICY, texts())
 
 
-def streamed(model: Transformer, evaluation: StreamingLossEvaluator, key: str) -> StreamingTestResult:
+def streamed(model: Transformer, evaluation: StreamingHeadLossEvaluator, key: str) -> StreamingTestResult:
     with streaming(model, (Address.parse(key),), STREAMING_POLICY):
         return evaluation.test(model)
 
@@ -86,7 +86,7 @@ def test_streaming_cost_built_heads_both_meet_the_attention_condition(induction:
 
 
 def test_streaming_cost_built_previous_token_head_passes(
-    induction: WordModel, evaluation: StreamingLossEvaluator
+    induction: WordModel, evaluation: StreamingHeadLossEvaluator
 ) -> None:
     test = streamed(induction.model, evaluation, "0.0")
     assert tuple(cost.kind for cost in test.costs) == KINDS
@@ -94,7 +94,9 @@ def test_streaming_cost_built_previous_token_head_passes(
     assert test.passed
 
 
-def test_streaming_cost_built_induction_head_fails(induction: WordModel, evaluation: StreamingLossEvaluator) -> None:
+def test_streaming_cost_built_induction_head_fails(
+    induction: WordModel, evaluation: StreamingHeadLossEvaluator
+) -> None:
     test = streamed(induction.model, evaluation, "1.0")
     costs = {cost.kind: cost.loss_increase for cost in test.costs}
     assert tuple(costs) == KINDS
@@ -105,7 +107,7 @@ def test_streaming_cost_built_induction_head_fails(induction: WordModel, evaluat
     assert not test.passed
 
 
-def test_streaming_cost_equals_loss_by_hand(induction: WordModel, evaluation: StreamingLossEvaluator) -> None:
+def test_streaming_cost_equals_loss_by_hand(induction: WordModel, evaluation: StreamingHeadLossEvaluator) -> None:
     """Batch by batch, with a model whose spec has the cache policy."""
     small = hw.apply(hw.plan_pruning(induction.model, cache={"1.0": STREAMING_POLICY}), induction.model)
     costs = {cost.kind: cost for cost in evaluation.test(small).costs}
@@ -125,7 +127,7 @@ def test_streaming_cost_equals_loss_by_hand(induction: WordModel, evaluation: St
         assert cost.loss_increase.mean == pytest.approx(loss(small, kind) - cost.full_loss, abs=1e-5)
 
 
-def test_streaming_cost_targets_are_outside_the_window(evaluation: StreamingLossEvaluator) -> None:
+def test_streaming_cost_targets_are_outside_the_window(evaluation: StreamingHeadLossEvaluator) -> None:
     """A copy has its original, and an answer its fact, among the evicted tokens."""
     for batch in evaluation.kinds[TOKENS].batches:
         assert batch.targets is not None
@@ -163,11 +165,11 @@ def test_streaming_cost_model_without_retrieval_never_passes() -> None:
     """A model that cannot repeat anything has no loss increase. This must not count as evidence."""
     built = WordModel(words(), heads=1, positions=LENGTH)
     built.set_head("0.0", position_scores=scores_to_offset(1, num_positions=LENGTH), output_map=torch.eye(built.V))
-    evaluation = StreamingLossEvaluator.of(built.model, STREAMING_POLICY, texts())
+    evaluation = StreamingHeadLossEvaluator.of(built.model, STREAMING_POLICY, texts())
     assert set(evaluation.kinds) == {"running text"}
     assert not streamed(built.model, evaluation, "0.0").passed
 
 
 def test_streaming_cost_short_context_measures_nothing() -> None:
     built = WordModel(words(), heads=1, positions=STREAMING_POLICY.sink_tokens + (STREAMING_POLICY.window or 0))
-    assert StreamingLossEvaluator.of(built.model, STREAMING_POLICY, texts()).kinds == {}
+    assert StreamingHeadLossEvaluator.of(built.model, STREAMING_POLICY, texts()).kinds == {}

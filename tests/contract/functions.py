@@ -11,9 +11,9 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.analysis.ablation.recorded_head_outputs import mean_activations, record_z
-from headwise.analysis.attribution.head_output_analysis import (
-    copying_scores,
+from headwise.analysis.attribution.head_output_scores import (
     output_shares,
+    ov_eigenvalue_scores,
     token_effects,
     value_weighted_map,
 )
@@ -119,7 +119,7 @@ ANALYSIS_FUNCTIONS: dict[str, ModelFunction] = {
     "linear_probe": lambda model, name: linear_probe(model, TEXTS * 4, targets="position"),
     "scan": _scan,
     "logit_attribution": lambda model, name: logit_attribution(model, TEXTS[0], 3).parts,
-    "copying_scores": lambda model, name: copying_scores(model),
+    "ov_eigenvalue_scores": lambda model, name: ov_eigenvalue_scores(model),
     "token_effects": lambda model, name: token_effects(model, _head(model), TEXTS[0]),
     "value_weighted_map": lambda model, name: (
         value_weighted_map(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.analysis.ablation.recorded_head_outputs import mean_activations
-from headwise.analysis.attribution.head_output_analysis import output_shares, token_effects, value_weighted_map
+from headwise.analysis.attribution.head_output_scores import output_shares, token_effects, value_weighted_map
 from headwise.analysis.attribution.linear_probes import linear_probe
 from headwise.analysis.attribution.logit_attribution import logit_attribution
 from headwise.analysis.metrics.variability import variability
@@ -30,7 +30,7 @@ from headwise.compression.pruning_curve import pruning_curve
 from headwise.compression.recovery_finetune import recover
 from headwise.experiments.claim_tests.ensemble import ensemble_loss
 from headwise.model import Transformer
-from headwise.model.layers import Embedding
+from headwise.model.non_attention_layers import Embedding
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text import Corpus, Tokenizer
 from headwise.text.build_tokenizers import add_bos_eos, add_mask_token, byte_tokenizer, word_tokenizer

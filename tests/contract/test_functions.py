@@ -61,7 +61,7 @@ FEW_FUNCTIONS = ("attention_maps", "prune")
 # caller's batch, which is tested below with padding on both sides. Recovery trains on right-padded rows.
 UNPADDED = (
     *(
-        "copying_scores",
+        "ov_eigenvalue_scores",
         "quantize",
         "attention_maps",
         "scan",

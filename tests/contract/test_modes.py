@@ -10,7 +10,7 @@ from torch import nn
 
 import headwise as hw
 from headwise.analysis.ablation.recorded_head_outputs import mean_activations, record_z
-from headwise.analysis.attribution.head_output_analysis import output_shares, token_effects, value_weighted_map
+from headwise.analysis.attribution.head_output_scores import output_shares, token_effects, value_weighted_map
 from headwise.analysis.attribution.linear_probes import linear_probe
 from headwise.analysis.attribution.logit_attribution import logit_attribution
 from headwise.analysis.metrics.variability import variability

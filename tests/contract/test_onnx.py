@@ -28,7 +28,7 @@ from headwise.kernels import (
     run_kernel,
     window,
 )
-from headwise.kernels.score_params import masked_scores, raw_scores, repeat_kv
+from headwise.kernels.score_params import add_bias_and_mask, raw_scores, repeat_kv
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:onnx.*", "ignore::DeprecationWarning:onnx.*")
 
@@ -163,7 +163,7 @@ def operator_scores(call: AdaptedCall, mode: int) -> Tensor:
     if mode == 3:
         return attention_weights(call.q, call.k, call.params)
     raw = raw_scores(call.q, repeat_kv(call.k, call.params.kv_of_head), call.params)
-    return raw if mode < 2 else masked_scores(raw, call.params, range(T), range(S), T, S)
+    return raw if mode < 2 else add_bias_and_mask(raw, call.params, range(T), range(S), T, S)
 
 
 def check(case: NodeCase, output_name: str, got: Tensor) -> None:

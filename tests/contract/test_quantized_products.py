@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.heads.quantized_layers import QuantizedLinear, QuantizedWeight, try_fused_quantized_linear
+from headwise.heads.quantized_layers import QuantizedLinear, QuantizedWeight, try_joint_quantized_linear
 from headwise.kernels.matmul_tuner import AUTOTUNED, MatmulTuner
 from headwise.kernels.prepacked_fp16 import FP16_TOLERANCE, PREPACKERS, make_prepacked_matmul
 from headwise.spec.weight_bits import FULL_PRECISION
@@ -68,14 +68,14 @@ def test_decode_step_quantized_weights_equal_reference(bits: int, activation_bit
     layer = quantized_layer(weight[None], bits, activation_bits)
     others = tuple(quantized_layer(weight[None, :rows], bits, activation_bits) for rows in (64, 31, 31))
     with tuner.decode_step(layer, 3):
-        got, joint = layer.matmul(x, bias), try_fused_quantized_linear(others, x)
+        got, joint = layer.matmul(x, bias), try_joint_quantized_linear(others, x)
     quantized_input = layer.fake_quantize_input(x)
     assert_within(got, quantized_input, layer.dequantize()[0], bias)
     if joint is not None:
         assert_within(joint, quantized_input, torch.cat([other.dequantize()[0] for other in others]), None)
     prefill = torch.randn(1, 17, 96)
     with tuner.decode_step(layer, 17):
-        assert try_fused_quantized_linear(others, prefill) is None
+        assert try_joint_quantized_linear(others, prefill) is None
         assert torch.equal(
             layer.matmul(prefill, bias),
             torch.nn.functional.linear(layer.fake_quantize_input(prefill), layer.dequantize()[0], bias),

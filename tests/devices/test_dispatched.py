@@ -24,7 +24,10 @@ IDS = torch.tensor([[3, 5, 7, 9, 11]])
 
 # The modules on the CPU; all others are on the pretend device. Tied weights are on one device.
 FIRST_LAYER = {"llama": ("model.layers.0",), "gpt2": ("transformer.h.0",)}
-ON_CPU = {"llama": ("model.layers.1", "model.norm", "lm_head"), "gpt2": ("transformer.h.1", "transformer.ln_f")}
+ON_CPU = {
+    "llama": ("model.layers.1", "model.norm", "lm_head"),
+    "gpt2": ("transformer.h.1", "transformer.ln_f"),
+}
 
 
 def dispatch(model: Any, name: str = "llama") -> Any:

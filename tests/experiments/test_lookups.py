@@ -7,7 +7,7 @@ from headwise.errors import HeadwiseError
 from headwise.experiments.offset_lookup_task import (
     LookupModel,
     OffsetLookupTask,
-    lookup_accuracies,
+    mean_and_joint_lookup_accuracy,
     train_and_evaluate_lookups,
 )
 
@@ -47,7 +47,7 @@ def test_lookup_task_answers_at_offsets():
 def test_lookup_accuracy_one_head_per_lookup_is_one():
     lookup_model = make_lookup_model((1, 2), ((1,), (2,)))
     ids = lookup_model.task.sample(40, torch.Generator().manual_seed(0))
-    assert lookup_accuracies(lookup_model, ids) == (1.0, 1.0)
+    assert mean_and_joint_lookup_accuracy(lookup_model, ids) == (1.0, 1.0)
 
 
 def test_lookup_accuracy_one_head_for_two_lookups():
@@ -55,7 +55,7 @@ def test_lookup_accuracy_one_head_for_two_lookups():
     ids = lookup_model.task.sample(40, torch.Generator().manual_seed(0))
     answers = lookup_model.task.targets(ids)
     same = float((answers[..., 0] == answers[..., 1]).float().mean())
-    assert lookup_accuracies(lookup_model, ids) == pytest.approx((0.5 + same / 2, same))
+    assert mean_and_joint_lookup_accuracy(lookup_model, ids) == pytest.approx((0.5 + same / 2, same))
 
 
 def test_learn_lookups_needs_one_head_per_lookup():

@@ -9,10 +9,10 @@ import torch
 from headwise.heads import MultiHeadAttention
 from headwise.heads.balanced_basis import (
     LayerHeadMatrices,
-    balance_factors,
     balance_rotary_pair,
     balanced_basis,
     random_basis,
+    rebalance_factor_pair,
 )
 from tests.contract.layers import LAYERS, assert_equal, call_layer, make_layer, random_tensor
 
@@ -58,8 +58,8 @@ def test_balanced_values_and_outputs_share_singular_values() -> None:
 def test_balanced_pair_any_basis_gives_same_result() -> None:
     """W_V G and G⁻¹ W_O are the same head, so balancing gives the same matrices for any G."""
     left, right, G = random_tensor(13, 5), random_tensor(5, 17, seed=2), random_tensor(5, 5, seed=3)
-    first = balance_factors(left, right)
-    second = balance_factors(left @ G, torch.linalg.solve(G, right))
+    first = rebalance_factor_pair(left, right)
+    second = rebalance_factor_pair(left @ G, torch.linalg.solve(G, right))
     for expected, actual in zip(first, second, strict=True):
         assert_equal(expected, actual, 1e-9)
 
@@ -78,6 +78,6 @@ def test_balance_rotary_pair_any_rotation_gives_same_result() -> None:
 
 
 def test_balanced_pair_zero_output_stays_zero() -> None:
-    first, second = balance_factors(random_tensor(7, 3), torch.zeros(3, 5, dtype=torch.float64))
+    first, second = rebalance_factor_pair(random_tensor(7, 3), torch.zeros(3, 5, dtype=torch.float64))
     assert first.isfinite().all()
     assert not (first @ second).any()

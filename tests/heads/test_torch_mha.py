@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError
 from headwise.heads import MultiHeadAttention, from_torch, to_torch
 from headwise.kernels import Mask, causal
-from headwise.kernels.torch_masks import from_mha, from_mha_padding
+from headwise.kernels.torch_mask_conversion import from_mha, from_mha_padding
 from tests.contract.layers import HEADS, WIDTH, B, S, T, assert_equal, random_tensor
 
 SOURCE_WIDTH = 13

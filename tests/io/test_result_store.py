@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
-from headwise.io.result_store import ResultStore, default_folder, package_version, result_key
+from headwise.io.result_store import ResultStore, default_folder, result_key, version_with_code_digest
 from headwise.io.source_digest import source_digest
 
 KEY, OTHER = result_key({"a": 1}), result_key({"a": 2})
@@ -22,12 +22,12 @@ def test_key_depends_on_every_part_and_not_on_order() -> None:
 
 
 def test_key_depends_on_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwise.io.result_store.package_version", lambda: "another")
+    monkeypatch.setattr("headwise.io.result_store.version_with_code_digest", lambda: "another")
     assert result_key({"a": 1}) != KEY
 
 
 def test_version_names_the_package() -> None:
-    assert package_version().startswith(f"{hw.__version__}+")
+    assert version_with_code_digest().startswith(f"{hw.__version__}+")
 
 
 def test_content_returns_as_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from headwise.errors import HeadwiseError
 from headwise.kernels import Mask, attention, causal, document_mask, padding_mask, per_head, window
-from headwise.kernels.torch_masks import from_mha, from_mha_padding, from_sdpa, to_mha, to_sdpa
+from headwise.kernels.torch_mask_conversion import from_mha, from_mha_padding, from_sdpa, to_mha, to_sdpa
 from tests.contract.variants import BATCHES, FIXED_SETTINGS, TOKENS, masks
 
 B, H = 2, 3

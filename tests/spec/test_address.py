@@ -8,12 +8,12 @@ from headwise.errors import HeadwiseError
 from headwise.spec import (
     Address,
     AttentionSpec,
-    InputAddress,
+    EmbeddingOrLogitsAddress,
+    HeadInputAddress,
     KVAddress,
     LayerAddress,
     MLPAddress,
     ModelSpec,
-    StreamEndAddress,
     parse_node,
     select,
 )
@@ -171,28 +171,28 @@ kv_addresses = st.builds(KVAddress, stacks, numbers, numbers)
 nodes = st.one_of(
     addresses,
     kv_addresses,
-    st.builds(InputAddress, addresses, st.sampled_from("qkv")),
-    st.builds(InputAddress, kv_addresses, st.sampled_from("kv")),
+    st.builds(HeadInputAddress, addresses, st.sampled_from("qkv")),
+    st.builds(HeadInputAddress, kv_addresses, st.sampled_from("kv")),
     st.builds(MLPAddress, stacks, numbers),
-    st.sampled_from(StreamEndAddress),
+    st.sampled_from(EmbeddingOrLogitsAddress),
 )
 
 
 @FIXED_SETTINGS
 @given(node=nodes)
 def test_node_parse_of_str_round_trips(
-    node: Address | KVAddress | InputAddress | MLPAddress | StreamEndAddress,
+    node: Address | KVAddress | HeadInputAddress | MLPAddress | EmbeddingOrLogitsAddress,
 ) -> None:
     assert parse_node(f" {node} ") == node
 
 
 def test_node_text_is_short() -> None:
     assert str(KVAddress("", 18, 2)) == "18.kv2"
-    assert str(InputAddress(Address("", 18, 6), "k")) == "18.6.k"
-    assert str(InputAddress(KVAddress("cross", 18, 2), "v")) == "cross.18.kv2.v"
+    assert str(HeadInputAddress(Address("", 18, 6), "k")) == "18.6.k"
+    assert str(HeadInputAddress(KVAddress("cross", 18, 2), "v")) == "cross.18.kv2.v"
     assert str(MLPAddress("dec", 3)) == "dec.mlp.3"
-    assert [str(end) for end in StreamEndAddress] == ["embedding", "logits"]
-    assert InputAddress.parse("18.kv2.k").layer_address == LayerAddress("", 18)
+    assert [str(end) for end in EmbeddingOrLogitsAddress] == ["embedding", "logits"]
+    assert HeadInputAddress.parse("18.kv2.k").layer_address == LayerAddress("", 18)
     assert KVAddress("", 1, 9) < KVAddress("", 1, 10)
 
 

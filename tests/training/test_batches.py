@@ -12,7 +12,7 @@ from headwise.training.batch_samplers import (
     DocumentSampler,
     RandomWindowSampler,
     ShuffledWindowSampler,
-    causal_targets,
+    causal_inputs_and_targets,
     masked_targets,
     sequential_windows,
 )
@@ -73,7 +73,7 @@ def test_windows_too_few_tokens_raises(tokens: int) -> None:
 
 
 def test_causal_targets_are_next_tokens() -> None:
-    ids, targets = causal_targets(torch.arange(20).view(2, 10))
+    ids, targets = causal_inputs_and_targets(torch.arange(20).view(2, 10))
     assert ids.tolist() == [list(range(9)), list(range(10, 19))]
     assert torch.equal(targets, ids + 1)
 
@@ -164,7 +164,7 @@ def test_document_sampler_one_document_per_row_once_per_epoch() -> None:
     assert texts.rows_per_epoch == 3
     rows = {tuple(row) for row in texts.training_rows(0, 3).tolist()}
     assert rows == {(1, 5, 6, 0), (1, 7, 0, -1), (1, 8, 9, 8)}  # the long text is truncated
-    ids, targets = causal_targets(torch.tensor([[0, 7, 0, -1]]))
+    ids, targets = causal_inputs_and_targets(torch.tensor([[0, 7, 0, -1]]))
     assert ids.tolist() == [[0, 7, 0]]
     assert targets.tolist() == [[7, 0, IGNORE_INDEX]]
     with pytest.raises(HeadwiseError, match="no complete text"):

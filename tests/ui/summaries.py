@@ -13,13 +13,13 @@ from headwise.analysis.metrics.default_metrics import default_metrics
 from headwise.analysis.metrics.metric import Metric
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.relation_metric import RelationMetric
-from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExampleStore
 from headwise.analysis.metrics.token_classes import CLASSES
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.text_hash_split import bucket_of_text
 from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
 from headwise.analysis.roles.roles import assess, score
-from headwise.compression.head_compression_cost import HeadCompressionCosts
+from headwise.compression.head_compression_cost import HeadCompressionCost
 from headwise.kernels import causal
 from headwise.spec import Address
 from headwise.text import Alignment
@@ -37,7 +37,7 @@ MARKS = {"[SEP]": "special", ",": "delimiter", "Anna": "capitalized", "7": "digi
 
 
 def summary(
-    profile: Profile, head: str, facts: HeadFacts | None = None, cost: HeadCompressionCosts | None = None
+    profile: Profile, head: str, facts: HeadFacts | None = None, cost: HeadCompressionCost | None = None
 ) -> list[str]:
     """Return the summary lines of one head."""
     return [sentence.text for sentence in summary_lines(profile, profile[head], facts, cost)]

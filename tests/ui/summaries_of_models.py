@@ -15,7 +15,7 @@ from headwise.analysis.metrics.image_patches import image_metrics, patch_offsets
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.query_focused_retrieval import FACTS
 from headwise.analysis.metrics.retrieval import RetrievalMetric
-from headwise.analysis.metrics.role_examples import ExampleStore, RoleExample
+from headwise.analysis.metrics.role_example_positions import ExampleStore, RoleExample
 from headwise.analysis.recording.batching import make_batch
 from headwise.analysis.recording.read_images import InputImage, image_sample
 from headwise.analysis.roles.causal_test_results import CausalEffect
@@ -24,7 +24,7 @@ from headwise.analysis.roles.image_profile import IMAGE_ROLES
 from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
 from headwise.analysis.roles.prompt_role_definitions import PROMPT_ROLES
 from headwise.analysis.roles.roles import LEAD, SUPPRESSION_PROBE, RoleEvidence, assess, score
-from headwise.compression.head_compression_cost import HeadCompressionCosts, measure_head_compression_cost
+from headwise.compression.head_compression_cost import HeadCompressionCost, measure_head_compression_cost
 from headwise.spec import Address
 from headwise.spec.patch_grid import PatchGrid
 from headwise.text.build_tokenizers import byte_tokenizer
@@ -207,7 +207,7 @@ def asked_heads() -> Summaries:
     }
 
 
-def measure_head(model: hw.Transformer, head: HeadProfile, corpus: Any) -> tuple[HeadFacts, HeadCompressionCosts]:
+def measure_head(model: hw.Transformer, head: HeadProfile, corpus: Any) -> tuple[HeadFacts, HeadCompressionCost]:
     """Measure all facts of a head that its profile does not have."""
     return measure_head_facts(model, head, corpus), measure_head_compression_cost(model, head, corpus)
 

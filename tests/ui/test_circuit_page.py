@@ -26,7 +26,7 @@ from headwise.analysis.circuits.circuit_result import (
 from headwise.ui.circuit_layout import drawn_edges, place_nodes
 from headwise.ui.circuit_page import circuit_html
 from headwise.ui.circuit_text import circuit_parts
-from headwise.ui.figures.circuit_plot import draw_circuit, draw_circuit_graph
+from headwise.ui.figures.circuit_plot import draw_circuit_graph, draw_faithfulness_curves
 
 PROMPT = "a </script><b>&b</b> c"
 NODES = (
@@ -121,7 +121,7 @@ def test_graph_is_saved_as_image_and_as_edges(result: CircuitResult, tmp_path: P
     assert [(row["sender"], row["receiver"], float(row["effect"])) for row in rows] == [
         ("2.7", "5.kv1.k", 1.5), ("embedding", "2.7.v", -0.75), ("mlp.5", "logits", 0.1),
     ]  # fmt: skip
-    assert draw_circuit(result).save(tmp_path / "curve.pdf").read_bytes().startswith(b"%PDF")
+    assert draw_faithfulness_curves(result).save(tmp_path / "curve.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_text_lists_edges(result: CircuitResult) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
-from headwise.analysis.ablation.quantization_sensitivity import Sensitivity, sensitivity
+from headwise.analysis.ablation.quantization_sensitivity import SensitivityResult, sensitivity
 from headwise.compression import PruneRequest
 from headwise.compression.head_compression_cost import CACHE_TOKENS, head_cost_data
 from headwise.errors import HeadwiseError
@@ -78,7 +78,7 @@ def test_profile_report_costs_come_from_files(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n".join(TEXTS * 3))
     hw.plan_pruning(model, cache={"0.*": CachePolicy(sink_tokens=1, window=7)}).save(tmp_path / "plan.json")
     sensitivity(model, TEXTS, heads="0.1", bits=(4,), out=tmp_path / "bits.jsonl")
-    assert len(Sensitivity.load(tmp_path / "bits.jsonl")) == 2
+    assert len(SensitivityResult.load(tmp_path / "bits.jsonl")) == 2
     command = (
         "profile",
         tmp_path / "model",

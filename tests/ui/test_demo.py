@@ -14,7 +14,7 @@ from headwise.analysis.roles.roles import RoleEvidence
 from headwise.compression import PruneRequest
 from headwise.ui.demo_training import MAX_LOSS_INCREASE, DemoTrainResult, run_train_prune_demo
 from headwise.ui.head_summary import summary_lines
-from headwise.ui.pretrained_model_demo import PretrainedModelDemo, search_mapper_heads
+from headwise.ui.pretrained_model_demo import PretrainedDemoRunner, search_atom_mapping_heads
 from headwise.ui.print_demo import MAX_STAGE_LINES, StagePrinter, show_demo_head, show_demo_roles, show_demo_search
 from tests.runner import run_command
 
@@ -92,7 +92,7 @@ def test_demo_training_emergence_starts_below_threshold(result: DemoTrainResult)
 
 
 def test_demo_stages_run_on_real_models(tmp_path: Path) -> None:
-    demo, pieces = PretrainedModelDemo(tmp_path / "demo", quick=True), []
+    demo, pieces = PretrainedDemoRunner(tmp_path / "demo", quick=True), []
     text = demo.generate(pieces.append)
     assert "".join(pieces) == text
     assert len(text.split()) > 8
@@ -113,7 +113,7 @@ def test_demo_stages_run_on_real_models(tmp_path: Path) -> None:
     stages.print_stage("One head in words", "A sentence. " * 13)
     show_demo_head(many_roles, many_roles["0.0"], Path("report.html"), console)
     stages.print_stage("Heads that do a job", "A sentence. " * 13)
-    search = search_mapper_heads()
+    search = search_atom_mapping_heads()
     assert {head.split(".")[1] for head in search.supported_heads} == {"5"}
     show_demo_search(search, console)
     lengths = stage_lengths(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
@@ -133,7 +133,7 @@ def test_demo_stages_print_at_most_25_lines(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_demo_prune_recovers_real_model(tmp_path: Path) -> None:
-    pruned = PretrainedModelDemo(tmp_path / "demo", quick=True).prune()
+    pruned = PretrainedDemoRunner(tmp_path / "demo", quick=True).prune()
     assert len(pruned.plan.pruned_heads) == 27, "10% of 270"
     assert pruned.report.recovered is not None
     assert hw.Plan.load(pruned.plan_path).pruned_heads == pruned.plan.pruned_heads
@@ -145,11 +145,11 @@ def test_demo_costs_and_pruned_model_runs_in_llama_cpp(tmp_path: Path) -> None:
         DEMO_HEADS,
         compare_with_llama_cpp,
         demo_head_cache_rows,
-        measure_demo_head_sensitivity,
+        measure_demo_quantization_sensitivity,
     )
 
     model = hw.load("smollm2")
-    costs = measure_demo_head_sensitivity(model, 4)
+    costs = measure_demo_quantization_sensitivity(model, 4)
     assert {cost.part for cost in costs} == {"qk", "vo", "keys", "values"}
     assert all(any(head in cost.heads.split() for head in DEMO_HEADS) for cost in costs)
     assert [row[3] for row in demo_head_cache_rows(model)] == [

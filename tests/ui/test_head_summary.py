@@ -11,14 +11,14 @@ import torch
 import headwise as hw
 from headwise.analysis.ablation.importance import SingleHeadImportance
 from headwise.analysis.ablation.quantization_sensitivity import QuantizationCost
-from headwise.analysis.attribution.attended_token_effect import AttendedLogitEffect, direct_effects
-from headwise.analysis.attribution.head_output_analysis import TokenEffects
+from headwise.analysis.attribution.copy_logit_effect import CopyLogitEffect, direct_effects
+from headwise.analysis.attribution.head_output_scores import TokenEffects
 from headwise.analysis.head_facts import AblationSummary, ComposedHead, HeadFacts, OVSummary, measure_head_facts
 from headwise.analysis.metrics.far_attention import STREAMING_POLICY
-from headwise.analysis.metrics.role_examples import RoleExample
+from headwise.analysis.metrics.role_example_positions import RoleExample
 from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.roles import RoleEvidence
-from headwise.compression.head_compression_cost import HeadCompressionCosts, measure_head_compression_cost
+from headwise.compression.head_compression_cost import HeadCompressionCost, measure_head_compression_cost
 from headwise.compression.paired_evaluation import LossEstimate
 from headwise.compression.streaming_loss_evaluator import BOUND, KINDS, StreamingTestResult, TextKindStreamingCost
 from headwise.text.build_tokenizers import byte_tokenizer
@@ -105,13 +105,13 @@ def test_head_summary_contains_every_number(profile):
                    idle_pattern=("sink",), metrics={**head.metrics, "first": 0.62})  # fmt: skip
     facts = HeadFacts(
         OVSummary(-0.45, 0.02, (TokenEffects(" ship", [(" harbour", 2.0)], [(" paint", -1.0)]),),
-              AttendedLogitEffect(0.66, 0.47, 0.85, 1027, 0.007, 22)),
+              CopyLogitEffect(0.66, 0.47, 0.85, 1027, 0.007, 22)),
         AblationSummary(
             SingleHeadImportance("0.0", 0.031, 0.02, 0.04, 0.011, -0.01, 0.03), "ablation", "mean", "nats per token", 64
         ),
         ("0.1", "0.2"), ComposedHead("0.3", 0.19, 0.04), None, (("1.1", 0.123),),
     )  # fmt: skip
-    head_cost = HeadCompressionCosts(
+    head_cost = HeadCompressionCost(
         (QuantizationCost("0.0", "0.0 0.1", "qk", 4, 0.0012, -0.001, 0.003, 0.01),), "nats per token",
         16, 2_097_152, "0.0",
         StreamingTestResult(hw.CachePolicy(sink_tokens=4, window=128),
@@ -172,7 +172,7 @@ def test_head_summary_direct_effect_sentence_follows_the_interval(profile):
     }
     for (low, high), claim in claims.items():
         for score in (-0.9, 0.9, float("nan")):  # the eigenvalue score does not change the summary
-            ov_summary = OVSummary(score, 0.02, (), AttendedLogitEffect((low + high) / 2, low, high, 50, 0.1, 9))
+            ov_summary = OVSummary(score, 0.02, (), CopyLogitEffect((low + high) / 2, low, high, 50, 0.1, 9))
             assert claim in lines_by_term(profile, head, HeadFacts(ov_summary))["direct effect"]
     assert set(lines_by_term(profile, head, HeadFacts(OVSummary(0.9, 0.02)))) == {"unclear", "idle pattern"}, (
         "no facts, no lines"
@@ -215,7 +215,7 @@ def test_head_summary_streaming_recommended_only_if_attention_and_all_losses_all
 ):
     flags = None if local is None else np.full(len(profile), local)
     monkeypatch.setattr("headwise.ui.head_summary.streaming_candidate_mask", lambda accumulator: flags)
-    head_cost = HeadCompressionCosts(kv_head="0.0", streaming_cost=StreamingTestResult(STREAMING_POLICY, measured))
+    head_cost = HeadCompressionCost(kv_head="0.0", streaming_cost=StreamingTestResult(STREAMING_POLICY, measured))
     text = lines_by_term(profile, next(iter(profile)), cost=head_cost).get("streaming", "")
     assert ("can stream" in text) == recommended
     assert all(f"{cost.kind} 2.50" in text for cost in measured)

@@ -10,7 +10,7 @@ import torch
 
 import headwise as hw
 from headwise.analysis import sentence_recording
-from headwise.analysis.attribution.head_output_analysis import output_shares, value_weighted_map
+from headwise.analysis.attribution.head_output_scores import output_shares, value_weighted_map
 from headwise.analysis.metrics.top_contexts import AttentionContext
 from headwise.analysis.recording.attention_maps import attention_maps
 from headwise.analysis.recording.recording import record
@@ -24,7 +24,7 @@ from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import byte_tokenizer
 from headwise.text.corpus import Corpus
 from headwise.ui.claims_page_data import claim_dicts, claims_report_data
-from headwise.ui.report_data import _context_data, make_report_data, make_sentence_data, page_files
+from headwise.ui.report_data import _attention_context_data, make_report_data, make_sentence_data, page_files
 from headwise.ui.sentence_page_data import to_sqrt_bytes
 
 
@@ -190,9 +190,18 @@ def test_report_data_claims_from_results_or_dicts(profile):
 
 def test_context_marks_become_parts():
     context = AttentionContext("[CLS]", "*", 0.5, 0, 0, 2, "[[CLS]] [a] *** b")
-    assert _context_data(context)["segments"] == [["token", "[CLS]"], ["", " [a] "], ["attended", "*"], ["", " b"]]
+    assert _attention_context_data(context)["segments"] == [
+        ["token", "[CLS]"],
+        ["", " [a] "],
+        ["attended", "*"],
+        ["", " b"],
+    ]
     reversed_context = AttentionContext("it", "cat", 0.5, 0, 2, 0, "*cat* saw [it]")
-    assert _context_data(reversed_context)["segments"] == [["attended", "cat"], ["", " saw "], ["token", "it"]]
+    assert _attention_context_data(reversed_context)["segments"] == [
+        ["attended", "cat"],
+        ["", " saw "],
+        ["token", "it"],
+    ]
 
 
 def test_page_files_are_present_and_small():

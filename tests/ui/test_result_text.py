@@ -129,10 +129,10 @@ CASES = {
         lambda: hw.importance(model(), TEXTS, ranking="attribution", heads="0-1.*"), lambda result: f"{result.mean.max():.4g}"
     ),
     "HeadSimilarityResult": ResultCase(lambda: hw.compare_heads(model(), TEXTS, rows=16), lambda result: "96 heads"),
-    "HeadMatching": ResultCase(
+    "NearestHeadMatches": ResultCase(
         lambda: hw.match_heads(model(), model(), TEXTS, max_texts=8), lambda result: f"{len(result.matched)} of 96 heads"
     ),
-    "Sensitivity": ResultCase(sensitivity, lambda result: f"{result.loss_increase.max():.4g}"),
+    "SensitivityResult": ResultCase(sensitivity, lambda result: f"{result.loss_increase.max():.4g}"),
     "Plan": ResultCase(lambda: hw.plan_pruning(model(), PruneRequest(keep=0.5, ranking="random", fold_mean=False)),
                        lambda result: "48 of 96 heads pruned"),
     "Plan, cache": ResultCase(

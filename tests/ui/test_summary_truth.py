@@ -70,7 +70,7 @@ def relation_templates() -> Iterable[Template]:
             relation, direction = name.rsplit(" ", 1)
             if relation not in CONTROL_RELATIONS:
                 role = ROLE_OF_RELATION.get(relation, relation)
-                described = RELATION_ROLES.get(role) or role_descriptions._arc_patterns(role)
+                described = RELATION_ROLES.get(role) or role_descriptions._describe_arc_directions(role)
                 others = ("owned", "first word") if heads is followers else ()
                 pattern = re.escape(f"{described['><'.index(direction)]} ({role} {direction}): ")
                 yield Template(pattern, heads, name, (f"{relation} {OPPOSITE[direction]}", *others))

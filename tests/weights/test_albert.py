@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 import headwise as hw
-from headwise.analysis.finding.bundled_examples import ATOM_MAPS
+from headwise.analysis.finding.bundled_examples_path import ATOM_MAPS
 from headwise.analysis.finding.job_examples import read_examples
 from headwise.compression import PruneRequest
 from headwise.errors import HeadwiseError

@@ -26,9 +26,9 @@ from headwise.analysis.ablation.recorded_head_outputs import (
     gather_z_at_positions,
     mean_activations,
     mean_of_outputs,
+    position_ids_without_padding,
     record_z,
     selected_hook_points,
-    token_positions,
 )
 from headwise.analysis.recording.model_calls import reads_calls
 from headwise.analysis.recording.recording import HasHookPoints
@@ -226,7 +226,7 @@ def make_replacement_fn(
     if ablation == "mean":
         if means is None:
             raise ArgumentError("means: required for mean ablation. Pass means=mean_activations(model, corpus).")
-        return lambda z: means.at_positions(selected, token_positions(z, attention_mask))
+        return lambda z: means.at_positions(selected, position_ids_without_padding(z, attention_mask))
     if ablation != "resample":
         raise ArgumentError(
             f"ablation={ablation!r}: unknown ablation method; {suggest_names(ablation, ABLATION_METHODS)}"
@@ -235,14 +235,14 @@ def make_replacement_fn(
         return lambda z: gather_z_at_positions(
             other.z_of_heads(selected),
             other.attention_masks[hook_point.address],
-            token_positions(z, attention_mask),
+            position_ids_without_padding(z, attention_mask),
             len(z),
         )
     index = [hook_point.head_index(address) for address in selected]
-    return lambda z: _borrow_from_batch(z[:, index], _donor_rows(other, z), attention_mask)
+    return lambda z: _borrow_from_batch(z[:, index], _donor_indices(other, z), attention_mask)
 
 
-def _donor_rows(other: Tensor | None, z: Tensor) -> Tensor:
+def _donor_indices(other: Tensor | None, z: Tensor) -> Tensor:
     """Return the index of the donor example of each example, (B,)."""
     B = len(z)
     if other is None:
@@ -265,7 +265,7 @@ def _borrow_from_batch(z: Tensor, donors: Tensor, attention_mask: Tensor | None)
     return gather_z_at_positions(
         z[donors],
         None if attention_mask is None else attention_mask[donors],
-        token_positions(z, attention_mask),
+        position_ids_without_padding(z, attention_mask),
         len(z),
     )
 

@@ -19,7 +19,7 @@ from headwise.analysis.ablation.gradient_memory import GradientMemoryPlan, froze
 from headwise.analysis.ablation.recorded_head_outputs import selected_hook_points
 from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import Edit, HookPoint
-from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.enable_grad import enable_gradients
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol
 from headwise.spec import Address, ModelSpec
@@ -99,7 +99,7 @@ def ablation_gradients(
             "has gradient 0 at the unmodified model. Use ranking='ablation'."
         )
     leaves: dict[Address, Tensor] = {}
-    with gradients_enabled(model), frozen_weights(model), ExitStack() as stack:
+    with enable_gradients(model), frozen_weights(model), ExitStack() as stack:
         memory = memory or GradientMemoryPlan.measure(model, batch.ids, batch.source)
         stack.enter_context(memory.recompute_blocks_if_large(model, batch.num_tokens))
         for hook_point, selected in selected_hook_points(model, heads):

@@ -16,14 +16,22 @@ from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall, HookPoint, listeners_suspended
 from headwise.kernels import rounding_bound, run_kernel
 from headwise.model import ModelProtocol
-from headwise.spec import Address, InputAddress, KVAddress, MLPAddress, NodeAddress, StreamEndAddress, parse_node
+from headwise.spec import (
+    Address,
+    EmbeddingOrLogitsAddress,
+    HeadInputAddress,
+    KVAddress,
+    MLPAddress,
+    NodeAddress,
+    parse_node,
+)
 
 # Order of the parts within a layer: the heads read the stream, the heads write, the MLP reads, the MLP writes.
 HEADS_READ, HEADS_WRITE, MLP_READS, MLP_WRITES = range(4)
 # Roundings of an attention output, and relative tolerance in full precision, of the check that z is the attention of q, k, v.
 ROUNDINGS, TOLERANCE = 16, 1e-5
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-Part = NodeAddress | InputAddress
+Part = NodeAddress | HeadInputAddress
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +127,8 @@ class DecoderParts:
         part = text if not isinstance(text, str) else parse_node(text)
         if not isinstance(part, Part):
             raise ArgumentError(f"path: {part!r} is not an address. Use a string such as '18.6', '18.6.k' or 'mlp.18'.")
-        owner = part.head if isinstance(part, InputAddress) else part
-        if isinstance(owner, StreamEndAddress):
+        owner = part.head if isinstance(part, HeadInputAddress) else part
+        if isinstance(owner, EmbeddingOrLogitsAddress):
             return part
         if owner.stack or owner.layer not in self.residual.layers:
             raise ArgumentError(
@@ -143,30 +151,30 @@ class DecoderParts:
 
     def writes_at(self, part: Part) -> tuple[int, int]:
         """Return the layer and the place in it at which a part adds to the residual stream."""
-        if isinstance(part, InputAddress) or part is StreamEndAddress.LOGITS:
+        if isinstance(part, HeadInputAddress) or part is EmbeddingOrLogitsAddress.LOGITS:
             raise ArgumentError(
                 f"path: {part} does not write to the residual stream, so a path cannot start there. Start with a head, a KV "
-                f"head, an MLP or the embedding, for example {part.head if isinstance(part, InputAddress) else '5.1'}."
+                f"head, an MLP or the embedding, for example {part.head if isinstance(part, HeadInputAddress) else '5.1'}."
             )
-        if isinstance(part, StreamEndAddress):
+        if isinstance(part, EmbeddingOrLogitsAddress):
             return -1, MLP_WRITES
         return part.layer, MLP_WRITES if isinstance(part, MLPAddress) else HEADS_WRITE
 
     def reads_at(self, part: Part) -> tuple[int, int]:
         """Return the layer and the place in it at which a part reads the residual stream."""
-        if part is StreamEndAddress.EMBEDDING:
+        if part is EmbeddingOrLogitsAddress.EMBEDDING:
             raise ArgumentError(
                 "path: the embedding does not read the residual stream, so a path cannot lead there. Put it first."
             )
-        if isinstance(part, StreamEndAddress):
+        if isinstance(part, EmbeddingOrLogitsAddress):
             return max(self.residual.layers) + 1, HEADS_READ
-        owner = part.head if isinstance(part, InputAddress) else part
+        owner = part.head if isinstance(part, HeadInputAddress) else part
         return owner.layer, MLP_READS if isinstance(owner, MLPAddress) else HEADS_READ
 
-    def inputs_of(self, part: Address | KVAddress | InputAddress) -> dict[str, tuple[int, ...]]:
+    def inputs_of(self, part: Address | KVAddress | HeadInputAddress) -> dict[str, tuple[int, ...]]:
         """Return the indices of the query heads that read other inputs if a part is the receiver, by projection."""
-        owner = part.head if isinstance(part, InputAddress) else part
-        projections = part.projection if isinstance(part, InputAddress) else "qkv"
+        owner = part.head if isinstance(part, HeadInputAddress) else part
+        projections = part.projection if isinstance(part, HeadInputAddress) else "qkv"
         if isinstance(owner, KVAddress):
             projections = projections.replace("q", "")
         return dict.fromkeys(projections, self.head_indices(owner))

@@ -143,8 +143,8 @@ class TargetBatch:
             for ids in (self.targets, self.rivals)
         )
         assert targets is not None
-        nll = _summed_nll(model, hidden, targets.repeat(copies, 1))
-        return nll if rivals is None else nll - _summed_nll(model, hidden, rivals.repeat(copies, 1))
+        nll = _nll_per_text(model, hidden, targets.repeat(copies, 1))
+        return nll if rivals is None else nll - _nll_per_text(model, hidden, rivals.repeat(copies, 1))
 
     def loss_increase(self, scores: Tensor, clean: Tensor) -> Tensor:
         """Return how much worse the scores are than those of the unmodified model: (B, …), (B, …) → (B,)."""
@@ -208,7 +208,7 @@ def check_metric(model: ModelProtocol, metric: str) -> None:
         )
 
 
-def _summed_nll(model: ModelProtocol, hidden: Tensor, targets: Tensor) -> Tensor:
+def _nll_per_text(model: ModelProtocol, hidden: Tensor, targets: Tensor) -> Tensor:
     """Sum −log p of the targets per text, with at most MAX_LOGITS logits in memory: (N, R, D), (N, R) → (N,)."""
     assert model.output is not None
     has_target = targets != IGNORE_INDEX

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.enable_grad import enable_gradients
 from headwise.model import ModelProtocol
 from headwise.model.chunked_cross_entropy import chunked_cross_entropy
 
@@ -68,7 +68,7 @@ class GradientMemoryPlan:
             for hook_point in model.gathered_hook_points()
             if hook_point.head_ids
         }
-        with gradients_enabled(model), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        with enable_gradients(model), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             output = model(ids, source=source, gates=gates, hidden=True)
         del output
         num_tokens = ids.numel() + (0 if source is None else source.numel())

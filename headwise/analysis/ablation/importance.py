@@ -42,7 +42,7 @@ from headwise.analysis.ablation.recorded_head_outputs import (
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval, bootstrap_interval
 from headwise.analysis.recording.batching import TextSample, make_batch, make_batches, reachable_hook_points
-from headwise.analysis.recording.model_calls import call_list, is_call_list, reads_calls
+from headwise.analysis.recording.model_calls import is_call_list, normalize_call_list, reads_calls
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import ArgumentError, suggest_names
 from headwise.heads.head import HeadPattern
@@ -302,7 +302,7 @@ def importance(
                 f"corpus: a corpus of model calls, [{{...}}, ...], supports only ranking='ablation' or 'gradient' with zero "
                 f"ablation. Got {unsupported}. Remove this argument, or pass texts as the corpus."
             )
-        calls = call_list(model, corpus)
+        calls = normalize_call_list(model, corpus)
         selected, accumulator, num_samples = importance_on_model_kwargs(
             model, calls, ranking, heads, loss, progress, means
         )
@@ -327,7 +327,7 @@ def importance(
         num_samples = tokenized.count_if_small()
         memory = None if ranking == "ablation" else _gradient_memory(model, tokenized)
         max_tokens = max(1, batch_tokens // BATCH_DIVISOR) if memory is None else min(batch_tokens, memory.max_tokens)
-        target_batches = _TargetBatches(model, tokenized, metric, ablation, means, max_tokens)
+        target_batches = _AblationBatches(model, tokenized, metric, ablation, means, max_tokens)
         accumulator = Accumulator(heads=len(selected))
         for batch, make_replacement in target_batches.with_replacements(selected):
             if ranking == "ablation":
@@ -351,7 +351,7 @@ def importance(
     return Importance(selected, ranking, ablation, metric, result.texts, accumulator, compared)
 
 
-class _TargetBatches:
+class _AblationBatches:
     """Batches of a corpus with the replacements for ablated heads. Can be iterated several times."""
 
     def __init__(

@@ -18,7 +18,7 @@ from headwise.analysis.recording.model_calls import run_call
 from headwise.errors import ArgumentError
 from headwise.heads.head import HeadPattern
 from headwise.heads.hook_point import HookPoint
-from headwise.kernels.enable_grad import copy_inference_tensors, gradients_enabled
+from headwise.kernels.enable_grad import copy_inference_tensors, enable_gradients
 from headwise.model import ModelProtocol, eval_mode
 from headwise.progress import Progress
 from headwise.spec import Address
@@ -99,7 +99,7 @@ def _ablation_losses(
 def _gate_gradients(
     model: Any, call: Any, loss_fn: LossFunction, hook_points: SelectedHookPoints
 ) -> tuple[list[float], float]:
-    with gradients_enabled(model), frozen_weights(model), ExitStack() as stack:
+    with enable_gradients(model), frozen_weights(model), ExitStack() as stack:
         call = copy_inference_tensors(call)
         gates = [
             torch.ones(len(hook_point.head_addresses), device=model.device, requires_grad=True, dtype=torch.float32)

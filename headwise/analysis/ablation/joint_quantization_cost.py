@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headwise.analysis.ablation.eval_targets import check_metric, evaluable_samples, make_target_batch
-from headwise.analysis.ablation.quantization_sensitivity import BATCH_TOKENS, default_weight_basis, make_rerunner
+from headwise.analysis.ablation.quantization_sensitivity import BATCH_TOKENS, default_quantization_basis, make_rerunner
 from headwise.analysis.ablation.recorded_head_outputs import eval_corpus
 from headwise.analysis.ablation.temporary_quantization import (
     WEIGHT_PARTS,
@@ -23,7 +23,7 @@ from headwise.analysis.ablation.temporary_quantization import (
     check_parts,
     check_writable,
     quantization_targets,
-    quantized_part,
+    temporarily_quantized_part,
 )
 from headwise.analysis.recording.batching import make_batches
 from headwise.errors import ArgumentError, suggest_names
@@ -123,7 +123,7 @@ def joint_quantization_costs(
     used = {layer_of[key] for head_set in requested for key in head_set}
     base = {
         index: change_basis(
-            LayerHeadMatrices.from_layer(layers[index]), layers[index].spec, default_weight_basis(model)
+            LayerHeadMatrices.from_layer(layers[index]), layers[index].spec, default_quantization_basis(model)
         )
         for index in used
     }
@@ -134,7 +134,7 @@ def joint_quantization_costs(
             for key in head_set:
                 for entry in targets_of[key]:
                     layer = layers[layer_of[key]]
-                    stack.enter_context(quantized_part(layer, entry, base[layer_of[key]], GROUP_SIZE, None))
+                    stack.enter_context(temporarily_quantized_part(layer, entry, base[layer_of[key]], GROUP_SIZE, None))
             yield
 
     results: dict[HeadSet, list[list[float]]] = {}

@@ -39,7 +39,7 @@ from headwise.analysis.ablation.decoder_parts import (
 from headwise.errors import ArgumentError
 from headwise.heads.hook_point import Edit
 from headwise.model import ModelProtocol, eval_mode
-from headwise.spec import Address, InputAddress, KVAddress, MLPAddress, StreamEndAddress
+from headwise.spec import Address, EmbeddingOrLogitsAddress, HeadInputAddress, KVAddress, MLPAddress
 
 
 @dataclass(eq=False)
@@ -115,7 +115,7 @@ def parse_path(parts: DecoderParts, path: Sequence[Any]) -> tuple[Part, ...]:
 
 def _owner(part: Part) -> Part:
     """Return the head of an input. Between sender and receiver an input stands for the output of its head."""
-    return part.head if isinstance(part, InputAddress) else part
+    return part.head if isinstance(part, HeadInputAddress) else part
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def _check_tokens(tokens: int, other_tokens: int) -> None:
         )
 
 
-def changed_mlp(
+def clean_and_changed_mlp_output(
     parts: DecoderParts, layer: int, block_input: BlockInput, delta: Tensor | None, dz: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the output of an MLP in the clean run, and if it reads a changed residual stream. Attention stays clean.
@@ -212,7 +212,7 @@ class PathPatch:
         with ExitStack() as stack:
             stack.enter_context(recording_sender(self.parts, self.nodes[0], self.clean))
             for node in self.nodes[1:]:
-                if not isinstance(node, StreamEndAddress):
+                if not isinstance(node, EmbeddingOrLogitsAddress):
                     layer, is_last = self.parts.reads_at(node)[0], node is receiver
                     run = partial(self._run_receiver, node, is_last=is_last)
                     stack.enter_context(on_block_input(self.parts, layer, run))
@@ -221,7 +221,7 @@ class PathPatch:
 
     def _open_replacement(self, receiver: Part, stack: ExitStack) -> None:
         """Replace the output of the receiver."""
-        if isinstance(receiver, StreamEndAddress):
+        if isinstance(receiver, EmbeddingOrLogitsAddress):
             norm = self.parts.residual.norm.module
             stack.callback(norm.register_forward_pre_hook(self._change_final_stream).remove)
         elif isinstance(receiver, MLPAddress):
@@ -242,7 +242,7 @@ class PathPatch:
             return output
         return with_first(output, self.replacement)
 
-    def _z_edit(self, receiver: Address | KVAddress | InputAddress) -> Edit:
+    def _z_edit(self, receiver: Address | KVAddress | HeadInputAddress) -> Edit:
         heads = [*next(iter(self.parts.inputs_of(receiver).values()))]
 
         def edit(z: Tensor) -> Tensor:
@@ -290,16 +290,16 @@ class PathPatch:
     def _changed_mlp(self, node: MLPAddress, block_input: BlockInput) -> tuple[Tensor, Tensor]:
         sender = self.nodes[self.nodes.index(node) - 1]
         if self.parts.writes_at(_owner(sender))[0] != node.layer:
-            return changed_mlp(self.parts, node.layer, block_input, self._incoming_change().delta)
+            return clean_and_changed_mlp_output(self.parts, node.layer, block_input, self._incoming_change().delta)
         change = self._incoming_change(self.parts.run_block(node.layer, block_input, keep_edits=True))
         assert change.dz is not None, "a sender of the same layer is a head"
         z_shape = (*change.dz.shape[:1], len(self.parts.layers[node.layer].spec.head_ids), *change.dz.shape[2:])
         dz = change.dz.new_zeros(z_shape)
         dz[:, list(change.heads)] = change.dz
-        return changed_mlp(self.parts, node.layer, block_input, None, dz)
+        return clean_and_changed_mlp_output(self.parts, node.layer, block_input, None, dz)
 
     def _changed_heads(
-        self, node: Address | KVAddress | InputAddress, block_input: BlockInput
+        self, node: Address | KVAddress | HeadInputAddress, block_input: BlockInput
     ) -> tuple[Tensor, StreamDifference]:
         inputs = self.parts.inputs_of(node)
         layer, heads = self.parts.reads_at(node)[0], next(iter(inputs.values()))

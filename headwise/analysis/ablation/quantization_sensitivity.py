@@ -31,8 +31,8 @@ from headwise.analysis.ablation.temporary_quantization import (
     check_parts,
     check_writable,
     quantization_targets,
-    quantized_part,
     resolve_heads,
+    temporarily_quantized_part,
 )
 from headwise.analysis.metrics.statistics import bootstrap_interval
 from headwise.analysis.recording.batching import make_batches, reachable_hook_points
@@ -77,7 +77,7 @@ class QuantizationCost:
 
 
 @dataclass(frozen=True, eq=False)
-class Sensitivity:
+class SensitivityResult:
     """Quantization cost of each part of each head, with sums per text for confidence intervals.
 
     Iterating yields one `QuantizationCost` per target; `result["5.1", "qk", 4]` returns one of them.
@@ -122,14 +122,14 @@ class Sensitivity:
         return bootstrap_interval(self.loss_sums.T, np.broadcast_to(self.counts[:, None], self.loss_sums.T.shape))
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import sensitivity_table
+        from headwise.ui.result_text import quantization_sensitivity_table
 
-        return sensitivity_table(self).as_text()
+        return quantization_sensitivity_table(self).as_text()
 
     def _repr_html_(self) -> str:
-        from headwise.ui.result_text import sensitivity_table
+        from headwise.ui.result_text import quantization_sensitivity_table
 
-        return sensitivity_table(self).as_html()
+        return quantization_sensitivity_table(self).as_html()
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -164,7 +164,7 @@ class Sensitivity:
         return self.metadata | {"costs": costs}
 
     @staticmethod
-    def load(path: str | Path) -> "Sensitivity":
+    def load(path: str | Path) -> "SensitivityResult":
         """Load the results that `sensitivity(…, out=path)` has written so far."""
         metadata, measured = _read_results(Path(path))
         if metadata is None:
@@ -189,7 +189,7 @@ def sensitivity(
     batch_tokens: int = BATCH_TOKENS,
     out: str | Path | None = None,
     progress: ProgressOption = None,
-) -> Sensitivity:
+) -> SensitivityResult:
     """Measure the loss increase when one head alone is quantized.
 
     The weights are restored bitwise. Heads that share a KV head are quantized together with it.
@@ -230,7 +230,7 @@ def sensitivity(
     parts, bits = tuple(parts), tuple(bits)
     check_parts(parts, bits)
     check_group_size(group_size)
-    basis = basis or default_weight_basis(model)
+    basis = basis or default_quantization_basis(model)
     check_basis(basis)
     if basis != "given" and not isinstance(model, Transformer):
         raise UnsupportedModelError(
@@ -276,7 +276,7 @@ def sensitivity(
                 rerunner.advance_to(layer)
                 for target in pending:
                     measured[target] = rerunner.measure_change(
-                        partial(_quantized_change, layer, target, base, group_size, clean_calls)
+                        partial(_part_temporarily_quantized, layer, target, base, group_size, clean_calls)
                     )
                     _append_result(out, target, measured[target])
                     done += 1
@@ -285,7 +285,7 @@ def sensitivity(
     return _make_result(metadata, all_targets, measured)
 
 
-def _quantized_change(
+def _part_temporarily_quantized(
     layer: AttentionLayerProtocol,
     target: QuantizationTarget,
     base: LayerHeadMatrices | None,
@@ -293,7 +293,7 @@ def _quantized_change(
     clean_calls: list[AttentionCall] | None,
     batch: int,
 ) -> AbstractContextManager[None]:
-    return quantized_part(
+    return temporarily_quantized_part(
         layer,
         target,
         base or LayerHeadMatrices.from_layer(layer),
@@ -302,7 +302,7 @@ def _quantized_change(
     )
 
 
-def default_weight_basis(model: ModelProtocol) -> Basis:
+def default_quantization_basis(model: ModelProtocol) -> Basis:
     """Return the basis in which weights are quantized by default."""
     return "balanced" if isinstance(model, Transformer) else "given"
 
@@ -319,10 +319,10 @@ MeasuredLosses = dict[QuantizationTarget, list[list[float]]]
 
 def _make_result(
     metadata: dict[str, Any], targets: tuple[QuantizationTarget, ...], measured: MeasuredLosses
-) -> Sensitivity:
+) -> SensitivityResult:
     counts = np.array(metadata["counts"], dtype=np.float64)
     losses = np.array([measured[target] for target in targets], dtype=np.float64).reshape(len(targets), 2, len(counts))
-    return Sensitivity(metadata, targets, losses[:, 0], losses[:, 1], counts)
+    return SensitivityResult(metadata, targets, losses[:, 0], losses[:, 1], counts)
 
 
 def _fingerprint(batches: list[TargetBatch]) -> str:

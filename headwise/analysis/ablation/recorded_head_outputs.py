@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.recording.batching import make_batch, make_batches, reachable_hook_points, tokenizer_of
-from headwise.analysis.recording.model_calls import call_list, reads_calls, run_call
+from headwise.analysis.recording.model_calls import normalize_call_list, reads_calls, run_call
 from headwise.analysis.recording.recording import HasHookPoints, select_heads
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.errors import ArgumentError
@@ -139,7 +139,7 @@ def record_z(
                 source_attention_mask if hook_point.address.stack == "enc" else attention_mask
             )
             stack.enter_context(
-                hook_point.listen(_store_z(outputs, [hook_point.head_index(address) for address in selected]))
+                hook_point.listen(_make_z_listener(outputs, [hook_point.head_index(address) for address in selected]))
             )
         model(
             ids, attention_mask=attention_mask, source=source, source_attention_mask=source_attention_mask, hidden=True
@@ -155,7 +155,7 @@ def record_call(model: ModelProtocol, call: Any, heads: HeadPattern = "*") -> He
         for hook_point, selected in selected_hook_points(model, heads):
             outputs.head_ids[hook_point.address] = tuple(address.head for address in selected)
             outputs.attention_masks[hook_point.address] = None
-            store = _store_z(outputs, [hook_point.head_index(address) for address in selected])
+            store = _make_z_listener(outputs, [hook_point.head_index(address) for address in selected])
             stack.enter_context(hook_point.listen(store))
         run_call(model, call)
     return outputs
@@ -185,7 +185,7 @@ def mean_activations(
         Means by layer and head.
     """
     if reads_calls(model):
-        outputs = (record_call(model, call, heads) for call in call_list(model, corpus))
+        outputs = (record_call(model, call, heads) for call in normalize_call_list(model, corpus))
         return mean_of_outputs(outputs, granularity)
     batches = make_batches(eval_corpus(model, corpus, max_length), batch_tokens, device=model.device)
     heads = select_heads(
@@ -262,7 +262,7 @@ def mean_of_outputs(outputs: Iterable[HeadOutputs], granularity: MeanGranularity
         raise ArgumentError(f"granularity: must be 'global' or 'position'. Got {granularity!r}.")
     total: MeanActivations | None = None
     for output in outputs:
-        batch_means = _sum_outputs(output, granularity)
+        batch_means = _sum_outputs_over_tokens(output, granularity)
         total = batch_means if total is None else total.merge(batch_means)
     if total is None:
         raise ArgumentError("outputs: no runs to average. Pass at least one run of record_z.")
@@ -280,7 +280,7 @@ def selected_hook_points(model: HasHookPoints, heads: HeadPattern) -> Iterator[t
             yield hook_point, selected
 
 
-def token_positions(z: Tensor, attention_mask: Tensor | None) -> Tensor:
+def position_ids_without_padding(z: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return the position of each token, not counting padding: (1 or B, T)."""
     if attention_mask is None:
         return torch.arange(z.shape[2], device=z.device)[None]
@@ -307,20 +307,20 @@ def gather_z_at_positions(z: Tensor, attention_mask: Tensor | None, positions: T
     return z.expand(batch_size, *z.shape[1:]).gather(2, rows)
 
 
-def _store_z(outputs: HeadOutputs, index: list[int]) -> Callable[[AttentionCall], None]:
+def _make_z_listener(outputs: HeadOutputs, index: list[int]) -> Callable[[AttentionCall], None]:
     def listener(call: AttentionCall) -> None:
         outputs.z[call.hook_point.address] = call.z[:, index].detach()
 
     return listener
 
 
-def _sum_outputs(outputs: HeadOutputs, granularity: MeanGranularity) -> MeanActivations:
+def _sum_outputs_over_tokens(outputs: HeadOutputs, granularity: MeanGranularity) -> MeanActivations:
     sums, counts = {}, {}
     for layer_address, z in outputs.z.items():
         attention_mask, z = outputs.attention_masks[layer_address], to_float64(z)  # (B, n, T, e)
         attention_mask = None if attention_mask is None else attention_mask.to(z.device)
         rows = torch.ones(len(z), z.shape[2], device=z.device) if attention_mask is None else attention_mask
-        positions = token_positions(z, attention_mask).expand(len(z), -1)[rows.bool()]  # (rows,)
+        positions = position_ids_without_padding(z, attention_mask).expand(len(z), -1)[rows.bool()]  # (rows,)
         positions = positions if granularity == "position" else torch.zeros_like(positions)
         flat = z.transpose(1, 2)[rows.bool()]  # (rows, n, e)
         P = int(positions.max()) + 1

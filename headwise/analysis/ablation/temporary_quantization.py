@@ -71,7 +71,7 @@ def check_parts(parts: tuple[str, ...], bits: tuple[int, ...]) -> None:
 
 
 @contextmanager
-def quantized_part(
+def temporarily_quantized_part(
     layer: AttentionLayerProtocol,
     target: QuantizationTarget,
     base: LayerHeadMatrices,
@@ -95,7 +95,9 @@ def quantized_part(
         with layer.hook_point.replaced(lambda z: _quantized_cache_output(layer, clean_call, target, kv_index).to(z)):
             yield
         return
-    changes = list(_weight_changes(LayerHeadMatrices.from_layer(layer), base, target, heads, kv_index, group_size))
+    changes = list(
+        _tensors_and_new_values(LayerHeadMatrices.from_layer(layer), base, target, heads, kv_index, group_size)
+    )
     originals = [live.clone() for live, _ in changes]
     try:
         for live, new in changes:
@@ -106,7 +108,7 @@ def quantized_part(
             live.copy_(old)
 
 
-def _weight_changes(
+def _tensors_and_new_values(
     live: LayerHeadMatrices,
     base: LayerHeadMatrices,
     target: QuantizationTarget,

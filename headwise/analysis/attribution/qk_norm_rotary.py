@@ -91,7 +91,7 @@ def infer_qk_transform(
     """
     fits: list[tuple[float, QKNormRotaryTransform]] = []
     bound = rounding_bound(dtype, ROUNDINGS)
-    for transform, outputs in _forms(layer, projected, score_inputs):
+    for transform, outputs in _candidate_transforms(layer, projected, score_inputs):
         residual = max(_residual(outputs[projection], score_inputs[projection]) for projection in "qk")
         if residual <= TOLERANCE:
             return transform
@@ -146,7 +146,7 @@ def native_qk_transform(
     )
 
 
-def _forms(
+def _candidate_transforms(
     layer: Any, projected: dict[str, Tensor], score_inputs: dict[str, Tensor]
 ) -> Iterator[tuple[QKNormRotaryTransform, dict[str, Tensor]]]:
     """Yield every known form, simplest first, with its queries and keys."""

@@ -25,7 +25,7 @@ from headwise.analysis.attribution.logit_attribution import (
     check_attributable,
     token_id,
 )
-from headwise.analysis.load_or_measure import find_stored_profile
+from headwise.analysis.load_or_measure import find_default_corpus_profile
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.recording.recording import ModelRecording, SingleHeadRecording, record
 from headwise.analysis.roles.profile_result import Profile
@@ -243,7 +243,7 @@ def scan(
     progress = callback_of(progress)
     *_, result = scan_steps(
         model, text, answer, source=source, position=position, max_heads=max_heads,
-        find_profile=lambda: profile or (find_stored_profile(model) if store else None), progress=progress,
+        find_profile=lambda: profile or (find_default_corpus_profile(model) if store else None), progress=progress,
     )  # fmt: skip
     return result
 
@@ -432,7 +432,7 @@ def _logit_lens(
     model: ModelProtocol, residual: ResidualStream, components: CapturedComponents, answer_id: int
 ) -> tuple[LayerPrediction, ...]:
     """Predict from the residual stream after the embedding and after every layer."""
-    states = _residual_states(model, residual, components)  # (layers + 1, D) in float64
+    states = _residual_after_each_layer(model, residual, components)  # (layers + 1, D) in float64
     norm = residual.norm
     normed = norm.center_and_apply_gain(states) * norm.scale(states)
     normed = normed if norm.bias is None else normed + to_float64(norm.bias).to(normed.device)
@@ -451,7 +451,9 @@ def _logit_lens(
     )
 
 
-def _residual_states(model: ModelProtocol, residual: ResidualStream, components: CapturedComponents) -> Tensor:
+def _residual_after_each_layer(
+    model: ModelProtocol, residual: ResidualStream, components: CapturedComponents
+) -> Tensor:
     """Return the residual stream at the position after the embedding and after every layer, in float64."""
     attention: dict[int, Tensor] = {}
     for layer in model.attention_layers():
@@ -495,7 +497,7 @@ def _examine_heads(
     rows = [
         replace(
             head, contribution=contributions.get(head.head), role=_role(profile, head.head),
-            **_attention(forward.recording, inputs, head.head),
+            **_attention_from_position(forward.recording, inputs, head.head),
         )
         for head in heads
     ]  # fmt: skip
@@ -511,7 +513,7 @@ def _role(profile: Profile | None, head: str) -> str:
     return f"{head_profile.role_label} ({head_profile.evidence_label})" if head_profile.roles else ""
 
 
-def _attention(recording: ModelRecording, inputs: TokenizedInput, head: str) -> dict[str, Any]:
+def _attention_from_position(recording: ModelRecording, inputs: TokenizedInput, head: str) -> dict[str, Any]:
     """Return where a head attends from the position. Empty for heads of the encoder of an encoder-decoder."""
     address = Address.parse(head)
     if address.stack == "enc":
@@ -543,13 +545,13 @@ def _ablate_each(
         gates = dict(zip(chunk, factors, strict=True))
         with eval_mode(model), torch.no_grad():
             hidden = model(**inputs.repeat(len(chunk) + 1), gates=gates, hidden=True)[:, inputs.position]  # (rows, D)
-        measured += _compare_rows(model, hidden, result, chunk)
+        measured += _score_ablated_rows(model, hidden, result, chunk)
         if progress is not None:
             progress(PROGRESS_LABEL, len(measured), len(heads))
     return measured
 
 
-def _compare_rows(model: ModelProtocol, hidden: Tensor, result: Scan, heads: Sequence[str]) -> list[ScannedHead]:
+def _score_ablated_rows(model: ModelProtocol, hidden: Tensor, result: Scan, heads: Sequence[str]) -> list[ScannedHead]:
     """Compare the rows without heads with the first row, that of the full model."""
     if result.answer is None:
         states = to_float64(hidden)

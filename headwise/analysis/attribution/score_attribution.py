@@ -28,7 +28,7 @@ from headwise.analysis.recording.batching import tokenizer_of
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads import Head, MultiHeadAttention
 from headwise.kernels.rounding_tolerance import has_float64, rounding_bound, to_float64, without_autocast
-from headwise.kernels.score_params import masked_scores
+from headwise.kernels.score_params import add_bias_and_mask
 from headwise.model import ModelProtocol
 from headwise.spec import Address
 
@@ -85,14 +85,14 @@ class ScoreAttribution:
     rounding: float = 0.0
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import attribution_table
+        from headwise.ui.result_text import score_attribution_table
 
-        return attribution_table(self).as_text()
+        return score_attribution_table(self).as_text()
 
     def _repr_html_(self) -> str:
-        from headwise.ui.result_text import attribution_table
+        from headwise.ui.result_text import score_attribution_table
 
-        return attribution_table(self).as_html()
+        return score_attribution_table(self).as_html()
 
     @property
     def total(self) -> float:
@@ -213,7 +213,7 @@ def explain(
     call = residual_parts.recording[address].only_call
     weights = call.map(rows=query_position)[0, 0].float()  # (T,)
     scale, bias, visible = _score_params(call, query_position)
-    key_group = groups.find(key) if key is not None else _most_attended(groups, weights)
+    key_group = groups.find(key) if key is not None else _most_attended_group(groups, weights)
     key_position = max(groups.tokens[key_group], key=lambda token: float(weights[token]))
     if key_position not in visible:
         query_label, key_label = groups.unique_labels[groups.find(query)], groups.unique_labels[key_group]
@@ -237,7 +237,7 @@ def explain(
         scores = scale * (to_float64(call.k[0, visible]) @ to_float64(call.q[0, query_position])) + bias[visible]
         model_score -= float(scores.mean())
     best = divmod(int(pair_scores.abs().argmax()), len(names))
-    path = _trace_pair(
+    path = _trace_pair_to_sources(
         residual_parts,
         transform,
         head_view,
@@ -273,7 +273,7 @@ def _score_params(call: Any, row: int) -> tuple[float, Tensor, list[int]]:
     device = call.q.device
     blank = torch.zeros(1, 1, 1, S, dtype=torch.double if has_float64(device) else torch.float32, device=device)
     # (S,): −inf at hidden keys
-    bias = to_float64(masked_scores(blank, head_params, range(row, row + 1), range(S), T, S)[0, 0, 0])
+    bias = to_float64(add_bias_and_mask(blank, head_params, range(row, row + 1), range(S), T, S)[0, 0, 0])
     visible = torch.isfinite(bias).nonzero()[:, 0].tolist()
     return params.scale, bias, visible
 
@@ -331,7 +331,7 @@ def _project_parts(
     )
 
 
-def _trace_pair(
+def _trace_pair_to_sources(
     residual_parts: ResidualParts, transform: QKNormRotaryTransform, head_view: Head, names: list[str], best: tuple[int, int],
     query_parts: Tensor, key_parts: Tensor, positions: tuple[int, int], scale: float,
 ) -> list[AttentionPathStep]:  # fmt: skip
@@ -363,7 +363,7 @@ def _token_groups(model: ModelProtocol, text: str | Sequence[int] | Tensor, *, w
     return TokenGroups(labels, tuple((i,) for i in range(len(ids))), (False,) * len(ids))
 
 
-def _most_attended(groups: TokenGroups, weights: Tensor) -> int:
+def _most_attended_group(groups: TokenGroups, weights: Tensor) -> int:
     return int((weights @ groups.sum_matrix(weights)).argmax())
 
 

@@ -20,7 +20,7 @@ from headwise.errors import ArgumentError, FileFormatError
 from headwise.io.atomic_write import write_atomic
 from headwise.io.json_values import nonfinite_to_none
 from headwise.io.resolve_path import read_json
-from headwise.spec import Address, KVAddress, MLPAddress, StreamEndAddress, parse_node
+from headwise.spec import Address, EmbeddingOrLogitsAddress, KVAddress, MLPAddress, parse_node
 
 VERSION = 1
 
@@ -405,7 +405,7 @@ def node_kind(node: str) -> str:
     >>> [node_kind(node) for node in ("18.6", "18.kv2", "mlp.18", "embedding")]
     ['head', 'kv', 'mlp', 'embedding']
     """
-    kinds = {Address: "head", KVAddress: "kv", MLPAddress: "mlp", StreamEndAddress: "embedding"}
+    kinds = {Address: "head", KVAddress: "kv", MLPAddress: "mlp", EmbeddingOrLogitsAddress: "embedding"}
     kind = kinds.get(type(parse_node(node)))
     if kind is None or node == "logits":
         raise ArgumentError(f"{node}: not a node of a circuit. Use 18.6, 18.kv2, mlp.18 or embedding.")
@@ -442,7 +442,8 @@ def _restore(data: dict[str, Any], kind: Any) -> Any:
             value = math.nan
         if isinstance(value, list):
             value = tuple(
-                _restore(item, record) if record and isinstance(item, dict) else _plain(item) for item in value
+                _restore(item, record) if record and isinstance(item, dict) else _from_json_value(item)
+                for item in value
             )
         elif record is not None and isinstance(value, dict):
             value = _restore(value, record)
@@ -450,6 +451,6 @@ def _restore(data: dict[str, Any], kind: Any) -> Any:
     return kind(**values)
 
 
-def _plain(value: Any) -> Any:
+def _from_json_value(value: Any) -> Any:
     """Return an item of a list: lists become tuples, None becomes NaN."""
     return tuple(value) if isinstance(value, list) else math.nan if value is None else value

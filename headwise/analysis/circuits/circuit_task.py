@@ -206,7 +206,7 @@ def add_partners(prompts: Sequence[PromptPair], encoder: PromptEncoder) -> list[
     return result
 
 
-def split_by_template(prompts: Sequence[PromptPair], seed: int) -> tuple[tuple[int, ...], ...]:
+def split_three_ways_by_template(prompts: Sequence[PromptPair], seed: int) -> tuple[tuple[int, ...], ...]:
     """Return the indices of the prompts of the score, size and judge splits. No template is in two splits."""
     templates = sorted({prompt.template for prompt in prompts})
     if len(templates) < MIN_TEMPLATES:

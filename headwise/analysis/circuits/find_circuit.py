@@ -46,9 +46,9 @@ from headwise.analysis.circuits.circuit_task import (
     PromptPair,
     add_partners,
     read_task,
-    split_by_template,
+    split_three_ways_by_template,
 )
-from headwise.analysis.circuits.edge_effects import circuit_edges
+from headwise.analysis.circuits.measure_edge_effects import circuit_edges
 from headwise.analysis.circuits.model_nodes import ModelNodes
 from headwise.analysis.circuits.node_evaluator import NodeEvaluator, NodeMeans
 from headwise.analysis.circuits.node_ranking import RANKINGS, exact_effects, gate_scores, gradient_effects
@@ -238,7 +238,7 @@ def find_circuit(
     return CircuitResult(
         _settings(search, name, task), accuracy, float(judged.clean.mean()), float(empty.mean()),
         _node_scores(search, ranked, len(members)), circuit, other, _curves(search, ranked), size_points,
-        _check_ranking(search, ranked, len(members)), tuple(examples), measured_edges, tuple(notes),
+        _compare_ranking_with_exact(search, ranked, len(members)), tuple(examples), measured_edges, tuple(notes),
     )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def _prepare(
         encoder.encode(pair if is_scored else replace(pair, right=(), wrong=()), f"prompts[{i}]")
         for i, pair in enumerate(pairs)
     ]
-    indices = split_by_template(pairs, config.seed)
+    indices = split_three_ways_by_template(pairs, config.seed)
     identity = [asdict(pair) for pair in pairs]
     digest = weights_digest(model)[:16] if out is not None else ""
     runner = ResumableStepRunner(
@@ -509,7 +509,7 @@ def _curves(search: CircuitSearchState, ranked: RankedNodes) -> tuple[Faithfulne
     return tuple(curves)
 
 
-def _check_ranking(search: CircuitSearchState, ranked: RankedNodes, size: int) -> RankingCheck | None:
+def _compare_ranking_with_exact(search: CircuitSearchState, ranked: RankedNodes, size: int) -> RankingCheck | None:
     """Compare a gradient-based ranking with exact patching on the top 2k nodes and k random others."""
     if search.config.ranking in ("exact", "gates"):
         return None

@@ -17,7 +17,7 @@ from headwise.analysis.circuits.circuit_task import EncodedPrompt, MetricFunctio
 from headwise.analysis.circuits.model_nodes import ModelNodes, NodeEdit, NodeTensorHook, opened_hooks
 from headwise.analysis.circuits.prompt_batch import PromptBatch, make_prompt_batches
 from headwise.model import ModelProtocol, eval_mode
-from headwise.model.resumable_forward import forward_copies, repeat_batch
+from headwise.model.resumable_forward import final_hidden_states_of_copies, repeat_batch
 
 PROMPT_TOKENS = 1024  # tokens of one batch of prompts
 COPY_TOKENS = 2048  # tokens of one forward pass, copies included
@@ -103,7 +103,9 @@ class NodeEvaluator:
                     masks[torch.arange(len(rows), device="cpu"), [candidates[row] for row in rows]] = False
                     for start in range(0, len(rows), self._copies(batch)):
                         chunk = slice(start, start + self._copies(batch))
-                        with _skipped_blocks(self.nodes.blocks, outputs, layer, len(batch.ids), len(masks[chunk])):
+                        with _blocks_replaced_by_recorded_outputs(
+                            self.nodes.blocks, outputs, layer, len(batch.ids), len(masks[chunk])
+                        ):
                             scores = self._run(batch, masks[chunk], values)
                         for row, score in zip(rows[chunk], scores.cpu().numpy(), strict=True):
                             result[row, list(batch.indices)] = score
@@ -130,19 +132,21 @@ class NodeEvaluator:
             return lambda value: values.update({hook.key: value.detach().clone()})
 
         with eval_mode(self.model), opened_hooks(self.nodes.hooks, edit_of):
-            forward_copies(self.model, batch.corrupted_ids if corrupted else batch.ids, None, None, None, 1)
+            final_hidden_states_of_copies(
+                self.model, batch.corrupted_ids if corrupted else batch.ids, None, None, None, 1
+            )
         return values
 
     def _forward(self, batch: PromptBatch, copies: int) -> Tensor:
         """Run the model with the open edits and return the metrics, (copies, P)."""
-        return batch.scores(self.model, forward_copies(self.model, batch.ids, None, None, None, copies))
+        return batch.scores(self.model, final_hidden_states_of_copies(self.model, batch.ids, None, None, None, copies))
 
     def _run(self, batch: PromptBatch, masks: Tensor, values: NodeValues) -> Tensor:
         """Return the metrics with replaced nodes: masks (S, N) → (S, P)."""
         hooks = [hook for hook in self.nodes.hooks if not bool(masks[:, hook.nodes].all())]
 
         def edit_of(hook: NodeTensorHook) -> NodeEdit:
-            return lambda value: replace_nodes(value, masks[:, hook.nodes], values[hook.key])
+            return lambda value: replace_unmasked_nodes(value, masks[:, hook.nodes], values[hook.key])
 
         with opened_hooks(hooks, edit_of):
             return self._forward(batch, len(masks))
@@ -186,7 +190,7 @@ class NodeEvaluator:
         masks = base.repeat(2, 1)
         masks[1, [i for i, node_layer in enumerate(self.nodes.layers) if node_layer == layer]] = False
         full = self._run(batch, masks, values)
-        with _skipped_blocks(self.nodes.blocks, outputs, layer, len(batch.ids), 2):
+        with _blocks_replaced_by_recorded_outputs(self.nodes.blocks, outputs, layer, len(batch.ids), 2):
             skipped = self._run(batch, masks, values)
         return bool((full - skipped).abs().max() <= SKIP_TOLERANCE * full.abs().max().clamp(min=1))
 
@@ -200,11 +204,11 @@ class NodeMeans:
 
     def __init__(self, evaluator: NodeEvaluator) -> None:
         width = max(batch.ids.shape[1] for batch in evaluator.batches)
-        self._counts = torch.zeros(width, device=evaluator.model.device, dtype=torch.float32)
+        self._answers_per_row = torch.zeros(width, device=evaluator.model.device, dtype=torch.float32)
         self._sums: NodeValues = {}
         for b, batch in enumerate(evaluator.batches):
             real = batch.real_tokens.float()  # (R, T)
-            self._counts[: real.shape[1]] += real.sum(0)
+            self._answers_per_row[: real.shape[1]] += real.sum(0)
             for key, value in evaluator.corrupted_values(b).items():
                 total = torch.einsum("rntc,rt->ntc", value, real.to(value))
                 sums = self._sums.setdefault(key, value.new_zeros(total.shape[0], width, total.shape[2]))
@@ -212,13 +216,13 @@ class NodeMeans:
 
     def values(self, width: int) -> NodeValues:
         """Return the means at the first positions, (1, n, width, c) by hook. Later positions repeat the last one."""
-        last = int(self._counts.count_nonzero()) - 1
-        positions = torch.arange(width, device=self._counts.device).clamp(max=last)
-        counts = self._counts[positions, None]  # (width, 1)
+        last = int(self._answers_per_row.count_nonzero()) - 1
+        positions = torch.arange(width, device=self._answers_per_row.device).clamp(max=last)
+        counts = self._answers_per_row[positions, None]  # (width, 1)
         return {key: (sums[:, positions.to(sums.device)] / counts.to(sums))[None] for key, sums in self._sums.items()}
 
 
-def replace_nodes(computed: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+def replace_unmasked_nodes(computed: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     """Replace the values of nodes for S copies of a batch: (S·R, n, T, c), (S, n), (R or 1, n, T, c) → (S·R, n, T, c).
 
     A boolean mask selects exactly. A mask of numbers from 0 (replaced) to 1 (computed) interpolates.
@@ -240,7 +244,7 @@ def _rows_by_layer(nodes: ModelNodes, candidates: Sequence[int]) -> Iterator[tup
 
 
 @contextmanager
-def _skipped_blocks(
+def _blocks_replaced_by_recorded_outputs(
     blocks: Sequence[nn.Module], outputs: dict[nn.Module, Any], layer: int, batch: int, copies: int
 ) -> Iterator[None]:
     """Inside the context, the blocks before a layer return their recorded outputs.

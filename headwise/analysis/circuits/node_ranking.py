@@ -18,12 +18,12 @@ from torch import Tensor
 
 from headwise.analysis.ablation.gradient_memory import frozen_weights
 from headwise.analysis.circuits.model_nodes import EMBEDDING, NodeEdit, NodeTensorHook, opened_hooks
-from headwise.analysis.circuits.node_evaluator import NodeEvaluator, NodeValues, replace_nodes
+from headwise.analysis.circuits.node_evaluator import NodeEvaluator, NodeValues, replace_unmasked_nodes
 from headwise.heads.learned_gates import LearnedGates, add_sparsity_gradient
-from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.enable_grad import enable_gradients
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import eval_mode
-from headwise.model.resumable_forward import forward_copies
+from headwise.model.resumable_forward import final_hidden_states_of_copies
 
 RANKINGS = ("exact", "attribution", "eap-ig", "gates")
 GATE_STEPS, GATE_RATE, GATE_PROMPTS, FINAL_OPEN_FRACTION = 100, 0.1, 8, 0.05
@@ -69,7 +69,7 @@ def gradient_effects(
             the complete pass. Effects of different signs along different paths cannot cancel in all of them.
     """
     result = np.zeros((len(evaluator.nodes), len(evaluator.prompts)))
-    with gradients_enabled(evaluator.model), frozen_weights(evaluator.model), eval_mode(evaluator.model):
+    with enable_gradients(evaluator.model), frozen_weights(evaluator.model), eval_mode(evaluator.model):
         for b in range(len(evaluator.batches)):
             directions = _GradientEvaluator(evaluator, b, base, qk_fix=qk_fix)
             effects = directions.mean_over_inputs(steps)  # (P, N)
@@ -130,7 +130,7 @@ class _GradientEvaluator:
             return edit
 
         with opened_hooks(self.nodes.hooks, edit_of):
-            hidden = forward_copies(self.evaluator.model, self.batch.ids, None, None, None, 1)
+            hidden = final_hidden_states_of_copies(self.evaluator.model, self.batch.ids, None, None, None, 1)
         scores = self.batch.scores(self.evaluator.model, hidden)[0]  # (P,); prompts do not interact
         (gradient,) = torch.autograd.grad(scores.sum(), amounts)  # (R, N)
         return sum_rows_by_prompt(to_float64(gradient), [len(prompt.clean_rows) for prompt in self.batch.prompts])
@@ -141,7 +141,7 @@ class _GradientEvaluator:
             live = live + amounts[:, hook.kv_nodes, None, None].to(live) * self.z_directions[hook.key]
         if not (hook.is_kv and self.z_directions):
             live = live + amounts[:, hook.nodes, None, None].to(live) * self.directions[hook.key]
-        return replace_nodes(live, self.live_mask[:, hook.nodes], self.corrupted[hook.key])
+        return replace_unmasked_nodes(live, self.live_mask[:, hook.nodes], self.corrupted[hook.key])
 
     @torch.no_grad()
     def _reader_changes(self) -> NodeValues:
@@ -153,7 +153,7 @@ class _GradientEvaluator:
             def edit(live: Tensor) -> Tensor:
                 if hook.kv_nodes:
                     computed[hook.key] = live
-                return replace_nodes(live, self.live_mask[:, hook.nodes], self.corrupted[hook.key])
+                return replace_unmasked_nodes(live, self.live_mask[:, hook.nodes], self.corrupted[hook.key])
 
             return edit
 
@@ -163,13 +163,13 @@ class _GradientEvaluator:
                     changes[hook.key] = computed[hook.key] - live
                     live = computed[hook.key]  # later layers read the same values as in the other pass
                 mask = self.live_mask[:, hook.nodes] & (not hook.is_kv)
-                return replace_nodes(live, mask, self.corrupted[hook.key])
+                return replace_unmasked_nodes(live, mask, self.corrupted[hook.key])
 
             return edit
 
         for edit_of in (record_edit, change_edit):
             with opened_hooks(self.nodes.hooks, edit_of):
-                forward_copies(self.evaluator.model, self.batch.ids, None, None, None, 1)
+                final_hidden_states_of_copies(self.evaluator.model, self.batch.ids, None, None, None, 1)
         return changes
 
 
@@ -199,7 +199,7 @@ def gate_scores(
     rng = np.random.default_rng(seed)
     allowed = torch.from_numpy(base).to(device).float()
     with (
-        gradients_enabled(evaluator.model), frozen_weights(evaluator.model), eval_mode(evaluator.model),
+        enable_gradients(evaluator.model), frozen_weights(evaluator.model), eval_mode(evaluator.model),
         torch.random.fork_rng(),
     ):  # fmt: skip
         torch.manual_seed(seed)
@@ -209,7 +209,7 @@ def gate_scores(
         for step in range(steps):
             optimizer.zero_grad()
             b = int(rng.integers(len(evaluator.batches)))
-            _add_gate_gradient(evaluator, b, gates, allowed, full[0], scale)
+            _backward_gate_loss(evaluator, b, gates, allowed, full[0], scale)
             add_sparsity_gradient(gates)
             optimizer.step()
             share = min(1.0, (step + 1) / max(1.0, ANNEAL_FRACTION * steps))
@@ -221,7 +221,7 @@ def gate_scores(
     return scores
 
 
-def _add_gate_gradient(
+def _backward_gate_loss(
     evaluator: NodeEvaluator, batch_index: int, gates: LearnedGates, allowed: Tensor, target: np.ndarray, scale: float
 ) -> None:
     """Add the gradient of the loss of one batch to the gates, with other noise for each row."""
@@ -237,7 +237,7 @@ def _add_gate_gradient(
         return edit
 
     with opened_hooks(evaluator.nodes.hooks, edit_of):
-        hidden = forward_copies(evaluator.model, batch.ids, None, None, None, 1)
+        hidden = final_hidden_states_of_copies(evaluator.model, batch.ids, None, None, None, 1)
     goal = torch.from_numpy(target[list(batch.indices)]).to(hidden.device)
     loss = ((batch.scores(evaluator.model, hidden)[0] - goal) / scale).square().mean()
     loss.backward()

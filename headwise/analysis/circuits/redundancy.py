@@ -52,7 +52,7 @@ PROGRESS_LABEL = "redundancy"
 
 
 @dataclass(frozen=True)
-class HeadAblationEffects:
+class HeadAblationRepair:
     """Effect of ablating one head, or two heads together, with their 95% intervals.
 
     Attributes:
@@ -84,7 +84,7 @@ class HeadPairEffects:
             NaN if the effect of both is 0.
     """
 
-    joint: HeadAblationEffects
+    joint: HeadAblationRepair
     interaction: CircuitEstimate
     interaction_direct: CircuitEstimate
     redundant_share: CircuitEstimate
@@ -109,7 +109,7 @@ class RedundancyResult:
     prompts: int
     templates: int
     clean_metric: float
-    heads: tuple[HeadAblationEffects, ...]
+    heads: tuple[HeadAblationRepair, ...]
     pairs: tuple[HeadPairEffects, ...]
 
     def __repr__(self) -> str:
@@ -343,10 +343,10 @@ class _RedundancyEstimator:
         """Return the mean over prompts, (P,)."""
         return self.sampler.estimate(lambda weights: weights @ values / weights.sum(1), len(values))
 
-    def repair(self, heads: tuple[Address, ...]) -> HeadAblationEffects:
+    def repair(self, heads: tuple[Address, ...]) -> HeadAblationRepair:
         """Return the effects of one set of heads."""
         direct, frozen, live = self.effects[heads]
-        return HeadAblationEffects(
+        return HeadAblationRepair(
             tuple(map(str, heads)),
             *(self.mean(values) for values in (direct, frozen, live, frozen - live, direct - live)),
         )

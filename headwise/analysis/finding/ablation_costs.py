@@ -55,13 +55,13 @@ def measure_metric(model: ModelProtocol, prepared: PreparedExample, metric: Metr
                 f"{prepared.where}: the metric must return a number. Got {type(returned).__name__} {returned!r:.60}."
             ) from None
     else:
-        value = -_loss(model, prepared) if metric == "loss" else _answer_log_prob(model, prepared)
+        value = -_mean_token_loss(model, prepared) if metric == "loss" else _answer_log_prob_difference(model, prepared)
     if not np.isfinite(value):
         raise ArgumentError(f"{prepared.where}: the metric is {value}. It must be a finite number for every example.")
     return value
 
 
-def _loss(model: ModelProtocol, prepared: PreparedExample) -> float:
+def _mean_token_loss(model: ModelProtocol, prepared: PreparedExample) -> float:
     """Return the mean loss in nats: of all next tokens, or of tokens masked one at a time (the queries of the pairs)."""
     ids = prepared.ids
     if model.output is None or prepared.source is not None or not ids.numel():
@@ -86,7 +86,7 @@ def _loss(model: ModelProtocol, prepared: PreparedExample) -> float:
     return -float(log_probs.gather(1, ids[0, rows][:, None]).mean())
 
 
-def _answer_log_prob(model: ModelProtocol, prepared: PreparedExample) -> float:
+def _answer_log_prob_difference(model: ModelProtocol, prepared: PreparedExample) -> float:
     """Return the log-probability of the answer after the text, minus that of the wrong answer if there is one."""
     example = prepared.example
     if example.answer is None or model.spec.output != "lm" or model.spec.kind != "decoder":

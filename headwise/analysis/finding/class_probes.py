@@ -30,7 +30,7 @@ OUTPUT, SPAN = "output direction", "attention to the span"
 
 
 @dataclass(frozen=True, eq=False)
-class ClassFeatures:
+class ExampleFeatures:
     """Features of one example.
 
     Attributes:
@@ -43,9 +43,9 @@ class ClassFeatures:
     span: np.ndarray | None
     length: int
 
-    def select(self, heads: Sequence[int]) -> "ClassFeatures":
+    def select(self, heads: Sequence[int]) -> "ExampleFeatures":
         """Return the features of some heads, by index."""
-        return ClassFeatures(self.z[heads], None if self.span is None else self.span[heads], self.length)
+        return ExampleFeatures(self.z[heads], None if self.span is None else self.span[heads], self.length)
 
     def to_record(self) -> dict[str, Any]:
         """Return plain data for a result file. z is stored without rounding, in base64."""
@@ -56,21 +56,21 @@ class ClassFeatures:
         }  # fmt: skip
 
     @staticmethod
-    def from_record(record: dict[str, Any], num_heads: int) -> "ClassFeatures":
+    def from_record(record: dict[str, Any], num_heads: int) -> "ExampleFeatures":
         """Return the features of one record of a result file."""
         try:
             z = np.frombuffer(base64.b64decode(record["z"], validate=True), "<f4").reshape(record["shape"])
             span = None if record["span"] is None else np.array(record["span"], float)
             if z.ndim != 2 or len(z) != num_heads or (span is not None and span.shape != (num_heads,)):
                 raise ValueError
-            return ClassFeatures(z.astype(np.float32), span, int(record["length"]))
+            return ExampleFeatures(z.astype(np.float32), span, int(record["length"]))
         except (KeyError, TypeError, ValueError):
             raise FileFormatError(
                 "out: a result in this file is damaged. Delete the file and repeat the search."
             ) from None
 
 
-def class_features(model: Any, prepared: PreparedExample, hook_points: Sequence[HookPoint]) -> ClassFeatures:
+def class_features(model: Any, prepared: PreparedExample, hook_points: Sequence[HookPoint]) -> ExampleFeatures:
     """Run one example and return the features of all heads."""
     results: dict[Any, tuple[np.ndarray, np.ndarray | None]] = {}
     lengths: list[int] = []
@@ -90,7 +90,7 @@ def class_features(model: Any, prepared: PreparedExample, hook_points: Sequence[
         raise ArgumentError(f"{prepared.where}: head outputs are NaN or infinite. Check the input.")
     spans = [results[point.address][1] for point in hook_points]
     attention = None if prepared.example.span is None else np.concatenate([span for span in spans if span is not None])
-    return ClassFeatures(pooled.astype(np.float32), attention, lengths[0])
+    return ExampleFeatures(pooled.astype(np.float32), attention, lengths[0])
 
 
 def _pad_features(z: np.ndarray, hook_points: Sequence[HookPoint], results: dict[Any, Any]) -> np.ndarray:
@@ -119,7 +119,7 @@ def _span_attention(call: AttentionCall, prepared: PreparedExample) -> np.ndarra
 
 def fit_class_probes(
     examples: Sequence[JobExample],
-    features: Sequence[ClassFeatures],
+    features: Sequence[ExampleFeatures],
     half_of: dict[str, int],
     seed: int = 0,
 ) -> tuple[PerInputScores, list[str]]:

@@ -104,7 +104,7 @@ def score_pairs(
     columns = {name: torch.cat([result[name] for result in ordered]).tolist() for name in ordered[0]}
     return ExampleScores(
         prepared.example.key, len(used.query_units), used.skipped, columns["scores"], columns["value_weighted"],
-        columns["weights"], {SHUFFLED: columns[SHUFFLED]}, position_rule_hits(used),
+        columns["weights"], {SHUFFLED: columns[SHUFFLED]}, hits_per_position_rule(used),
     )  # fmt: skip
 
 
@@ -148,12 +148,14 @@ def candidate_gold_masks(
     is_raw = example.inputs is not None
     key_tokens = tuple((column,) for column in range(num_keys)) if is_raw else keys.tokens
     listed = (
-        None if example.candidates is None else {_key_index(prepared, unit, num_keys) for unit in example.candidates}
+        None
+        if example.candidates is None
+        else {_index_of_key_unit(prepared, unit, num_keys) for unit in example.candidates}
     )
     rows, candidates, gold, query_units, skipped = [], [], [], [], 0
     for query, gold_units in example.pairs:
         unit = queries.index(query)
-        gold_indices = {_key_index(prepared, key, num_keys) for key in gold_units}
+        gold_indices = {_index_of_key_unit(prepared, key, num_keys) for key in gold_units}
         tokens = queries.tokens[unit]
         if not tokens or (is_raw and max(tokens) >= num_queries):
             raise ArgumentError(
@@ -190,7 +192,7 @@ def candidate_gold_masks(
     )  # fmt: skip
 
 
-def _key_index(prepared: PreparedExample, unit: int | str, num_keys: int) -> int:
+def _index_of_key_unit(prepared: PreparedExample, unit: int | str, num_keys: int) -> int:
     if prepared.example.inputs is None:
         return prepared.keys.index(unit)
     if not isinstance(unit, int) or not 0 <= unit < num_keys:
@@ -264,7 +266,7 @@ def _uniform_hits(masks: CandidateGoldMask) -> Tensor:
     return masks.gold.sum(1).double() / masks.candidates.sum(1).clamp(min=1)  # (Q,)
 
 
-def position_rule_hits(masks: CandidateGoldMask) -> dict[str, float]:
+def hits_per_position_rule(masks: CandidateGoldMask) -> dict[str, float]:
     """Return the hits of rules that ignore the content: a random candidate, the one with most tokens, a fixed offset, a fixed
     difference in rank, a fixed place from the start or the end.
 

@@ -17,7 +17,7 @@ from headwise.analysis.finding.ablation_costs import (
     measure_metric,
     other_head_costs,
 )
-from headwise.analysis.finding.bundled_examples import bundled_examples
+from headwise.analysis.finding.bundled_examples_path import bundled_examples_path
 from headwise.analysis.finding.class_probes import class_features, fit_class_probes
 from headwise.analysis.finding.gold_pair_scores import ExampleScores, score_pairs
 from headwise.analysis.finding.head_search_result import HeadSearchResult
@@ -117,7 +117,7 @@ def find_heads(
     progress = callback_of(progress)
     check_model(model)
     _check_options(job, metric, ablation, threshold, seed)
-    source = bundled_examples(model) if examples is None else examples
+    source = bundled_examples_path(model) if examples is None else examples
     parsed = read_examples(source, job, partial(convert_audio_example, model))
     with eval_mode(model):
         prepared = [prepare_example(model, item) for item in parsed]
@@ -199,8 +199,8 @@ class _Search:
         skipped = 0
         if self.job == "classes":
             table, details = self._probe_class_examples()
-            test = _best_feature(assess_heads(table, [*self.selected] * (len(details) // len(self.selected)), threshold,
-                                              seed=self.seed, details=details))  # fmt: skip
+            heads = [*self.selected] * (len(details) // len(self.selected))
+            test = _keep_best_feature_per_head(assess_heads(table, heads, threshold, seed=self.seed, details=details))
         else:
             rows = self._score_examples()
             skipped = sum(row.skipped for row in rows)
@@ -373,7 +373,7 @@ def _select_columns(row: ExampleScores, columns: Sequence[int]) -> ExampleScores
     return replace(row, **keep, baselines={name: [v[c] for c in columns] for name, v in row.baselines.items()})
 
 
-def _best_feature(test: AllHeadsTestResult) -> AllHeadsTestResult:
+def _keep_best_feature_per_head(test: AllHeadsTestResult) -> AllHeadsTestResult:
     """Keep the better feature of each head, chosen on the selection half."""
     best: dict[str, JobEvidence] = {}
     for item in test.evidence:

@@ -22,7 +22,7 @@ from headwise.io.resolve_path import read_json
 from headwise.spec import Address
 
 if TYPE_CHECKING:
-    from headwise.analysis.finding.job_metric import JobMetric
+    from headwise.analysis.finding.job_profile_metric import HeadJobMetric
     from headwise.analysis.roles.roles import Role
     from headwise.ui.figures.head_search_plot import FigureWithData
 
@@ -204,17 +204,17 @@ class HeadSearchResult:
 
         return draw_head_search(self)
 
-    def metric(self, name: str = "job") -> "JobMetric":
+    def metric(self, name: str = "job") -> "HeadJobMetric":
         """Return a metric that scores this job on these examples, for `hw.profile(…, metrics=[…])`.
 
         Args:
             name: Unique name of the metric.
         """
-        from headwise.analysis.finding.job_metric import JobMetric
+        from headwise.analysis.finding.job_profile_metric import HeadJobMetric
 
         if not self.examples:
             raise ArgumentError("metric: a result that was loaded from a file has no examples. Run find_heads again.")
-        return JobMetric(name, self.examples, self.job)
+        return HeadJobMetric(name, self.examples, self.job)
 
     def role(self, name: str = "job") -> "Role":
         """Return the role of heads that do this job, for `hw.profile(…, metrics=[result.metric()], roles=[result.role()])`.
@@ -241,7 +241,7 @@ class HeadSearchResult:
                 raise ArgumentError(
                     f"other: was measured with another {label}. Run both searches with the same {label}."
                 )
-        before, after = (_unit_scores(result) for result in (self, other))
+        before, after = (_input_scores_by_head(result) for result in (self, other))
         keys = [key for key in before if key in after]
         common = [address for address in self.metadata["addresses"] if address in other.metadata["addresses"]]
         if not common or not keys:
@@ -305,7 +305,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def _unit_scores(result: HeadSearchResult) -> dict[str, tuple[dict[str, float], float]]:
+def _input_scores_by_head(result: HeadSearchResult) -> dict[str, tuple[dict[str, float], float]]:
     """Return the scores of each input of the reporting half, by key and head, and its number of rows."""
     table = result.table
     return {

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headwise.analysis.finding.class_probes import ClassFeatures
+from headwise.analysis.finding.class_probes import ExampleFeatures
 from headwise.analysis.finding.gold_pair_scores import ExampleScores
 from headwise.errors import FileFormatError, HeadwiseError
 from headwise.io.atomic_write import write_atomic
@@ -48,10 +48,10 @@ class HeadSearchResultsWriter:
         """Return the measured examples by their number."""
         return {record["index"]: scores_from_dict(record, self.path) for record in self.records if "index" in record}
 
-    def stored_features(self, num_heads: int) -> dict[int, ClassFeatures]:
+    def stored_features(self, num_heads: int) -> dict[int, ExampleFeatures]:
         """Return the features of the measured examples of the job `classes` by their number."""
         return {
-            record["features"]: ClassFeatures.from_record(record, num_heads)
+            record["features"]: ExampleFeatures.from_record(record, num_heads)
             for record in self.records
             if "features" in record
         }

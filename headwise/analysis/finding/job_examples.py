@@ -118,10 +118,10 @@ def _with_inputs(item: Any, where: str, convert_audio: AudioConverter | None) ->
     return convert_audio(dict(item), where) if is_audio and convert_audio is not None else item
 
 
-def split_halves(keys: Sequence[str]) -> dict[str, int]:
+def assign_halves(keys: Sequence[str]) -> dict[str, int]:
     """Assign inputs to the selection half (0) and the reporting half (1), alternating in the order of their keys.
 
-    >>> split_halves(["b", "a", "c", "a"])
+    >>> assign_halves(["b", "a", "c", "a"])
     {'a': 0, 'b': 1, 'c': 0}
     """
     return {key: rank % 2 for rank, key in enumerate(sorted(set(keys)))}
@@ -133,7 +133,7 @@ def split_examples(examples: Sequence[JobExample]) -> dict[str, int]:
     return {
         key: half
         for label in labels
-        for key, half in split_halves([example.key for example in examples if example.label == label]).items()
+        for key, half in assign_halves([example.key for example in examples if example.label == label]).items()
     }
 
 
@@ -187,9 +187,9 @@ def _parse_example(item: Any, where: str) -> JobExample:
     return JobExample(
         text=item.get("text") or "", source=item.get("source"), words=_tuple_or_none(item.get("words")),
         source_words=_tuple_or_none(item.get("source_words")), image=item.get("image"),
-        inputs=_parse_inputs(item.get("inputs"), where),
+        inputs=_parse_model_kwargs(item.get("inputs"), where),
         unit=unit, pairs=_parse_pairs(item.get("pairs") or (), where),
-        candidates=_tuple_or_none(item.get("candidates")), label=_parse_label(item.get("label"), where),
+        candidates=_tuple_or_none(item.get("candidates")), label=_parse_bool_label(item.get("label"), where),
         span=_parse_span(item.get("span"), where), answer=item.get("answer"), wrong_answer=item.get("wrong_answer"),
         name=item.get("name") or "", data=item, where=where,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def _tuple_or_none(values: Any) -> Any:
     return None if values is None else tuple(values)
 
 
-def _parse_inputs(inputs: Any, where: str) -> dict[str, Any] | None:
+def _parse_model_kwargs(inputs: Any, where: str) -> dict[str, Any] | None:
     """Convert lists and arrays to tensors."""
     if inputs is None:
         return None
@@ -225,7 +225,7 @@ def _parse_pairs(pairs: Any, where: str) -> tuple[Pair, ...]:
             raise ArgumentError(f"{where}: a pair must be [query, key] or [query, [key, …]]. Got {pair!r:.60}.")
         query, keys = pair
         gold = tuple(keys) if isinstance(keys, Sequence) and not isinstance(keys, str) else (keys,)
-        if not gold or not all(_is_unit(unit) for unit in (query, *gold)):
+        if not gold or not all(_is_str_or_int(unit) for unit in (query, *gold)):
             raise ArgumentError(
                 f"{where}: the positions of a pair must be integers from 0, or words that occur once. Got {pair!r:.60}."
             )
@@ -233,11 +233,11 @@ def _parse_pairs(pairs: Any, where: str) -> tuple[Pair, ...]:
     return tuple(parsed)
 
 
-def _is_unit(value: Any) -> bool:
+def _is_str_or_int(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
 
 
-def _parse_label(label: Any, where: str) -> bool | None:
+def _parse_bool_label(label: Any, where: str) -> bool | None:
     if label is None or isinstance(label, bool):
         return label
     if label in (0, 1):

@@ -218,7 +218,9 @@ def assess_heads(
         )
         for h, address in enumerate(addresses)
     ]  # fmt: skip
-    return AllHeadsTestResult(evidence, family_size, _random_head_control(table, addresses, selection_gain, seed))
+    return AllHeadsTestResult(
+        evidence, family_size, _compare_best_with_other_heads(table, addresses, selection_gain, seed)
+    )
 
 
 def best_baseline_indices(table: PerInputScores) -> np.ndarray:
@@ -251,7 +253,7 @@ def _value_weighted_p(table: PerInputScores, baselines: np.ndarray, units: np.nd
     return max_t_test(means, np.where(measured, baselines[units] / rows, 0.0), measured.astype(float), seed=seed)[0]
 
 
-def _random_head_control(
+def _compare_best_with_other_heads(
     table: PerInputScores, addresses: Sequence[object], selection_gain: np.ndarray, seed: int
 ) -> RandomHeadComparison:
     """Compare the head with the largest gain on the selection half with the mean of the other heads."""

@@ -89,7 +89,7 @@ def prepare_example(model: ModelProtocol, example: JobExample) -> PreparedExampl
     where = example.where
     empty = torch.zeros(1, 0, dtype=torch.long, device="cpu")
     if example.inputs is not None:
-        return _prepare_inputs(example, empty, where)
+        return _prepare_with_position_units(example, empty, where)
     if example.image is not None:
         image = read_image(model, example.image)
         tokens = tuple((token,) for token in image.grid.token_of_patch)
@@ -115,7 +115,7 @@ def prepare_example(model: ModelProtocol, example: JobExample) -> PreparedExampl
     return PreparedExample(example, _as_ids(ids, model), _as_ids(source_ids, model), None, queries, keys, True, where)
 
 
-def _prepare_inputs(example: JobExample, empty: Tensor, where: str) -> PreparedExample:
+def _prepare_with_position_units(example: JobExample, empty: Tensor, where: str) -> PreparedExample:
     """Use positions as units. Their number is known only when the model runs, so it is checked there."""
     is_cross = example.unit == "frame"
     highest = max(

@@ -58,7 +58,7 @@ class OffsetTargets:
 
 
 @dataclass(frozen=True, eq=False)
-class FeatureLayout:
+class TokenFeatureColumns:
     """Order of the features that are summed over the keys: the built-in ones, the token features, the norm of the value
     output, and each token feature times that norm."""
 
@@ -66,10 +66,10 @@ class FeatureLayout:
     key_targets: tuple[KeyTarget, ...]
 
     @staticmethod
-    def of(metrics: Iterable[Metric]) -> "FeatureLayout":
+    def of(metrics: Iterable[Metric]) -> "TokenFeatureColumns":
         """Collect the features and key targets that some metrics need."""
         metrics = list(metrics)
-        layout = FeatureLayout(
+        layout = TokenFeatureColumns(
             tuple(feature for metric in metrics for feature in metric.features),
             tuple(key_target for metric in metrics for key_target in metric.key_targets),
         )
@@ -108,7 +108,7 @@ class BatchContext:
     """A batch with its token features, key targets and cached visibility."""
 
     batch: TokenBatch
-    layout: FeatureLayout
+    layout: TokenFeatureColumns
     visibility: VisibilityCache = field(default_factory=VisibilityCache)
     host_copies: HostCopyQueue = field(default_factory=HostCopyQueue)
     _row_visibility: dict[RowKey, RowVisibility] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from headwise.analysis.metrics.prompt_metric import (
     require_lm_residual_stream,
     run_prompts,
 )
-from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExampleStore
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.analysis.recording.tokenized_corpus import default_corpus
 from headwise.errors import ArgumentError

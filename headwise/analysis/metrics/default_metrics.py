@@ -13,7 +13,7 @@ from headwise.analysis.metrics.row_shape import ConfidenceMetric, OutputNormMetr
 from headwise.analysis.metrics.token_classes import token_class_metrics
 
 
-def position_metrics() -> list[Metric]:
+def token_free_metrics() -> list[Metric]:
     """Return the metrics that need no tokens, only positions and weights."""
     return [
         OutputNormMetric(),

@@ -16,8 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from headwise.analysis.metrics.attention_call import AttentionCallContext, AttentionObserver
-from headwise.analysis.metrics.batch_context import FeatureLayout
-from headwise.analysis.metrics.role_examples import (
+from headwise.analysis.metrics.batch_context import TokenFeatureColumns
+from headwise.analysis.metrics.role_example_positions import (
     ARC_EXAMPLES,
     ARRAY_NAMES,
     CONTEXT_TOKENS,
@@ -82,7 +82,7 @@ class ExampleSampler(AttentionObserver):
     """
 
     def __init__(
-        self, heads: int, repeat_examples: Iterable[ExamplePosition], layout: FeatureLayout, *, ahead: bool = True
+        self, heads: int, repeat_examples: Iterable[ExamplePosition], layout: TokenFeatureColumns, *, ahead: bool = True
     ) -> None:
         self.heads, self.repeat_examples, self.feature_names, self.ahead = (
             heads,

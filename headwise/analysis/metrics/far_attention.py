@@ -26,7 +26,7 @@ from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_point
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec
 from headwise.analysis.metrics.prompt_metric import MIN_SAMPLES
 from headwise.analysis.metrics.row_blocks import value_output_norms
-from headwise.analysis.metrics.task_metric import TaskMetric, TaskMetricResult
+from headwise.analysis.metrics.task_metric import TaskMetric, TaskMetricDetails
 from headwise.analysis.recording.batching import forward_ids, reachable_hook_points, tokenizer_of
 from headwise.analysis.recording.tokenized_corpus import default_corpus
 from headwise.heads.hook_point import AttentionCall
@@ -79,18 +79,18 @@ class FarAttentionMetric(TaskMetric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskMetricResult:
+    ) -> TaskMetricDetails:
         """Read the texts, choose an offset and a position for each head, and add up their weights."""
         accumulator.register_metrics(self.names)
         if model.spec.kind == "encoder-decoder":
-            return TaskMetricResult(
+            return TaskMetricDetails(
                 "encoder-decoder models are not supported: far offsets need a single stack and one text."
             )
         prefix, suffix = tokenizer_of(model).template_ids
         inner = range(max(1, len(prefix)), LENGTH - len(suffix))
         ids = concatenated_texts(model, self.corpus, seed)
         if len(ids) < MIN_SAMPLES:
-            return TaskMetricResult(
+            return TaskMetricDetails(
                 f"too little context or text: {MIN_SAMPLES} texts of {LENGTH} tokens are needed. Got {len(ids)}."
             )
         hook_points = reachable_hook_points(model)
@@ -108,7 +108,7 @@ class FarAttentionMetric(TaskMetric):
                 forward_ids(model, batch_ids)
         if progress is not None:
             progress(FAR_OFFSET_SPECS[0].corpus_label, len(ids), len(ids))
-        return TaskMetricResult(chosen_offsets=self._add(accumulator, text_sums, np.array(full_attention)))
+        return TaskMetricDetails(chosen_offsets=self._add(accumulator, text_sums, np.array(full_attention)))
 
     def _add(
         self, accumulator: Accumulator, text_sums: "_FarOffsetSums", full_attention: np.ndarray

@@ -30,7 +30,7 @@ def fused_row_stats(call: AttentionCallContext) -> RowStats:
     (_, _, T, d), S = q.shape, k.shape[2]
     if not _is_supported(attention_call):
         return blockwise_row_stats(call)
-    mask, empty, is_causal = _mask(params, q, S)
+    mask, empty, is_causal = _kernel_mask_and_empty_rows(params, q, S)
     scale = params.scale
 
     def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def _needs_no_mask(params: ScoreParams, T: int, S: int) -> bool:
     return mask is None or mask.is_full(T, S) or (isinstance(mask, CausalMask) and mask.resolve_offset(T, S) == 0)
 
 
-def _mask(params: ScoreParams, q: Tensor, S: int) -> tuple[Tensor | None, Tensor | None, bool]:
+def _kernel_mask_and_empty_rows(params: ScoreParams, q: Tensor, S: int) -> tuple[Tensor | None, Tensor | None, bool]:
     """Return the mask for the kernel: an additive mask or None, the empty rows, and the causal flag.
 
     Rows without a visible key are unmasked and returned in a mask, (1 or B, 1 or H, T).

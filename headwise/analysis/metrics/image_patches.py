@@ -170,7 +170,7 @@ class _PatchSetAccumulator(RowBlockAccumulator):
         return self.sums, self.eligible.sum().to(self.sums).expand(len(self.sums), 1, 1)
 
 
-class SharedPatchMetric(Metric):
+class MostAttendedPatchMetric(Metric):
     """Attention weight on the patch that receives the most attention, for each head and image.
 
     Large models without registers have patches that attract the attention of all others (https://arxiv.org/abs/2309.16588).
@@ -185,10 +185,10 @@ class SharedPatchMetric(Metric):
 
     def make_accumulator(self, call: AttentionCallContext) -> RowBlockAccumulator:
         """Return an accumulator for the blocks of one attention call."""
-        return _SinglePatchAccumulator(call)
+        return _MostAttendedPatchAccumulator(call)
 
 
-class _SinglePatchAccumulator(RowBlockAccumulator):
+class _MostAttendedPatchAccumulator(RowBlockAccumulator):
     def __init__(self, call: AttentionCallContext) -> None:
         self.call, grid = call, patch_grid_of(call)
         cells, device = torch.tensor(grid.patch_of_token, device="cpu"), call.value_output_norms.device
@@ -321,7 +321,7 @@ CLASS_TOKEN = AttentionToPatches(
     "class token", make_token_kind_mask("class"), high_means="attends to the class token", hue=45
 )
 REGISTERS = AttentionToPatches("registers", make_token_kind_mask("register"), high_means="attends to registers", hue=35)
-SINGLE_PATCH = SharedPatchMetric()
+SINGLE_PATCH = MostAttendedPatchMetric()
 
 
 def image_metrics(grid: PatchGrid) -> list[Metric]:

@@ -179,7 +179,7 @@ class RowBlockAccumulator(ABC):
         """Return sums and counts, as `Metric.compute` does. Called after the last block. None adds nothing."""
 
 
-class MetricSpecMixin:
+class BaseHeadMetric:
     """Base class of objects that measure scores of every head.
 
     Attributes:
@@ -199,7 +199,7 @@ class MetricSpecMixin:
         return tuple(metric_spec.name for metric_spec in self.metric_specs)
 
 
-class Metric(MetricSpecMixin):
+class Metric(BaseHeadMetric):
     """Base class of metrics that are computed from the attention on the corpus.
 
     Use `AttentionToTokens` or `AttentionToPosition` for simple metrics. To write another one, subclass, set `metric_specs`

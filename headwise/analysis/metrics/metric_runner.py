@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.attention_call import AttentionCallContext, AttentionObserver, BlockListener
-from headwise.analysis.metrics.batch_context import BatchContext, FeatureLayout
+from headwise.analysis.metrics.batch_context import BatchContext, TokenFeatureColumns
 from headwise.analysis.metrics.fused_row_stats import fused_row_stats
 from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.metric import Metric, MetricSpec
@@ -54,7 +54,7 @@ class MetricRunner:
         self.layers = layers
         self.observers = [observer for observer in observers if self.full_detail or not observer.needs_full_detail]
         self.metrics = [metric for metric in metrics if self.full_detail or not metric.needs_full_detail]
-        self.layout = FeatureLayout.of(self.metrics)
+        self.layout = TokenFeatureColumns.of(self.metrics)
         self._grams: dict[HookPoint, tuple[tuple[int, int], Tensor]] = {}
         self._unknown_grams: dict[HookPoint, tuple[Tensor, bool]] = {}  # gram, and whether it contains NaN
         self._batch_context: BatchContext | None = None

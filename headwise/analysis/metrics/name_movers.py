@@ -29,7 +29,7 @@ from headwise.analysis.metrics.prompt_metric import (
     single_token_of_word,
     too_few_single_tokens_error,
 )
-from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExampleStore
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.model import ModelProtocol
 from headwise.text import Tokenizer

@@ -27,7 +27,7 @@ from headwise.analysis.metrics.prompt_metric import (
     run_prompts,
     too_few_single_tokens_error,
 )
-from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExampleStore
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.model import ModelProtocol
 from headwise.text import Tokenizer
@@ -90,7 +90,7 @@ def make_suppression_prompts(tokenizer: Tokenizer, seed: int = 0) -> list[Prompt
         samples = (number, None) if number % 2 else (None, number)  # one of the two sentences is shown as an example
         for sentence, sample in zip(pair.sentences, samples, strict=True):
             prompts.append(_pair_prompt(sentence, names, sample))
-        prompts += [_single_prompt(single, names) for single in pair.singles if single is not None]
+        prompts += [_make_single_name_prompt(single, names) for single in pair.singles if single is not None]
     return prompts
 
 
@@ -103,6 +103,6 @@ def _pair_prompt(sentence: NameSentence, names: set[int], sample: int | None) ->
     )
 
 
-def _single_prompt(single: SingleNameSentence, names: set[int]) -> PromptWithTargets:
+def _make_single_name_prompt(single: SingleNameSentence, names: set[int]) -> PromptWithTargets:
     absent = tuple(sorted(names - {single.answer}))
     return PromptWithTargets(single.ids, (ExpectedToken(len(single.ids) - 1, single.position, single.answer, absent),))

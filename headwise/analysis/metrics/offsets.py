@@ -62,7 +62,7 @@ class WeightPerOffsetMetric(Metric):
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
         """Compute sums and counts at each offset and within three tokens. e is 0 at offsets without a visible token."""
-        present, eligible, early = _offset_targets(rows)  # (B, n, o) twice, and some rows
+        present, eligible, early = _offset_validity_masks(rows)  # (B, n, o) twice, and some rows
         p = rows.normalize(rows.near)  # (B, H, n, o)
         value_weighted = rows.near * _window_value_norms(rows) * rows.inverse_value_weighted_total[..., None]
         on_first = (present - eligible)[:, None]  # (B, 1, n, o): 1 if the target is the first token
@@ -80,8 +80,8 @@ class WeightPerOffsetMetric(Metric):
         local = torch.stack([sums[..., local_columns].sum(-1) for sums in variants], -1)  # (B, H, 3)
         # (B, 1, 1): rows with a target within three tokens
         local_counts = eligible[..., local_columns].any(-1).sum(1)[:, None, None].to(targets)
-        sums = [_pad_offsets(values) for values in (offset, *variants)]
-        counts = [_pad_offsets(values) for values in (row_counts, targets, targets, targets)]
+        sums = [_pad_future_offsets(values) for values in (offset, *variants)]
+        counts = [_pad_future_offsets(values) for values in (row_counts, targets, targets, targets)]
         return torch.cat((*sums, local), -1), torch.cat((*counts, local_counts.expand(-1, -1, 3)), -1)
 
 
@@ -96,7 +96,7 @@ class ArgmaxOffsetMetric(Metric):
         hits = rows.near.floor() * rows.counted[:, None, :, None]  # only the largest e of a row is 1
         tied = hits.sum(-1, keepdim=True)  # (B, H, n, 1)
         hits.div_(tied.clamp_(min=1))
-        return _pad_offsets(hits.sum(2)), _pad_offsets(_offset_targets(rows)[0].sum(1)[:, None])
+        return _pad_future_offsets(hits.sum(2)), _pad_future_offsets(_offset_validity_masks(rows)[0].sum(1)[:, None])
 
 
 class DistanceBinMetric(Metric):
@@ -113,7 +113,7 @@ class DistanceBinMetric(Metric):
         has_remainder = rows.remainder_bin >= 0
         bin_index = rows.remainder_bin.clamp(min=0)[:, None]  # (n, 1)
         far = far.scatter_add(-1, bin_index.expand(*far.shape[:3], 1), (remainder * has_remainder)[..., None])
-        back, ahead = _tokens_around(rows)
+        back, ahead = _count_tokens_before_after(rows)
         edges = torch.tensor(DISTANCE_EDGES, device=far.device)
         reached = (torch.maximum(back, ahead) if rows.sees_future_keys else back)[..., None] >= edges  # (B, n, bins)
         return rows.normalize(far).sum(2), (reached & rows.counted[..., None]).sum(1)[:, None]
@@ -128,7 +128,7 @@ class LongRangeMetric(Metric):
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
         """Compute the weight, the baseline and the value-weighted score, (B, H, 3)."""
         assert isinstance(rows, FullDetailRowStats)
-        back, ahead = _tokens_around(rows)
+        back, ahead = _count_tokens_before_after(rows)
         norms, first = rows.value_output_norms, rows.batch_context.batch.first_token_positions
         far_first = ((back >= WINDOW) & rows.counted).to(norms)[
             :, None
@@ -138,7 +138,7 @@ class LongRangeMetric(Metric):
         near = (rows.near * _window_value_norms(rows)).sum(-1)
         value_weighted = 1 - (near + e_first * norm_first + rows.repeat_weights[1]) * rows.inverse_value_weighted_total
         weight = rows.normalize(rows.feature_sum(ALL) - rows.near.sum(-1) - e_first - rows.repeat_weights[0])
-        visible, inside = rows.visible_keys.to(norms), _offset_targets(rows)[0].sum(-1)[:, None]
+        visible, inside = rows.visible_keys.to(norms), _offset_validity_masks(rows)[0].sum(-1)[:, None]
         targets = visible - inside - far_first * rows.sees_first - rows.repeat_counts
         baseline = targets / visible.clamp(min=1)
         far = ((back > WINDOW) | ((ahead >= WINDOW) & rows.sees_future_keys))[:, None]
@@ -150,12 +150,12 @@ class LongRangeMetric(Metric):
         return torch.stack(sums, -1), counts.sum(2)[..., None]
 
 
-def _pad_offsets(values: Tensor) -> Tensor:
+def _pad_future_offsets(values: Tensor) -> Tensor:
     """Pad the window of a causal head with zeros for the offsets ahead, which are never counted."""
     return torch.nn.functional.pad(values, (0, len(OFFSETS) - values.shape[-1]))
 
 
-def _offset_targets(rows: RowStats) -> tuple[Tensor, Tensor, Tensor]:
+def _offset_validity_masks(rows: RowStats) -> tuple[Tensor, Tensor, Tensor]:
     """Return masks of the offsets at which a row has a token, and a token other than the first, (B, n, o) each, and the rows
     whose window contains the first token."""
     call = rows.attention_call
@@ -175,7 +175,7 @@ def _window_value_norms(rows: RowStats) -> Tensor:
     return padded[..., rows.positions[:, None] + torch.arange(o, device=norms.device)]
 
 
-def _tokens_around(rows: RowStats) -> tuple[Tensor, Tensor]:
+def _count_tokens_before_after(rows: RowStats) -> tuple[Tensor, Tensor]:
     """Return the number of tokens of the text before and after each row, (B, n) each."""
     back = rows.positions - rows.batch_context.batch.first_token_positions[:, None]
     return back, rows.batch_context.batch.real_tokens.sum(1)[:, None] - 1 - back

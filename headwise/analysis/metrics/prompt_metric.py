@@ -19,10 +19,10 @@ from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.host_copy_queue import HostCopyQueue
 from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec, RoleTarget
-from headwise.analysis.metrics.role_examples import ExamplePosition, ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExamplePosition, ExampleStore
 from headwise.analysis.metrics.row_blocks import value_output_norms
 from headwise.analysis.metrics.statistics import MIN_UNITS
-from headwise.analysis.metrics.task_metric import TaskMetric, TaskMetricResult, token_names
+from headwise.analysis.metrics.task_metric import TaskMetric, TaskMetricDetails, token_names
 from headwise.analysis.recording.batching import forward_ids, tokenizer_of
 from headwise.analysis.recording.text_hash_split import BUCKETS
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
@@ -116,7 +116,7 @@ class PromptMetric(TaskMetric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskMetricResult:
+    ) -> TaskMetricDetails:
         """Run the prompts and add up the scores. The result has the reason if the model cannot be tested."""
         accumulator.register_metrics(self.names)
         if progress is not None:
@@ -124,7 +124,7 @@ class PromptMetric(TaskMetric):
         try:
             totals, examples = self.measure(model, seed)
         except HeadwiseError as error:
-            return TaskMetricResult(skip_reason=str(error))
+            return TaskMetricDetails(skip_reason=str(error))
         finally:
             if progress is not None:
                 progress(self.score_spec.corpus_label, 1, 1)
@@ -133,7 +133,7 @@ class PromptMetric(TaskMetric):
             if count:
                 accumulator.sums[self.names[0]][sample % BUCKETS] += sums[sample]
                 accumulator.counts[self.names[0]][sample % BUCKETS] += count
-        return TaskMetricResult(examples=examples)
+        return TaskMetricDetails(examples=examples)
 
     @abstractmethod
     def measure(self, model: ModelProtocol, seed: int) -> tuple["SampleTotals", ExampleStore]:

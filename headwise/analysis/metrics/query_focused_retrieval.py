@@ -19,12 +19,12 @@ from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.example_sampler import ExampleAttentionRecorder
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec, RoleTarget, TokenFeature
 from headwise.analysis.metrics.prompt_metric import MAX_EXAMPLES, MIN_SAMPLES
-from headwise.analysis.metrics.role_examples import ExamplePosition, ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExamplePosition, ExampleStore
 from headwise.analysis.metrics.row_stats import RowStats
 from headwise.analysis.metrics.task_metric import (
     ControlledTextMetric,
-    TaskMetricResult,
-    run_task,
+    TaskMetricDetails,
+    run_task_into_accumulator,
     sample_from_ids,
     token_names,
 )
@@ -99,24 +99,24 @@ class QueryFocusMetric(ControlledTextMetric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskMetricResult:
+    ) -> TaskMetricDetails:
         """Read the questions and add up the weights. The examples start at the last token of some questions."""
         accumulator.register_metrics(self.names)
         if model.spec.kind == "encoder-decoder":
-            return TaskMetricResult(
+            return TaskMetricDetails(
                 "encoder-decoder models are not supported: questions and documents must be in one text."
             )
         texts, _ = self.texts_and_controls(model, seed)
         if len(texts) < MIN_SAMPLES:
-            return TaskMetricResult(
+            return TaskMetricDetails(
                 f"{len(texts)} of {PROMPTS} prompts fit this tokenizer and context. {MIN_SAMPLES} are needed."
             )
         examples = ExampleStore(
             accumulator.heads, rows=tuple(self._example_position(model, sample) for sample in texts[:MAX_EXAMPLES])
         )
         recorders = [ExampleAttentionRecorder(examples, self.score_spec.name)]
-        run_task(model, self, accumulator, seed, observers=recorders, progress=progress)
-        return TaskMetricResult(examples=examples)
+        run_task_into_accumulator(model, self, accumulator, seed, observers=recorders, progress=progress)
+        return TaskMetricDetails(examples=examples)
 
     def _example_position(self, model: ModelProtocol, sample: TextSample) -> ExamplePosition:
         """Return the position of the last question token, with all tokens of its document as targets."""

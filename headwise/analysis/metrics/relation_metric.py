@@ -34,7 +34,7 @@ from headwise.analysis.metrics.directed_relations import (
     both_directions,
 )
 from headwise.analysis.metrics.example_sampler import ExampleSampler, RelationTargets
-from headwise.analysis.metrics.gold_word_arcs import BASELINE_OFFSETS, BatchWordArcs, WordArcs
+from headwise.analysis.metrics.gold_arc_data import BASELINE_OFFSETS, BatchWordArcs, WordArcs
 from headwise.analysis.metrics.metric import Metric, MetricSpec
 from headwise.analysis.metrics.word_maps import WordMapAccumulator
 from headwise.analysis.recording.batching import TextSample, TokenBatch

@@ -162,7 +162,7 @@ class VisibilityCache:
         key = (params.mask, rows, T, S)
         if key in self.blocks:
             return self.blocks[key]
-        visible = _visible_block(params, rows, T, S, device)
+        visible = _build_visible_block(params, rows, T, S, device)
         if self.cached_cells + visible.partial_mask.numel() <= MAX_CACHED_CELLS:
             self.blocks[key] = visible
             self.cached_cells += visible.partial_mask.numel()
@@ -174,11 +174,11 @@ def visible_blocks(
 ) -> Iterator[VisibleBlock]:
     """Iterate over the visible keys of a call in blocks of rows, every block or one out of `row_stride`. `cache` stores
     them for the next layer."""
-    for rows in row_block_ranges(T, row_stride):
+    for rows in strided_row_blocks(T, row_stride):
         yield (cache or VisibilityCache()).get_block(params, rows, T, S, device)
 
 
-def _visible_block(params: ScoreParams, rows: range, T: int, S: int, device: torch.device) -> VisibleBlock:
+def _build_visible_block(params: ScoreParams, rows: range, T: int, S: int, device: torch.device) -> VisibleBlock:
     cols = params.key_range(rows, T, S) or range(1)
     if params.mask is None or params.mask.is_full(T, S):
         visible, empty = (
@@ -211,12 +211,12 @@ def column_chunks(cols: range) -> Iterator[range]:
     return (range(first, min(first + CHUNK_KEYS, cols.stop)) for first in range(cols.start, cols.stop, CHUNK_KEYS))
 
 
-def row_block_ranges(T: int, row_stride: int = 1) -> Iterator[range]:
+def strided_row_blocks(T: int, row_stride: int = 1) -> Iterator[range]:
     """Iterate over blocks of rows: every block, or the middle one of each group of `row_stride` blocks.
 
     The middle block represents its group better than the first, which sees the fewest keys.
 
-    >>> list(row_block_ranges(130)), list(row_block_ranges(64 * 20, row_stride=16))
+    >>> list(strided_row_blocks(130)), list(strided_row_blocks(64 * 20, row_stride=16))
     ([range(0, 64), range(64, 128), range(128, 130)], [range(512, 576), range(1152, 1216)])
     """
     for first in range(0, T, BLOCK_ROWS * row_stride):
@@ -226,8 +226,8 @@ def row_block_ranges(T: int, row_stride: int = 1) -> Iterator[range]:
 
 
 def count_sampled_rows(T: int, row_stride: int = 1) -> int:
-    """Return the number of rows in the blocks of `row_block_ranges`."""
-    return sum(map(len, row_block_ranges(T, row_stride)))
+    """Return the number of rows in the blocks of `strided_row_blocks`."""
+    return sum(map(len, strided_row_blocks(T, row_stride)))
 
 
 def iter_row_blocks(

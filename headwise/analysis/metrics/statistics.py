@@ -37,8 +37,8 @@ def bootstrap_interval(
     >>> float(low[0]), float(high[0])
     (0.3125, 0.6875)
     """
-    sums, counts = _sums_and_counts(sums, counts)
-    (sums, counts), shape = _flatten_tests([sums, counts], counts > 0)
+    sums, counts = _validated_sums_and_counts(sums, counts)
+    (sums, counts), shape = _flatten_test_axes([sums, counts], counts > 0)
     enough = (counts > 0).sum(0) >= 2
     return _interval(
         lambda times, tests: _ratio(times @ sums[:, tests], times @ counts[:, tests]),
@@ -79,15 +79,15 @@ def bootstrap_difference_interval(
     >>> round(float(low), 4), round(float(high), 4)
     (0.25, 0.25)
     """
-    sums_a, counts_a = _sums_and_counts(sums_a, counts_a)
-    sums_b, counts_b = _sums_and_counts(sums_b, counts_b)
+    sums_a, counts_a = _validated_sums_and_counts(sums_a, counts_a)
+    sums_b, counts_b = _validated_sums_and_counts(sums_b, counts_b)
     if len(sums_a) != len(sums_b):
         raise ArgumentError(
             "sums_a, sums_b: must have the same number of units (entries of the first axis, such as texts), because the "
             f"difference is paired. Got {len(sums_a)} and {len(sums_b)} units."
         )
     sums_a, counts_a, sums_b, counts_b = np.broadcast_arrays(sums_a, counts_a, sums_b, counts_b)
-    arrays, shape = _flatten_tests([sums_a, counts_a, sums_b, counts_b], (counts_a > 0) | (counts_b > 0))
+    arrays, shape = _flatten_test_axes([sums_a, counts_a, sums_b, counts_b], (counts_a > 0) | (counts_b > 0))
     enough = ((arrays[1] > 0).sum(0) >= 2) & ((arrays[3] > 0).sum(0) >= 2)
 
     def difference(times: np.ndarray, tests: slice) -> np.ndarray:
@@ -115,8 +115,8 @@ def sign_flip_test(differences: ArrayLike, counts: ArrayLike, *, draws: int = 20
     >>> float(sign_flip_test([1., 2., 3.], [1, 1, 1]))  # only 1 of the 8 sign patterns, the data itself, reaches 6
     0.125
     """
-    differences, counts = _sums_and_counts(differences, counts)
-    (differences, _), shape = _flatten_tests([differences, counts], counts > 0)
+    differences, counts = _validated_sums_and_counts(differences, counts)
+    (differences, _), shape = _flatten_test_axes([differences, counts], counts > 0)
     observed = differences.sum(0)
     threshold = observed - _rounding_tolerance(differences)
     flips = _flips(len(differences), draws, seed)
@@ -160,8 +160,10 @@ def max_t_test(
     >>> p.tolist(), family
     ([0.00390625, 1.0], 1)
     """
-    sums, counts = _sums_and_counts(sums, counts)
-    (differences, counts), shape = _flatten_tests([_differences(sums, baselines, counts), counts], counts > 0)
+    sums, counts = _validated_sums_and_counts(sums, counts)
+    (differences, counts), shape = _flatten_test_axes(
+        [_subtract_baselines(sums, baselines, counts), counts], counts > 0
+    )
     spread = np.sqrt((differences**2).sum(0))
     eligible = ((counts > 0).sum(0) >= min_units) & (spread > 0)
     p = np.ones(differences.shape[1])
@@ -270,7 +272,7 @@ def _flips(units: int, draws: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2, (draws, units)) * 2.0 - 1.0
 
 
-def _sums_and_counts(sums: ArrayLike, counts: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+def _validated_sums_and_counts(sums: ArrayLike, counts: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Return both as arrays of one shape. Sums of empty units are set to 0."""
     sums, counts = np.asarray(sums, float), np.asarray(counts, float)
     try:
@@ -294,9 +296,9 @@ def _sums_and_counts(sums: ArrayLike, counts: ArrayLike) -> tuple[np.ndarray, np
     return np.where(counts > 0, sums, 0.0), counts
 
 
-def _differences(sums: np.ndarray, baselines: ArrayLike, counts: np.ndarray) -> np.ndarray:
+def _subtract_baselines(sums: np.ndarray, baselines: ArrayLike, counts: np.ndarray) -> np.ndarray:
     try:
-        baselines, _ = _sums_and_counts(np.broadcast_to(np.asarray(baselines, float), sums.shape), counts)
+        baselines, _ = _validated_sums_and_counts(np.broadcast_to(np.asarray(baselines, float), sums.shape), counts)
     except ValueError as error:
         raise ArgumentError(
             f"baselines: must be finite numbers of a shape that can be broadcast to that of sums, {sums.shape}. Got: {error}"
@@ -304,7 +306,7 @@ def _differences(sums: np.ndarray, baselines: ArrayLike, counts: np.ndarray) -> 
     return sums - baselines
 
 
-def _flatten_tests(arrays: list[np.ndarray], filled: np.ndarray) -> tuple[list[np.ndarray], tuple[int, ...]]:
+def _flatten_test_axes(arrays: list[np.ndarray], filled: np.ndarray) -> tuple[list[np.ndarray], tuple[int, ...]]:
     """Reshape arrays to (units, tests) without units that are empty in every test. Return them and the test shape."""
     shape, units = filled.shape[1:], filled.reshape(len(filled), int(np.prod(filled.shape[1:]))).any(1)
     return [array[units].reshape(int(units.sum()), int(np.prod(shape))) for array in arrays], shape

@@ -38,7 +38,7 @@ from headwise.analysis.metrics.prompt_metric import (
     too_few_single_tokens_error,
     z_to_logits_matrix,
 )
-from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExampleStore
 from headwise.analysis.recording.batching import forward_ids, tokenizer_of
 from headwise.errors import UnsupportedModelError
 from headwise.heads.hook_point import HookPoint

@@ -9,9 +9,9 @@ import numpy as np
 
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.attention_call import AttentionObserver
-from headwise.analysis.metrics.metric import Metric, MetricSpecMixin
+from headwise.analysis.metrics.metric import BaseHeadMetric, Metric
 from headwise.analysis.metrics.metric_runner import MetricRunner
-from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExampleStore
 from headwise.analysis.recording.batching import TextSample, TokenBatch, make_batches
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
@@ -24,7 +24,7 @@ SCORE, BASELINE, VALUE_WEIGHTED = range(3)  # columns of each group of three sco
 
 
 @dataclass(frozen=True, eq=False)
-class TaskMetricResult:
+class TaskMetricDetails:
     """Result of a task besides its sums.
 
     Attributes:
@@ -38,7 +38,7 @@ class TaskMetricResult:
     examples: ExampleStore | None = None
 
 
-class TaskMetric(MetricSpecMixin, ABC):
+class TaskMetric(BaseHeadMetric, ABC):
     """Base class of metrics that generate their own input.
 
     The scores come in groups of three: score, baseline and value-weighted score.
@@ -47,7 +47,7 @@ class TaskMetric(MetricSpecMixin, ABC):
     @abstractmethod
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskMetricResult:
+    ) -> TaskMetricDetails:
         """Run the task on a model and add its scores to an accumulator."""
 
 
@@ -66,13 +66,13 @@ class ControlledTextMetric(TaskMetric, Metric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskMetricResult:
+    ) -> TaskMetricDetails:
         """Run the texts and the controls."""
-        run_task(model, self, accumulator, seed, progress=progress)
-        return TaskMetricResult()
+        run_task_into_accumulator(model, self, accumulator, seed, progress=progress)
+        return TaskMetricDetails()
 
 
-def run_task(
+def run_task_into_accumulator(
     model: ModelProtocol,
     task: ControlledTextMetric,
     accumulator: Accumulator,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.analysis.metrics.attention_call import AttentionCallContext, AttentionObserver, BlockListener
 from headwise.analysis.metrics.batch_context import FIRST
-from headwise.analysis.metrics.role_examples import make_marked_segments, render_marks
+from headwise.analysis.metrics.role_example_positions import render_marks, split_text_at_marks
 from headwise.analysis.metrics.row_blocks import RowBlock
 from headwise.analysis.recording.batching import TextSample
 from headwise.distributed.process_group import ProcessGroup
@@ -172,5 +172,5 @@ class TopContexts(AttentionObserver):
         return [
             names[row],
             names[column],
-            render_marks(make_marked_segments(names, {column: "attended", row: "token"})),
+            render_marks(split_text_at_marks(names, {column: "attended", row: "token"})),
         ]

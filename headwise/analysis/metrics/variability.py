@@ -76,7 +76,7 @@ def variability(
         )
     accumulator = Accumulator(len(addresses))
     with eval_mode(model):
-        measure_variability(model, samples, accumulator, length)
+        accumulate_variability(model, samples, accumulator, length)
     pairs = zip(addresses, accumulator.mean(VARIABILITY.name).tolist(), strict=True)
     return {str(address): value for address, value in pairs if address in selected}
 
@@ -86,7 +86,7 @@ def select_long_samples(samples: Iterable[TextSample], length: int = LENGTH, tex
     return list(islice((sample for sample in samples if len(sample.ids) >= length), texts))
 
 
-def measure_variability(
+def accumulate_variability(
     model: ModelProtocol,
     samples: list[TextSample],
     accumulator: Accumulator,

@@ -9,7 +9,7 @@ from headwise.analysis.metrics.attention_call import AttentionCallContext
 from headwise.analysis.metrics.batch_context import NORM
 from headwise.analysis.metrics.directed_relations import HITS, MASS, DirectedRelation
 from headwise.analysis.metrics.example_sampler import ExampleSampler
-from headwise.analysis.metrics.gold_word_arcs import BatchWordArcs
+from headwise.analysis.metrics.gold_arc_data import BatchWordArcs
 from headwise.analysis.metrics.metric import RowBlockAccumulator
 from headwise.analysis.metrics.row_blocks import RowBlock
 

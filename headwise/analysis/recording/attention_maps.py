@@ -254,9 +254,9 @@ class AttentionView:
         return {"text": self.text, "words": list(self.words), **source, "maps": maps}
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import attention_table
+        from headwise.ui.result_text import largest_weights_table
 
-        return attention_table(self).as_text()
+        return largest_weights_table(self).as_text()
 
     def _repr_html_(self) -> str:
         from headwise.ui.notebook import attention_html

@@ -17,7 +17,7 @@ def is_call_list(corpus: Any) -> bool:
     return bool(items) and all(isinstance(item, Mapping) for item in items)
 
 
-def call_list(model: object, corpus: Any) -> list[Any]:
+def normalize_call_list(model: object, corpus: Any) -> list[Any]:
     """Return the calls of a corpus: a list of calls, or one dict of keyword arguments."""
     is_list = isinstance(corpus, list) or (isinstance(corpus, tuple) and not reads_calls(model))
     calls = [corpus] if isinstance(corpus, Mapping) else list(corpus) if is_list else None

@@ -84,10 +84,10 @@ def image_sample(index: int, image: InputImage) -> TextSample:
     """Create a sample from an image. Patches have no vocabulary ids, so the ids are 0, 1, 2, …"""
     ids, names = tuple(range(len(image.grid))), image.grid.token_names
     align = partial(Alignment.of, "", ids, names, [(0, 0)] * len(ids))
-    return TextSample(index, _bucket(image.pixels), ids, None, align, text=image.name, image=image)
+    return TextSample(index, _hash_bucket(image.pixels), ids, None, align, text=image.name, image=image)
 
 
-def _bucket(pixels: Tensor) -> int:
+def _hash_bucket(pixels: Tensor) -> int:
     """Return the bucket of an image, a hash of its pixels."""
     data = np.ascontiguousarray(pixels.detach().float().cpu().numpy()).tobytes()
     return hashlib.blake2b(data, digest_size=1).digest()[0]

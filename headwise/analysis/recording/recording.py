@@ -16,7 +16,7 @@ from headwise.errors import ArgumentError, HeadwiseError, suggest_names
 from headwise.heads.head import HeadPattern
 from headwise.heads.hook_point import HookPoint
 from headwise.kernels.rounding_tolerance import at_least_float32
-from headwise.kernels.score_params import masked_scores, raw_scores, softmax_weights
+from headwise.kernels.score_params import add_bias_and_mask, raw_scores, softmax_weights
 from headwise.spec import Address, select
 
 RECORDABLE = ("q", "k", "v", "z", "output", "map")
@@ -51,9 +51,9 @@ class HeadCall:
     _call: RecordedLayerCall
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import head_call_text
+        from headwise.ui.result_text import head_call_repr
 
-        return head_call_text(self)
+        return head_call_repr(self)
 
     @property
     def q(self) -> Tensor:
@@ -115,7 +115,7 @@ class HeadCall:
         filled = 0
         for block in _contiguous_runs(row_indices):
             q_block = q[:, None, block.start : block.stop]  # (B, 1, r, d)
-            scores = masked_scores(raw_scores(q_block, k[:, None], params), params, block, range(S), T, S)
+            scores = add_bias_and_mask(raw_scores(q_block, k[:, None], params), params, block, range(S), T, S)
             block_weights = softmax_weights(scores, params, may_have_empty_rows=params.may_have_empty_rows(T, S))[
                 :, 0
             ]  # (B, r, S)
@@ -155,14 +155,14 @@ class SingleHeadRecording:
     calls: tuple[HeadCall, ...]
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import head_recording_table
+        from headwise.ui.result_text import recorded_calls_table
 
-        return head_recording_table(self).as_text()
+        return recorded_calls_table(self).as_text()
 
     def _repr_html_(self) -> str:
-        from headwise.ui.result_text import head_recording_table
+        from headwise.ui.result_text import recorded_calls_table
 
-        return head_recording_table(self).as_html()
+        return recorded_calls_table(self).as_html()
 
     def call(self, index: int) -> HeadCall:
         """Return one call. The first has index 0, the last -1."""

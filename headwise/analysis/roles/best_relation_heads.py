@@ -19,7 +19,7 @@ from headwise.analysis.metrics.directed_relations import (
     WORD_SETS,
     DirectedRelation,
 )
-from headwise.analysis.metrics.gold_word_arcs import BASELINE_OFFSETS
+from headwise.analysis.metrics.gold_arc_data import BASELINE_OFFSETS
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval, bootstrap_interval, max_t_test
 from headwise.analysis.recording.batching import reachable_hook_points
 from headwise.analysis.recording.text_hash_split import BUCKETS, REPORTING, SELECTION, buckets_in_half

@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.default_metrics import position_metrics
+from headwise.analysis.metrics.default_metrics import token_free_metrics
 from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.metric import Metric
 from headwise.analysis.metrics.metric_runner import MetricRunner
-from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExampleStore
 from headwise.analysis.metrics.task_metric import TaskMetric
 from headwise.analysis.metrics.top_contexts import TopContexts
 from headwise.analysis.recording.batching import TextSample, TokenBatch
-from headwise.analysis.recording.model_calls import call_list, run_call
+from headwise.analysis.recording.model_calls import normalize_call_list, run_call
 from headwise.analysis.roles.profile_result import Profile, ProfileSums, build_profile
 from headwise.analysis.roles.profile_sums import CollectOptions, metric_specs_by_name
 from headwise.analysis.roles.roles import DEFAULT_ROLES, Role, assess, check_roles, score
@@ -51,10 +51,10 @@ def profile_calls(
     given_metrics = [metric for metric in metrics if not isinstance(metric, TaskMetric)]
     if len(given_metrics) < len(metrics):
         raise ArgumentError("metrics: task metrics use texts, but the corpus is a list of calls. Remove them.")
-    all_metrics = [*position_metrics(), *given_metrics]
+    all_metrics = [*token_free_metrics(), *given_metrics]
     check_roles(roles, metric_specs_by_name(all_metrics).values())
     with eval_mode(model), torch.no_grad():
-        sums = collect_calls(model, call_list(model, corpus), all_metrics, options)
+        sums = collect_calls(model, normalize_call_list(model, corpus), all_metrics, options)
     scores = score(sums.accumulator, None, (*DEFAULT_ROLES, *roles))
     evidence, family_size = assess(scores, len(sums.addresses), sums.metadata)
     return build_profile(sums, evidence, family_size, roles)
@@ -72,7 +72,7 @@ def collect_calls(
     for index, call in enumerate(calls):
         options.progress("calls", index, len(calls))
         batches = StandInTokenBatches(index)
-        with listen_at_hook_points(hook_points, partial(_on_call, runner, batches)):
+        with listen_at_hook_points(hook_points, partial(_update_metrics_on_call, runner, batches)):
             run_call(model, call)
         runner.reset_batch()
         examples, tokens = examples + batches.num_examples, tokens + batches.num_tokens
@@ -109,7 +109,7 @@ class StandInTokenBatches:
         B, S = call.k.shape[0], call.k.shape[2]
         real = _visible_to_any_query(call)
         if not self._buckets:
-            self._buckets = [_bucket(q) for q in call.q]
+            self._buckets = [_hash_bucket_of_example(q) for q in call.q]
             self.num_examples, self.num_tokens = B, int(real.sum())
         key = (B, S, np.packbits(real.cpu().numpy()).tobytes())
         if key not in self._batches:
@@ -125,8 +125,10 @@ class StandInTokenBatches:
         return self._batches[key]
 
 
-def _on_call(runner: MetricRunner, batches: StandInTokenBatches, call: AttentionCall, first_head: int) -> None:
-    call = _with_keys_for_all_rows(call) if call.hook_point.is_cross_attention else _with_extra_keys_first(call)
+def _update_metrics_on_call(
+    runner: MetricRunner, batches: StandInTokenBatches, call: AttentionCall, first_head: int
+) -> None:
+    call = _pad_keys_to_queries(call) if call.hook_point.is_cross_attention else _with_extra_keys_first(call)
     runner.on_call(call, batches.batch_of(call), first_head)
 
 
@@ -152,7 +154,7 @@ def _visible_to_any_query(call: AttentionCall) -> Tensor:
     return dense.expand(*dense.shape[:2], call.q.shape[2], S).any(2).any(1).expand(B, S)
 
 
-def _with_keys_for_all_rows(call: AttentionCall) -> AttentionCall:
+def _pad_keys_to_queries(call: AttentionCall) -> AttentionCall:
     """Append hidden keys if there are fewer keys than queries, because rows are counted from the last key."""
     T, S = call.q.shape[2], call.k.shape[2]
     if S >= T:
@@ -167,7 +169,7 @@ def _with_keys_for_all_rows(call: AttentionCall) -> AttentionCall:
     return replace(call, k=k, v=v, params=params)
 
 
-def _bucket(q: Tensor) -> int:
+def _hash_bucket_of_example(q: Tensor) -> int:
     """Return the bucket of an example, a hash of its first queries."""
     data = np.ascontiguousarray(q.detach().float().cpu().numpy()).tobytes()
     return hashlib.blake2b(data, digest_size=1).digest()[0]

@@ -113,7 +113,7 @@ def causal_test(
         heads_by_probe = {key: items for key, items in selected.items() if items}
     for index, (key, candidates) in enumerate(heads_by_probe.items()):
         progress("ablations", index, len(heads_by_probe))
-        trials = _trials(model, documents, texts, *key, seed)
+        trials = _build_trials(model, documents, texts, *key, seed)
         sets[key] = len(trials)
         heads = list(dict.fromkeys(head for head, _ in candidates))  # a head can have two roles with the same trial
         for tokens, trial in trials.items():
@@ -169,7 +169,7 @@ def _correct(effects: Sequence[list[CausalEffect]], num_tests: int | None = None
         of_head[i] = replace(of_head[i], p=float(p))
 
 
-def _trials(
+def _build_trials(
     model: ModelProtocol, related: Iterable[TextSample], texts: Sequence[TextSample], probe: str, role: str, seed: int
 ) -> dict[str, CausalTrial]:
     """Return the trials of a role by token set. A role with its own cases has one trial, with an empty name."""
@@ -201,7 +201,7 @@ def ablation_effects(
 
     lost, clean = measure_loss(heads, trial.cases)
     costs = CausalEffectEstimator(
-        _counts(trial.cases), float(clean.sum()), _counts(trial.matched) if trial.matched else None
+        _answers_per_row(trial.cases), float(clean.sum()), _answers_per_row(trial.matched) if trial.matched else None
     )
     control = trial.sum_controls_by_case(measure_loss(heads, trial.controls)[0]) if trial.controls else None
     matched = measure_loss(heads, trial.matched)[0] if trial.matched else None
@@ -229,7 +229,7 @@ def ablation_effects(
     return effects
 
 
-def _counts(rows: Sequence[TrialPrompt]) -> np.ndarray:
+def _answers_per_row(rows: Sequence[TrialPrompt]) -> np.ndarray:
     """Number of answers of each row, (rows,)."""
     return np.array([float(len(row.targets)) for row in rows])
 

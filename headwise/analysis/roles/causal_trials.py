@@ -105,7 +105,7 @@ class DocumentSample:
 
     def __init__(self) -> None:
         self.samples: dict[int, TextSample] = {}
-        self._counts: Counter[str] = Counter()
+        self._answers_per_row: Counter[str] = Counter()
 
     def add_if_needed(self, sample: TextSample) -> None:
         """Store a text if a role or control needs it."""
@@ -120,8 +120,8 @@ class DocumentSample:
             )
 
     def _keep_if_needed(self, sample: TextSample, category: str, *, needed: bool) -> None:
-        if needed and self._counts[category] < MAX_DOCUMENTS:
-            self._counts[category] += 1
+        if needed and self._answers_per_row[category] < MAX_DOCUMENTS:
+            self._answers_per_row[category] += 1
             self.samples[sample.index] = sample
 
 
@@ -132,10 +132,10 @@ def repeated_list_trial(model: ModelProtocol, texts: Sequence[TextSample], seed:
     answered = _predicted_in_texts(model, [texts[i] for i in rng.permutation(len(texts))])
     tokenizer = tokenizer_of(model)
     prefix, suffix = tokenizer.template_ids
-    ordinary = [token for token in _ordinary(model).nonzero()[:, 0].tolist() if token < len(tokenizer)]
+    ordinary = [token for token in _ordinary_token_mask(model).nonzero()[:, 0].tolist() if token < len(tokenizer)]
     length = min(LIST_LENGTH, len(ordinary) // 2, (model.spec.max_input_tokens - len(prefix) - len(suffix)) // 2)
     if len(answered) < MIN_UNITS or length < 3:
-        return _random_lists(model, seed)
+        return _random_token_lists(model, seed)
     lists: list[TrialPrompt] = []
     for index, row in enumerate(answered):
         answers = [int(token) for token in rng.permutation(list(row.targets.values()))][: length // 2]
@@ -156,7 +156,7 @@ def repeated_text_trial(model: ModelProtocol, texts: Sequence[TextSample], seed:
     """Build cases of repeated beginnings of texts. The control is the text read once, with the answers that the model
     predicts there too. The cost is measured on all tokens of the second copy, because tokens predicted by the text itself do
     not need the copy."""
-    rng, tokenizer, ordinary = np.random.default_rng(seed), tokenizer_of(model), _ordinary(model)
+    rng, tokenizer, ordinary = np.random.default_rng(seed), tokenizer_of(model), _ordinary_token_mask(model)
     answered = _predicted_in_texts(model, [texts[i] for i in rng.permutation(len(texts))])
     prefix, suffix = tokenizer.template_ids
     length = min(REPEATED_TEXT_TOKENS, (model.spec.max_input_tokens - len(prefix) - len(suffix)) // 2)
@@ -194,7 +194,7 @@ def relation_trial(
         if target_positions(sample, role, where)
     ][:MAX_DOCUMENTS]
     costs = answer_nll(model, prompts)
-    limit = _max_nll(model)
+    limit = _max_answer_nll(model)
     partners: dict[int, set[str]] = {}  # answer → words that the role would attend to
     for row in prompts:
         for position, partner in target_positions(row.sample, role, where).items():
@@ -243,7 +243,9 @@ def target_positions(sample: TextSample, role: str, answer_kind: str) -> dict[in
         return {}
     words = sample.alignment.tokens_of_word
     partners = {
-        words[word][0]: partner for word, partner in _target_words(sample.document, role, answer_kind) if words[word]
+        words[word][0]: partner
+        for word, partner in _query_positions_and_targets(sample.document, role, answer_kind)
+        if words[word]
     }
     return {position: partner for position, partner in partners.items() if position}
 
@@ -282,7 +284,7 @@ def target_batches(
 
 def _predicted_in_texts(model: ModelProtocol, texts: Sequence[TextSample]) -> list[TrialPrompt]:
     """Return the first texts with tokens that the model predicts at their first occurrence."""
-    ordinary = _ordinary(model)
+    ordinary = _ordinary_token_mask(model)
     answered: list[TrialPrompt] = []
     for start in range(0, len(texts), MAX_LISTS):  # stop as soon as there are enough
         truncated = [replace(sample, ids=sample.ids[:MAX_TEXT_TOKENS]) for sample in texts[start : start + MAX_LISTS]]
@@ -297,7 +299,7 @@ def _predicted_in_texts(model: ModelProtocol, texts: Sequence[TextSample]) -> li
     return answered[:MAX_LISTS]
 
 
-def _ordinary(model: ModelProtocol) -> torch.Tensor:
+def _ordinary_token_mask(model: ModelProtocol) -> torch.Tensor:
     """True at tokens of the vocabulary that are not special, (V,)."""
     return token_class_flags(tokenizer_of(model), model.spec.vocab)[:, CLASSES.index(SPECIAL)] == 0
 
@@ -313,7 +315,7 @@ def _first_occurrences(ids: Sequence[int], ordinary: torch.Tensor) -> dict[int, 
 
 def drop_unpredicted_targets(model: ModelProtocol, rows: Sequence[TrialPrompt]) -> list[TrialPrompt]:
     """Drop the targets that the unmodified model does not predict."""
-    limit = _max_nll(model)
+    limit = _max_answer_nll(model)
     return [
         row._replace(targets={position: token for position, token in row.targets.items() if cost[position] <= limit})
         for row, cost in zip(rows, answer_nll(model, rows), strict=True)
@@ -343,7 +345,7 @@ def pair_trial_with_controls(
     return CausalTrial(tuple(cases), tuple(controls), tuple((index,) for index in range(len(cases))))
 
 
-def _random_lists(model: ModelProtocol, seed: int) -> CausalTrial:
+def _random_token_lists(model: ModelProtocol, seed: int) -> CausalTrial:
     """Build lists of arbitrary tokens without controls, if the texts have no suitable answers."""
     repeats = make_repeated_sequences(model, MAX_LISTS, LIST_LENGTH, seed)
     rows = []
@@ -358,7 +360,7 @@ def _random_lists(model: ModelProtocol, seed: int) -> CausalTrial:
     return CausalTrial(tuple(row for row in rows if row.targets))
 
 
-def _target_words(document: Document, role: str, where: str) -> Iterator[tuple[int, str]]:
+def _query_positions_and_targets(document: Document, role: str, where: str) -> Iterator[tuple[int, str]]:
     words = document.words
     for name, source, target in document.relations:
         if ROLE_OF_RELATION.get(name, name) != role:
@@ -410,5 +412,5 @@ def _contains_word(text: str, word: str) -> bool:
     return bool(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
 
 
-def _max_nll(model: ModelProtocol) -> float:
+def _max_answer_nll(model: ModelProtocol) -> float:
     return min(MAX_NLL, math.log(model.spec.vocab) - 1)

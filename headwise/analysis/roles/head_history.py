@@ -28,7 +28,7 @@ from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.offsets import OFFSET_SPECS
 from headwise.analysis.metrics.relation_metric import RelationMetric
 from headwise.analysis.metrics.row_shape import CONFIDENCE, DISTANCE, ENTROPY, FIRST_TOKEN
-from headwise.analysis.metrics.task_metric import run_task
+from headwise.analysis.metrics.task_metric import run_task_into_accumulator
 from headwise.analysis.metrics.token_classes import token_class_flags
 from headwise.analysis.recording.batching import TextSample, make_batches, tokenizer_of
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus, documents_within_context
@@ -159,14 +159,14 @@ class HeadHistory:
             self.save(self.path)
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import history_table
+        from headwise.ui.result_text import last_step_best_heads_table
 
-        return history_table(self).as_text()
+        return last_step_best_heads_table(self).as_text()
 
     def _repr_html_(self) -> str:
-        from headwise.ui.result_text import history_table
+        from headwise.ui.result_text import last_step_best_heads_table
 
-        return history_table(self).as_html()
+        return last_step_best_heads_table(self).as_html()
 
     @property
     def values(self) -> np.ndarray:
@@ -321,7 +321,7 @@ def _measure_metrics(
     relation_metric = RelationMetric.of(accumulator, documents, model.spec.kind == "decoder") if has_relations else None
     runner = MetricRunner(accumulator, [*metrics, *([] if relation_metric is None else [relation_metric])])
     runner.run(model, make_batches(samples, 2048, device=model.device))
-    run_task(model, InductionMetric(repeats), accumulator, baseline=False)
+    run_task_into_accumulator(model, InductionMetric(repeats), accumulator, baseline=False)
     metric_names = DEFAULT_METRICS
     if relation_metric is not None:
         present = relation_metric.arcs.sum(0) > 0  # a decoder has no arcs to later words

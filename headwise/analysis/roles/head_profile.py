@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headwise.analysis.metrics.role_examples import RoleExample
+from headwise.analysis.metrics.role_example_positions import RoleExample
 from headwise.analysis.metrics.top_contexts import AttentionContext
 from headwise.analysis.recording.text_hash_split import REPORTING
 from headwise.analysis.roles.roles import RoleEvidence
@@ -56,14 +56,14 @@ class HeadProfile:
     metrics: dict[str, float]
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import head_profile_table
+        from headwise.ui.result_text import head_roles_table
 
-        return head_profile_table(self).as_text()
+        return head_roles_table(self).as_text()
 
     def _repr_html_(self) -> str:
-        from headwise.ui.result_text import head_profile_table
+        from headwise.ui.result_text import head_roles_table
 
-        return head_profile_table(self).as_html()
+        return head_roles_table(self).as_html()
 
     @property
     def causal_on(self) -> tuple[str, ...]:

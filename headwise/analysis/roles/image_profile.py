@@ -9,7 +9,7 @@ from headwise.analysis.metrics import image_patches
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.metric import Metric
 from headwise.analysis.metrics.metric_runner import MetricRunner
-from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExampleStore
 from headwise.analysis.metrics.task_metric import TaskMetric
 from headwise.analysis.metrics.top_contexts import TopContexts
 from headwise.analysis.recording.batching import TextSample, make_batches

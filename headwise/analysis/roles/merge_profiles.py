@@ -15,7 +15,7 @@ from headwise.analysis.metrics.directed_relations import CONTROL_SHAPES, WORD_SE
 from headwise.analysis.metrics.induction import INDUCTION
 from headwise.analysis.metrics.metric import ADD, IDENTICAL, LARGER, MetricSpec
 from headwise.analysis.metrics.relation_metric import RelationMetric
-from headwise.analysis.metrics.role_examples import HEAD_ARRAYS, ExampleStore
+from headwise.analysis.metrics.role_example_positions import HEAD_ARRAYS, ExampleStore
 from headwise.analysis.metrics.top_contexts import CONTEXTS_PER_HEAD, AttentionContext
 from headwise.analysis.recording.text_hash_split import BUCKETS
 from headwise.analysis.roles.profile_result import OWN_RELATIONS, Profile, ProfileSums, build_profile

@@ -77,8 +77,8 @@ def profile(
         batch_tokens: Maximum number of tokens per batch.
         row_stride: For very long texts: one of every `row_stride` blocks of 64 query rows is measured.
         seed: Seed of repeated tokens, shuffling, tasks and causal tests.
-        only_layers: Layers to measure, such as `"0-7"` or `"cross.*"`. The sums of a profile grow with the number of heads, so
-            large models can be profiled by one group of layers after the other, also in separate processes:
+        only_layers: Layers to measure, such as `"0-7"` or `"cross.*"`. The sums of a profile grow with the number of heads,
+            so large models can be profiled by one group of layers after the other, also in separate processes:
             `first.merge(second)` joins profiles of different layers over one corpus. None measures all layers.
         memory_limit: Expected peak memory, weights included, such as `"8 GB"`. Batches become smaller to fit, and an error
             says so before the work starts if they cannot. `headwise.analysis.estimate_profile` estimates time and memory;

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.variability import VARIABILITY, measure_variability
+from headwise.analysis.metrics.variability import VARIABILITY, accumulate_variability
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.causal_test import causal_test, supports_causal_test
 from headwise.analysis.roles.merge_profiles import merge_sums
@@ -31,7 +31,7 @@ from headwise.model import ModelProtocol, eval_mode
 from headwise.model.weights_digest import weights_digest
 from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.text.corpus import Corpus
-from headwise.text.text_shard import TextShard, file_sources, split_shards
+from headwise.text.text_shard import CorpusRange, file_sources, split_shards
 from headwise.weights import load
 
 SHARD_CHARACTERS = 1 << 20  # characters per shard: about 250,000 tokens of English
@@ -143,7 +143,7 @@ def profile_shards(
     report("shards", len(shards), len(shards))
     sums = _merge_shards([_shard_path(out, index) for index in range(len(shards))], report)
     samples = RetainedTextCollector(keep_for_causal_test=causal and supports_causal_test(loaded))
-    _read_samples(loaded, full_corpus, relations, samples, max_length, has_own_relations=has_own_relations)
+    _collect_retained_texts(loaded, full_corpus, relations, samples, max_length, has_own_relations=has_own_relations)
     result = _finish(loaded, sums, samples, seed, report, prompts=prompts)
     result.save(out / MERGED_FILE)
     return result
@@ -175,7 +175,7 @@ def _prepare_shards(
     relations: Any,
     final_options: dict[str, Any],
     characters: int,
-) -> list[TextShard]:
+) -> list[CorpusRange]:
     """Return the shards of a folder: the existing ones if the settings are equal, or new ones."""
     settings = {
         **asdict(options), "detail": "full", "model": model, "corpus": corpus.fingerprint,
@@ -187,7 +187,7 @@ def _prepare_shards(
     if index.is_file():
         try:
             stored = json.loads(index.read_text(encoding="utf-8"))
-            stored_settings, shards = stored["settings"], [TextShard(**entry) for entry in stored["shards"]]
+            stored_settings, shards = stored["settings"], [CorpusRange(**entry) for entry in stored["shards"]]
         except (OSError, ValueError, KeyError, TypeError):
             raise FileFormatError(
                 f"{index}: cannot be read. Delete the folder {out}, or choose another folder."
@@ -212,7 +212,7 @@ def _shard_path(out: Path, index: int) -> Path:
     return out / f"shard-{index:05d}.npz"
 
 
-def _relations_for(index: int, shard: TextShard, relations: Any, *, has_own_relations: bool) -> Any:
+def _relations_for(index: int, shard: CorpusRange, relations: Any, *, has_own_relations: bool) -> Any:
     """Return the relations of a shard: those of its own documents, or all other relations for the first shard."""
     if has_own_relations:
         return None if shard.has_relations else False
@@ -262,7 +262,7 @@ def _profile_in_worker(
     relation_corpus = (
         Corpus.probe_set() if relations == PROBE_SET else [Path(file) for file in relations] if relations else relations
     )
-    shard_corpus = TextShard(**shard).to_corpus(file_sources(files), corpus_name)
+    shard_corpus = CorpusRange(**shard).to_corpus(file_sources(files), corpus_name)
     _profile_shard(model, shard_corpus, relation_corpus, _ShardOptions(**options), None).save(path)
 
 
@@ -280,7 +280,7 @@ def _merge_shards(paths: list[Path], progress: Progress) -> ProfileSums:
     return sums
 
 
-def _read_samples(
+def _collect_retained_texts(
     model: ModelProtocol,
     corpus: Corpus,
     relations: Any,
@@ -320,7 +320,7 @@ def _finish(
     with eval_mode(model):
         if len(samples.long_samples) > 1:
             fresh = Accumulator(len(merged.addresses))
-            measure_variability(model, samples.long_samples, fresh)
+            accumulate_variability(model, samples.long_samples, fresh)
             accumulator.sums[VARIABILITY.name] = fresh.sums[VARIABILITY.name]
             accumulator.counts[VARIABILITY.name] = fresh.counts[VARIABILITY.name]
         if prompts:

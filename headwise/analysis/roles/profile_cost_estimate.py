@@ -25,7 +25,7 @@ from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.profile_sums import NUM_REPEATED_SEQUENCES, REPEATED_LENGTH, select_layers, select_metrics
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.model import ModelProtocol, eval_mode
-from headwise.progress import NotingProgress, Progress
+from headwise.progress import Progress, ProgressWithNotes
 from headwise.spec import LayerAddress, ModelSpec
 
 PIECES = (48, 144)  # tokens of the two timed pieces
@@ -135,7 +135,7 @@ def print_estimate_of_large_model(
     Returns:
         The estimate. None if nothing was printed.
     """
-    if not isinstance(progress, NotingProgress) or model.image_input is not None or reads_calls(model):
+    if not isinstance(progress, ProgressWithNotes) or model.image_input is not None or reads_calls(model):
         return None
     if _weight_bytes(model) < LARGE_WEIGHTS:
         return None

@@ -13,7 +13,7 @@ from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.directed_relations import DirectedRelation
 from headwise.analysis.metrics.metric import MetricSpec, RoleTarget
 from headwise.analysis.metrics.relation_metric import RelationMetric
-from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExampleStore
 from headwise.analysis.metrics.top_contexts import AttentionContext
 from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.profile_result import Profile
@@ -60,7 +60,7 @@ def profile_from_bytes(content: bytes) -> Profile:
 
 def load_profile(path: str | Path) -> Profile:
     """Load a file written by `save_profile`. Raise FileFormatError if it is damaged or of another version."""
-    return _checked_profile(*read_npz(path), path)
+    return _checked_profile(*read_header_and_arrays(path), path)
 
 
 def _checked_profile(header: dict[str, Any], arrays: dict[str, np.ndarray], path: str | Path) -> Profile:
@@ -96,7 +96,7 @@ def npz_to_bytes(stored: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> by
     return buffer.getvalue()
 
 
-def read_npz(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_header_and_arrays(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Read header and arrays from a file."""
     try:
         content = Path(path).read_bytes()

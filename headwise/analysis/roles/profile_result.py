@@ -12,7 +12,7 @@ import numpy as np
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.metric import MetricSpec
 from headwise.analysis.metrics.relation_metric import RelationMetric
-from headwise.analysis.metrics.role_examples import ExampleStore
+from headwise.analysis.metrics.role_example_positions import ExampleStore
 from headwise.analysis.metrics.top_contexts import AttentionContext
 from headwise.analysis.roles import profile_tables
 from headwise.analysis.roles.head_profile import HeadProfile, head_profile
@@ -247,9 +247,9 @@ class Profile(ProfileSums):
         return write_report(make_report_data(self, model, **options), path)
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import profile_table
+        from headwise.ui.result_text import profile_roles_table
 
-        return profile_table(self).as_text()
+        return profile_roles_table(self).as_text()
 
     def _repr_html_(self) -> str:
         from headwise.ui.notebook import profile_html

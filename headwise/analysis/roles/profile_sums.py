@@ -13,18 +13,18 @@ import numpy as np
 import torch
 
 from headwise.analysis.metrics.accumulator import Accumulator
-from headwise.analysis.metrics.batch_context import FeatureLayout
+from headwise.analysis.metrics.batch_context import TokenFeatureColumns
 from headwise.analysis.metrics.default_metrics import default_metrics
 from headwise.analysis.metrics.example_sampler import ExampleAttentionRecorder, ExampleSampler
 from headwise.analysis.metrics.induction import InductionMetric, make_repeated_sequences
-from headwise.analysis.metrics.metric import Metric, MetricSpec, MetricSpecMixin
+from headwise.analysis.metrics.metric import BaseHeadMetric, Metric, MetricSpec
 from headwise.analysis.metrics.metric_runner import MetricRunner, points_in_layers
 from headwise.analysis.metrics.relation_metric import RelationMetric
-from headwise.analysis.metrics.role_examples import ExampleStore, repeated_token_examples
-from headwise.analysis.metrics.task_metric import TaskMetric, run_task, token_names
+from headwise.analysis.metrics.role_example_positions import ExampleStore, repeated_token_examples
+from headwise.analysis.metrics.task_metric import TaskMetric, run_task_into_accumulator, token_names
 from headwise.analysis.metrics.token_classes import token_class_flags
 from headwise.analysis.metrics.top_contexts import TopContexts
-from headwise.analysis.metrics.variability import LENGTH, TEXTS, VariabilityMetric, measure_variability
+from headwise.analysis.metrics.variability import LENGTH, TEXTS, VariabilityMetric, accumulate_variability
 from headwise.analysis.recording.batching import (
     TextSample,
     TokenBatch,
@@ -152,7 +152,7 @@ def select_layers(
     return frozenset(address.layer_address for address in selected)
 
 
-def metric_specs_by_name(metrics: Iterable[MetricSpecMixin]) -> dict[str, MetricSpec]:
+def metric_specs_by_name(metrics: Iterable[BaseHeadMetric]) -> dict[str, MetricSpec]:
     """Return all metric specs by name. Raise if a name occurs twice, because both would be summed as one."""
     metric_specs = [metric_spec for metric in metrics for metric_spec in metric.metric_specs]
     counts = Counter(metric_spec.name for metric_spec in metric_specs)
@@ -190,7 +190,7 @@ def collect(
     hook_points = points_in_layers(reachable_hook_points(model), options.layers)
     addresses = tuple(address for hook_point in hook_points for address in hook_point.head_addresses)
     accumulator, top_contexts = Accumulator(len(addresses)), TopContexts(len(addresses))
-    sampler = _make_sampler(model, selection, len(addresses))
+    sampler = _make_example_sampler(model, selection, len(addresses))
     relation_corpus = select_relation_corpus(model, texts, options)
     relation_metric = _relation_metric(model, relation_corpus, accumulator, sampler, options)
     samples = RetainedTextCollector(keep_for_causal_test=options.keep_texts)
@@ -202,7 +202,7 @@ def collect(
         if relation_corpus is texts:
             text_metrics.append(relation_metric)
             text_listeners += document_listeners
-    read_batches = partial(_read_batches, model.device, options, process_group)
+    read_batches = partial(_iterate_local_batches, model.device, options, process_group)
     observers = (sampler, top_contexts)
     runner = MetricRunner(accumulator, text_metrics, options.row_stride, options.detail, observers, options.layers)
     is_shuffled = options.control == "shuffled"
@@ -217,18 +217,18 @@ def collect(
         process_group.check_equal(texts.fingerprint, TEXTS_DIFFER_MESSAGE)  # tokenizers may differ too
         _merge_processes(process_group, accumulator, relation_metric, top_contexts, examples)
     recorder = ExampleAttentionRecorder(examples)
-    run_task(
+    run_task_into_accumulator(
         model, selection.induction, accumulator, options.seed, observers=[recorder], progress=options.progress,
         layers=options.layers,
     )  # fmt: skip
-    measure_variability(model, samples.long_samples, accumulator, layers=options.layers)
+    accumulate_variability(model, samples.long_samples, accumulator, layers=options.layers)
     task_metadata, examples = run_tasks(model, selection.tasks, accumulator, examples, options.seed, options.progress)
     metadata = {
         "texts": texts.num_samples, "tokens": texts.num_tokens,
         "layers": [str(hook_point.address) for hook_point in hook_points],
         "model": _describe_model(model), "control": options.control, "seed": options.seed, "detail": options.detail,
-        "row_stride": options.row_stride, "corpus": describe_corpus(texts.corpus),
-        "relations_corpus": "" if relation_corpus is None else describe_corpus(relation_corpus.corpus),
+        "row_stride": options.row_stride, "corpus": corpus_display_name(texts.corpus),
+        "relations_corpus": "" if relation_corpus is None else corpus_display_name(relation_corpus.corpus),
         "documents": samples.num_documents,
         "relations": OWN_RELATIONS if relation_metric and relation_corpus is texts else samples.documents_digest(),
         **task_metadata,
@@ -241,12 +241,12 @@ def collect(
     return sums, samples
 
 
-def _make_sampler(model: ModelProtocol, selection: MetricSelection, heads: int) -> ExampleSampler:
+def _make_example_sampler(model: ModelProtocol, selection: MetricSelection, heads: int) -> ExampleSampler:
     """Return the example sampler of a pass, with the repeated-token positions that are shown as examples."""
     repeats = selection.induction.repeats
     names = [token_names(tokenizer_of(model), ids) for ids in repeats.repeated.tolist()]
     repeat_examples = repeated_token_examples(names, repeats.start, repeats.length)
-    layout = FeatureLayout.of(selection.corpus_metrics)
+    layout = TokenFeatureColumns.of(selection.corpus_metrics)
     return ExampleSampler(heads, repeat_examples, layout, ahead=model.spec.kind != "decoder")
 
 
@@ -276,7 +276,7 @@ def _relation_metric(
     return RelationMetric.of(accumulator, corpus.relation_documents(), is_causal, sampler)
 
 
-def _read_batches(
+def _iterate_local_batches(
     device: torch.device,
     options: CollectOptions,
     process_group: ProcessGroup,
@@ -392,10 +392,10 @@ def _describe_model(model: ModelProtocol) -> str:
     )
 
 
-def describe_corpus(corpus: Corpus) -> str:
+def corpus_display_name(corpus: Corpus) -> str:
     """Describe a corpus, as shown with the roles that were found on it.
 
-    >>> describe_corpus(Corpus.probe_set()), describe_corpus(Corpus.of(["A text."]))
+    >>> corpus_display_name(Corpus.probe_set()), corpus_display_name(Corpus.of(["A text."]))
     ('the probe set', 'the texts given')
     """
     if corpus.name.endswith(".tsv"):

@@ -27,7 +27,7 @@ from headwise.analysis.metrics.directed_relations import (
     WORD_SETS,
     DirectedRelation,
 )
-from headwise.analysis.metrics.gold_word_arcs import BASELINE_OFFSETS
+from headwise.analysis.metrics.gold_arc_data import BASELINE_OFFSETS
 from headwise.analysis.metrics.induction import DUPLICATE, INDUCTION
 from headwise.analysis.metrics.metric import MetricSpec
 from headwise.analysis.metrics.offsets import ELIGIBLE_SPECS, LOCAL_SPECS, LONG_RANGE_SPECS
@@ -351,11 +351,13 @@ def assess(
     ]
     unique = [_drop_duplicate_roles(sort_evidence(head_evidence)) for head_evidence in merged]
     if metadata is not None:
-        unique = [[_label(entry, head, metadata) for entry in entries] for head, entries in enumerate(unique)]
+        unique = [
+            [_add_corpus_and_detail(entry, head, metadata) for entry in entries] for head, entries in enumerate(unique)
+        ]
     return unique, family_size
 
 
-def _label(evidence: RoleEvidence, head: int, metadata: Mapping[str, Any]) -> RoleEvidence:
+def _add_corpus_and_detail(evidence: RoleEvidence, head: int, metadata: Mapping[str, Any]) -> RoleEvidence:
     """Add the name of the corpus to the evidence of a head, and the offset or position that was selected for it."""
     corpus_label = evidence.corpus_label or metadata["relations_corpus" if evidence.is_relation else "corpus"]
     choices = metadata.get("chosen_offsets", {})
@@ -489,8 +491,8 @@ def _relation_role_scores(accumulator: Accumulator, relation_metric: RelationMet
         if name in WORD_SETS:
             yield RoleScores(role, matched, others, value_weighted, matched_counts, coverage)
             continue
-        baselines = _best_offset(relation_metric, index)[:, None] * np.ones(accumulator.heads)
-        for control_hits, control_rows in _control_hits(accumulator, relation_metric, relation):
+        baselines = _best_offset_hits(relation_metric, index)[:, None] * np.ones(accumulator.heads)
+        for control_hits, control_rows in _iter_control_relation_hits(accumulator, relation_metric, relation):
             baselines = _larger_baseline(baselines, counts, control_hits, control_rows)
         selection_half = buckets_in_half(counts, SELECTION)
         excess = _ratio(matched[selection_half], matched_counts[selection_half]) - _ratio(
@@ -500,7 +502,7 @@ def _relation_role_scores(accumulator: Accumulator, relation_metric: RelationMet
         yield RoleScores(role, hits * follows, baselines, value_weighted * follows, counts, coverage)
 
 
-def _control_hits(
+def _iter_control_relation_hits(
     accumulator: Accumulator, relation_metric: RelationMetric, relation: DirectedRelation
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the hits of each head on the words of each control of a relation: hits and rows, (buckets, heads) each."""
@@ -536,7 +538,7 @@ def _larger_baseline(
     return np.where(use_control, scaled, baselines)
 
 
-def _best_offset(relation_metric: RelationMetric, relation_index: int) -> np.ndarray:
+def _best_offset_hits(relation_metric: RelationMetric, relation_index: int) -> np.ndarray:
     """Return the arcs hit by the best fixed offset in each bucket. The offset is selected on the selection half."""
     hits = relation_metric.offsets[:, relation_index]  # (buckets, offsets)
     allowed = np.array([offset != 0 and (offset < 0 or not relation_metric.causal) for offset in BASELINE_OFFSETS])

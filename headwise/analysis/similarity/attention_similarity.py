@@ -17,14 +17,14 @@ from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.recording.batching import TextSample, make_batch
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.similarity.weight_similarity import (
+    copy_rows_to_host,
     pairwise_gram_squared_norms,
     pairwise_product_squared_norms,
-    split_on_host,
 )
 from headwise.errors import ArgumentError, UnsupportedModelError
 from headwise.heads.hook_point import AttentionCall, HookPoint
 from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
-from headwise.kernels.score_params import masked_scores, raw_scores, repeat_kv, softmax_weights
+from headwise.kernels.score_params import add_bias_and_mask, raw_scores, repeat_kv, softmax_weights
 from headwise.model import ModelProtocol
 from headwise.spec import Address
 
@@ -35,7 +35,7 @@ MAX_WEIGHTS = 1 << 25  # attention weights in memory: heads × rows × keys
 CHUNK_WEIGHTS = 1 << 11  # attention weights compared at once, to fit in the CPU cache
 
 
-def sample_row_positions(
+def sample_texts_and_query_positions(
     model: ModelProtocol, corpus: Any, rows: int, max_length: int, heads: int, seed: int
 ) -> Iterator[tuple[list[TextSample], list[int]]]:
     """Yield groups of texts of similar length, with the query positions to sample in each text of the group."""
@@ -160,7 +160,8 @@ def attention_rows(call: AttentionCall, positions: list[int]) -> Tensor:
     T, S = call.q.shape[2], k.shape[2]
     scores = raw_scores(q, k, params)  # (B, H, r, S)
     rows = [
-        masked_scores(scores[:, :, n : n + 1], params, range(i, i + 1), range(S), T, S) for n, i in enumerate(positions)
+        add_bias_and_mask(scores[:, :, n : n + 1], params, range(i, i + 1), range(S), T, S)
+        for n, i in enumerate(positions)
     ]
     attention = softmax_weights(torch.cat(rows, 2), params, may_have_empty_rows=params.may_have_empty_rows(T, S))
     sink_weight = (
@@ -199,13 +200,13 @@ class PairwiseAccumulator:
         if texts > 1:
             self.other_rows += n
             self.squares += to_float64(keys).square().sum((1, 2)).cpu().numpy()
-            self.other_text["js"] += np.diag(_js_per_head(rows.maps, _next_text(rows.maps, texts)))
+            self.other_text["js"] += np.diag(_js_per_head(rows.maps, _roll_texts_by_one(rows.maps, texts)))
 
     def _add_products(self, name: str, x: Tensor, texts: int) -> None:
         flat = x.flatten(1)
         self.same_text[name] += to_float64(flat @ flat.mT).cpu().numpy()
         if texts > 1:
-            self.other_text[name] += to_float64(flat @ _next_text(x, texts).flatten(1).mT).cpu().numpy()
+            self.other_text[name] += to_float64(flat @ _roll_texts_by_one(x, texts).flatten(1).mT).cpu().numpy()
 
     def matrices(self) -> dict[str, np.ndarray]:
         """Return means over rows; cosines of full maps for "map_cosine"."""
@@ -230,8 +231,8 @@ def js_sums(rows: Tensor) -> np.ndarray:
     rows = rows[:, (rows > 0).any(0)]  # keys that no head attends to contribute nothing
     own, mixed = np.zeros(H), np.zeros((H, H))
     for part in rows.split(CHUNK_WEIGHTS, 1):
-        pairs = [_p_log_p((part[a] + part[a + 1 :]) * 0.5) for a in range(H - 1)]
-        own_part, *mixed_parts = split_on_host([_p_log_p(part), *pairs])
+        pairs = [_sum_p_log_p((part[a] + part[a + 1 :]) * 0.5) for a in range(H - 1)]
+        own_part, *mixed_parts = copy_rows_to_host([_sum_p_log_p(part), *pairs])
         own += own_part
         for a, sums in enumerate(mixed_parts):
             mixed[a, a + 1 :] += sums
@@ -244,7 +245,7 @@ def js_sums_of_head(rows: Tensor, head: int) -> np.ndarray:
     rows = rows[:, (rows > 0).any(0)]
     own, mixed = np.zeros(len(rows)), np.zeros(len(rows))
     for part in rows.split(CHUNK_WEIGHTS, 1):
-        own_part, mixed_part = split_on_host([_p_log_p(part), _p_log_p((part + part[head]) * 0.5)])
+        own_part, mixed_part = copy_rows_to_host([_sum_p_log_p(part), _sum_p_log_p((part + part[head]) * 0.5)])
         own += own_part
         mixed += mixed_part
     return ((own + own[head]) / 2 - mixed).clip(min=0)
@@ -253,13 +254,15 @@ def js_sums_of_head(rows: Tensor, head: int) -> np.ndarray:
 def _js_per_head(rows: Tensor, others: Tensor) -> np.ndarray:
     """Sum the Jensen–Shannon divergence of each head's rows with other rows: (H, n, S), (H, n, S) → (H,)."""
     terms = [
-        part for p, q in zip(rows, others, strict=True) for part in (_p_log_p(p), _p_log_p(q), _p_log_p((p + q) * 0.5))
+        part
+        for p, q in zip(rows, others, strict=True)
+        for part in (_sum_p_log_p(p), _sum_p_log_p(q), _sum_p_log_p((p + q) * 0.5))
     ]
-    sums = np.array([part.sum() for part in split_on_host(terms)]).reshape(-1, 3)
+    sums = np.array([part.sum() for part in copy_rows_to_host(terms)]).reshape(-1, 3)
     return ((sums[:, 0] + sums[:, 1]) / 2 - sums[:, 2]).clip(min=0)
 
 
-def _p_log_p(p: Tensor) -> Tensor:
+def _sum_p_log_p(p: Tensor) -> Tensor:
     """Return Σ p log p over the last axis, in the dtype of p."""
     logs = p.clamp(min=torch.finfo(p.dtype).tiny).log_()
     return logs.mul_(p).sum(-1)
@@ -322,7 +325,7 @@ def _pairwise_cka(X: Tensor, Y: Tensor, *, debiased: bool = True) -> np.ndarray:
 def _own_independence(X: Tensor, *, debiased: bool) -> np.ndarray:
     """HSIC of each centered feature matrix with itself: (H, n, e) → (H,)."""
     n = X.shape[1]
-    cross = np.concatenate(split_on_host([to_float64(x.mT @ x).square().sum()[None] for x in X]))
+    cross = np.concatenate(copy_rows_to_host([to_float64(x.mT @ x).square().sum()[None] for x in X]))
     if not debiased:
         return cross
     rows = to_float64(X).square().sum(-1).cpu().numpy()  # (H, n)
@@ -340,6 +343,6 @@ def _normalize(x: Tensor) -> Tensor:
     return torch.nn.functional.normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny)
 
 
-def _next_text(x: Tensor, texts: int) -> Tensor:
+def _roll_texts_by_one(x: Tensor, texts: int) -> Tensor:
     """Replace every text with its neighbor in the group: (H, B·r, ·)."""
     return x.unflatten(1, (texts, -1)).roll(1, 1).flatten(1, 2)

@@ -19,7 +19,7 @@ from headwise.analysis.similarity.attention_similarity import (
     cka_matrix,
     permuted_cka_threshold,
     record_rows,
-    sample_row_positions,
+    sample_texts_and_query_positions,
 )
 from headwise.analysis.similarity.weight_similarity import (
     COMPOSITIONS,
@@ -81,14 +81,14 @@ class HeadSimilarityResult:
     notes: dict[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        from headwise.ui.result_text import comparison_table
+        from headwise.ui.result_text import head_similarity_table
 
-        return comparison_table(self).as_text()
+        return head_similarity_table(self).as_text()
 
     def _repr_html_(self) -> str:
-        from headwise.ui.result_text import comparison_table
+        from headwise.ui.result_text import head_similarity_table
 
-        return comparison_table(self).as_html()
+        return head_similarity_table(self).as_html()
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.matrices | self.scores:
@@ -235,7 +235,9 @@ def compare_heads(
     with eval_mode(model), torch.no_grad():
         head_weights = fold_norms_into_heads(model, addresses)
         sums = PairwiseAccumulator(torch.stack([head.weights["o"] for head in head_weights]))
-        for samples, positions in sample_row_positions(model, corpus, rows, max_length, len(addresses), seed):
+        for samples, positions in sample_texts_and_query_positions(
+            model, corpus, rows, max_length, len(addresses), seed
+        ):
             sampled = record_rows(model, samples, positions, set(addresses))
             sums.add(sampled)
             z.append(sampled.z)

@@ -66,7 +66,7 @@ class HeadMatch:
 
 
 @dataclass(frozen=True)
-class HeadMatching:
+class NearestHeadMatches:
     """The most similar head in the first model for every head of the second. `matching["5.1"]` returns one match.
 
     Attributes:
@@ -130,7 +130,7 @@ def match_heads(
     max_texts: int = 64,
     profiles: tuple[Profile, Profile] | None = None,
     seed: int = 0,
-) -> HeadMatching:
+) -> NearestHeadMatches:
     """Find, for every head of `b`, the most similar head of `a`.
 
     For a model and its pruned or distilled version, two seeds of one recipe, or two families.
@@ -211,7 +211,7 @@ def match_heads(
         )
         for i, head in enumerate(addresses_b)
     )
-    return HeadMatching(partners, (int(choosing.sum()), int(judging.sum())))
+    return NearestHeadMatches(partners, (int(choosing.sum()), int(judging.sum())))
 
 
 def _shared_texts(a: ModelProtocol, b: ModelProtocol, corpus: Any, limit: int) -> list[str]:

@@ -221,12 +221,12 @@ def pairwise_product_squared_norms(left: Tensor, right: Tensor, *, upper: bool =
         to_float64(matrix @ flat[:, (a if upper else 0) * e :]).square().unflatten(1, (-1, e)).sum((0, 2))
         for a, matrix in enumerate(left)
     ]
-    for a, row in enumerate(split_on_host(rows)):
+    for a, row in enumerate(copy_rows_to_host(rows)):
         norms[a, H - len(row) :] = row
     return norms
 
 
-def split_on_host(rows: Sequence[Tensor]) -> list[np.ndarray]:
+def copy_rows_to_host(rows: Sequence[Tensor]) -> list[np.ndarray]:
     """Return vectors as arrays in float64, with one copy from the device for all of them."""
     values = to_float64(torch.cat(list(rows))).cpu().numpy() if rows else np.zeros(0)
     return np.split(values, np.cumsum([len(row) for row in rows])[:-1])

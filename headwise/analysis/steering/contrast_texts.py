@@ -63,7 +63,10 @@ def tokenize_contrast_sets(
     model: ModelProtocol, positive: Sequence[Any], negative: Sequence[Any]
 ) -> list[ContrastSetText]:
     """Tokenize both sets. Sets of equal length are pairs by position. The prompt of an encoder-decoder is its source."""
-    items = {"positive": _as_pairs("positive", positive), "negative": _as_pairs("negative", negative)}
+    items = {
+        "positive": _as_prompt_completion_pairs("positive", positive),
+        "negative": _as_prompt_completion_pairs("negative", negative),
+    }
     overlap = set(items["positive"]) & set(items["negative"])
     if overlap:
         raise ArgumentError(
@@ -72,7 +75,7 @@ def tokenize_contrast_sets(
     is_paired = len(positive) == len(negative)
     groups = {name: [prompt or completion for prompt, completion in pairs] for name, pairs in items.items()}
     if is_paired:
-        groups = dict.fromkeys(groups, _joined_groups(groups["positive"], groups["negative"]))
+        groups = dict.fromkeys(groups, _connected_component_keys(groups["positive"], groups["negative"]))
     texts = []
     for name, pairs in items.items():
         for (prompt, completion), group in zip(pairs, groups[name], strict=True):
@@ -108,7 +111,7 @@ def _tokenize(model: ModelProtocol, name: str, prompt: str, completion: str, gro
     return ContrastSetText(tuple(ids), start, is_positive, group, tuple(source_ids))
 
 
-def _as_pairs(name: str, items: Sequence[Any]) -> list[tuple[str, str]]:
+def _as_prompt_completion_pairs(name: str, items: Sequence[Any]) -> list[tuple[str, str]]:
     if isinstance(items, str) or not isinstance(items, Sequence):
         raise ArgumentError(f"{name}: must be a list of texts, or of pairs (prompt, completion). Got {items!r:.60}.")
     pairs = [("", item) if isinstance(item, str) else item for item in items]
@@ -123,7 +126,7 @@ def _as_pairs(name: str, items: Sequence[Any]) -> list[tuple[str, str]]:
     return [(pair[0], pair[1]) for pair in pairs]
 
 
-def _joined_groups(first: list[str], second: list[str]) -> list[str]:
+def _connected_component_keys(first: list[str], second: list[str]) -> list[str]:
     """Return a key per pair, shared by all pairs that have a text in common."""
     parents: dict[str, str] = {}
 
@@ -199,7 +202,7 @@ def _pad(rows: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def mean_outputs(
+def mean_outputs_per_text(
     model: ModelProtocol, texts: Sequence[ContrastSetText], *, last_prompt_token: bool = False
 ) -> tuple[dict[Address, np.ndarray], dict[str, np.ndarray]]:
     """Return the mean z of each head over each completion, (texts, e), and the mean residual stream of each layer.
@@ -251,7 +254,7 @@ def mean_outputs(
             if batch.source_real_tokens is not None:
                 weights[True] = _as_weights(batch.source_real_tokens)
             rows[:] = indices
-            _run(model, batch)
+            _hidden_states(model, batch)
     return z, streams
 
 
@@ -260,7 +263,7 @@ def _as_weights(mask: Tensor) -> Tensor:
     return mask.float() / mask.sum(1, keepdim=True)
 
 
-def _run(model: ModelProtocol, batch: ContrastBatch) -> Tensor:
+def _hidden_states(model: ModelProtocol, batch: ContrastBatch) -> Tensor:
     """Return the hidden states of a batch, (B, T, D). In a causal model no real token sees the padding after it."""
     if batch.source is not None:
         return model(batch.ids, source=batch.source, source_attention_mask=batch.source_real_tokens, hidden=True)
@@ -289,7 +292,7 @@ def completion_log_probs(model: ModelProtocol, texts: Sequence[ContrastSetText])
     with eval_mode(model):
         for indices, batch in text_batches(texts, model.device):
             ids, scored = batch.ids, batch.scored
-            states = _run(model, batch)[:, :-1][scored[:, 1:]]  # (rows, D)
+            states = _hidden_states(model, batch)[:, :-1][scored[:, 1:]]  # (rows, D)
             targets = ids[:, 1:][scored[:, 1:]]
             log_probs = at_least_float32(model.output(states)).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
             counts = scored[:, 1:].sum(1).tolist()

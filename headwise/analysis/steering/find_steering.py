@@ -30,20 +30,20 @@ from headwise.analysis.steering.contrast_texts import (
     change_sums_by_group,
     completion_log_probs,
     group_sums_of_mean,
-    mean_outputs,
+    mean_outputs_per_text,
     random_directions,
     split_halves,
     tokenize_contrast_sets,
 )
-from headwise.analysis.steering.embedding_scores import (
-    EmbeddingAxis,
+from headwise.analysis.steering.resumable_steps import ResumableStepRunner
+from headwise.analysis.steering.steering import Steering
+from headwise.analysis.steering.steering_result import MeanEstimate, SideEffect, SteeringPoint, SteeringResult
+from headwise.analysis.steering.text_embedding_margin import (
+    TextEmbeddingContrast,
     embedding_axis,
     embedding_distances,
     text_embeddings,
 )
-from headwise.analysis.steering.resumable_steps import ResumableStepRunner
-from headwise.analysis.steering.steering import Steering
-from headwise.analysis.steering.steering_result import MeanEstimate, SideEffect, SteeringPoint, SteeringResult
 from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError, suggest_names
 from headwise.heads.head import HeadPattern
 from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
@@ -70,7 +70,7 @@ class SteeringSearch:
     heads: tuple[Address, ...]
     seed: int
     steps: ResumableStepRunner
-    axis: EmbeddingAxis | None
+    axis: TextEmbeddingContrast | None
     max_divergence: float
 
     def text_scores(self, texts: Sequence[ContrastSetText]) -> list[float]:
@@ -194,7 +194,7 @@ def find_steering(
         corpus, max_texts, max_length, num_random, seed,
     )  # fmt: skip
     search = _prepare_search(model, positive, negative, settings, steps_file, progress)
-    z, streams = mean_outputs(model, search.halves[0], last_prompt_token=method == "function_vector")
+    z, streams = mean_outputs_per_text(model, search.halves[0], last_prompt_token=method == "function_vector")
     is_positive = np.array([text.is_positive for text in search.halves[0]])
     directions = {head: _head_direction(z[head], is_positive, method) for head in search.heads}
     scores = _head_scores(search, z, directions, is_positive)
@@ -399,7 +399,7 @@ def _side_effect(search: SteeringSearch, half: int, change: Any) -> list[list[fl
     return rows
 
 
-def _side_effect_summary(search: SteeringSearch, rows: Sequence[Sequence[float]]) -> SideEffect:
+def _mean_side_effect(search: SteeringSearch, rows: Sequence[Sequence[float]]) -> SideEffect:
     table = np.array(rows).reshape(-1, 3)
     zeros, ones = np.zeros(len(table)), np.ones(len(table))
 
@@ -420,7 +420,7 @@ def _evaluate_strengths(search: SteeringSearch, steering: Steering) -> list[Stee
             for half in (0, 1)
         ]
         sides = [
-            _side_effect_summary(
+            _mean_side_effect(
                 search,
                 search.steps.run(
                     f"strength {strength}, other texts {half}", partial(_side_effect, search, half, change)
@@ -460,7 +460,7 @@ def _compare_with_baselines(
         )
     effects = [_effect_estimate(search, 1, row).mean for row in random_changes]
     p = (sum(effect >= point.effect.mean for effect in effects) + 1) / (num_random + 1)
-    residual, layer, residual_change = _residual_effect(search, steering, streams, is_positive)
+    residual, layer, residual_change = _residual_steering_effect(search, steering, streams, is_positive)
     differences = [np.subtract(changes, np.mean(random_changes, 0))]
     differences += [] if residual_change is None else [np.subtract(changes, residual_change)]
     compared = [_effect_estimate(search, 1, list(row)) for row in differences]
@@ -481,7 +481,7 @@ def _compare_with_baselines(
     )
 
 
-def _residual_effect(
+def _residual_steering_effect(
     search: SteeringSearch, steering: Steering, streams: dict[str, np.ndarray], is_positive: np.ndarray
 ) -> tuple[MeanEstimate | None, str, list[float] | None]:
     """Return the held-out effect of the residual-stream direction chosen on the selection half, its layer and changes."""

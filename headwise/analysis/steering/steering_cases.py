@@ -259,7 +259,7 @@ def _chat_prompt(question: str) -> str:
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def _format_pairs() -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+def _list_and_prose_examples() -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
     lists = tuple(
         (_chat_prompt(f"Name three {k}."), f"1. {a}\n2. {b.capitalize()}\n3. {c.capitalize()}")
         for k, a, b, c in _THREES
@@ -283,7 +283,7 @@ CASES = {
         _TENSE_PROMPTS,
         tense_score,
     ),
-    "format": SteeringCase("format", *_format_pairs(), tuple(map(_chat_prompt, _QUESTIONS)), list_score),
+    "format": SteeringCase("format", *_list_and_prose_examples(), tuple(map(_chat_prompt, _QUESTIONS)), list_score),
 }
 
 

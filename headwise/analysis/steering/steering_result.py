@@ -138,10 +138,10 @@ class SteeringResult:
         """Return a row per strength: effect and side effects with intervals, on held-out texts."""
         rows = []
         for point in self.points:
-            row: dict[str, Any] = {"strength": point.strength} | _columns("effect", point.effect)
+            row: dict[str, Any] = {"strength": point.strength} | _estimate_columns("effect", point.effect)
             for name in ("loss", "kl", "distance"):
                 effect = getattr(point.side_effect, name)
-                row |= {} if effect is None else _columns(name, effect)
+                row |= {} if effect is None else _estimate_columns(name, effect)
             row |= {
                 "selection_effect": point.selection_effect.mean, "selection_divergence": point.selection_divergence,
                 "chosen": point.strength == self.steering.strength,
@@ -189,5 +189,5 @@ class SteeringResult:
         return write_atomic(path, buffer.getvalue().encode())
 
 
-def _columns(name: str, effect: MeanEstimate) -> dict[str, float]:
+def _estimate_columns(name: str, effect: MeanEstimate) -> dict[str, float]:
     return {name: effect.mean, f"{name}_low": effect.low, f"{name}_high": effect.high}

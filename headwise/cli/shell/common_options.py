@@ -60,8 +60,8 @@ def drop_none(**options: Any) -> dict[str, Any]:
 
 def load_report_inputs(sensitivity: Path | None, plan: Path | None) -> dict[str, Any]:
     """Load the sensitivity file and the plan of a report page."""
-    from headwise.analysis.ablation.quantization_sensitivity import Sensitivity
+    from headwise.analysis.ablation.quantization_sensitivity import SensitivityResult
     from headwise.spec import Plan
 
-    inputs = {"sensitivity": None if sensitivity is None else Sensitivity.load(sensitivity)}
+    inputs = {"sensitivity": None if sensitivity is None else SensitivityResult.load(sensitivity)}
     return drop_none(**inputs, plan=None if plan is None else Plan.load(plan))

@@ -29,7 +29,7 @@ def flushed_output() -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
             raise
-        discard_output()
+        redirect_stdout_to_devnull()
         print(
             f"headwise: cannot write the result: {error.strerror}. Free disk space or use another folder.",
             file=sys.stderr,
@@ -37,6 +37,6 @@ def flushed_output() -> Iterator[None]:
         sys.exit(1)
 
 
-def discard_output() -> None:
+def redirect_stdout_to_devnull() -> None:
     """Redirect standard output to the null device, so that the interpreter does not write the buffer again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,7 +21,11 @@ from headwise.experiments.claim import Claim, PlotSpec, Verdict, format_labeled_
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
 from headwise.experiments.layers_or_heads_specs import LAYERS, make_deep_experiment
-from headwise.experiments.pretrained_claim_model import PRETRAINED, installed_pretrained_name, load_pretrained
+from headwise.experiments.pretrained_claim_model import (
+    PRETRAINED,
+    installed_pretrained_name,
+    load_pretrained_if_installed,
+)
 from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol
 from headwise.text import Corpus, Document
@@ -64,7 +68,7 @@ class LayerThirdMeans:
         )
 
 
-def trends_by_depth(model: ModelProtocol, text: Any = None) -> dict[str, LayerThirdMeans]:
+def metrics_by_layer_third(model: ModelProtocol, text: Any = None) -> dict[str, LayerThirdMeans]:
     """Measure the behavior of heads in each third of the layers on a text (None: the model's default corpus).
 
     `local` and `long range` are the attention 1 to 3 tokens back and 32 or more tokens back, as fractions of the attention
@@ -77,7 +81,7 @@ def trends_by_depth(model: ModelProtocol, text: Any = None) -> dict[str, LayerTh
             f"model: the comparison of thirds needs at least three layers. Got {model.spec.layers}. Use a deeper model."
         )
     corpus, relations = _default_texts(model) if text is None else (text, None)
-    return _depth_trends(profile(model, corpus, relations=relations, causal=False))
+    return _layer_third_means(profile(model, corpus, relations=relations, causal=False))
 
 
 def training_configs(experiment: TrainedModelProvider) -> Iterator[ExperimentConfig]:
@@ -92,20 +96,20 @@ def measure(experiment: TrainedModelProvider) -> StatisticTable:
         statistics,
         "trained",
         [
-            trends_by_depth(experiment.train_or_load(config).load_model(), experiment.held_out_corpus())
+            metrics_by_layer_third(experiment.train_or_load(config).load_model(), experiment.held_out_corpus())
             for config in training_configs(experiment)
         ],
     )
-    pretrained = load_pretrained()
+    pretrained = load_pretrained_if_installed()
     if pretrained is not None:
-        _add_trends(statistics, PRETRAINED, [trends_by_depth(pretrained)])
+        _add_trends(statistics, PRETRAINED, [metrics_by_layer_third(pretrained)])
     return statistics
 
 
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
     """Measure the given model on a text."""
     statistics = StatisticTable()
-    _add_trends(statistics, "given", [trends_by_depth(model, text)])
+    _add_trends(statistics, "given", [metrics_by_layer_third(model, text)])
     return statistics
 
 
@@ -136,7 +140,7 @@ def _default_texts(model: ModelProtocol) -> tuple[Any, Any]:
     return texts, documents
 
 
-def _depth_trends(profiled: Profile) -> dict[str, LayerThirdMeans]:
+def _layer_third_means(profiled: Profile) -> dict[str, LayerThirdMeans]:
     layers = {name: third_of_head for third_of_head, name in enumerate(profiled.metadata["layers"])}
     third_of_head = np.array([3 * layers[str(address.layer_address)] // len(layers) for address in profiled.addresses])
     if len({*third_of_head.tolist()}) < 3:
@@ -158,15 +162,17 @@ def _depth_trends(profiled: Profile) -> dict[str, LayerThirdMeans]:
     trends = {
         "local": LayerThirdMeans(near_weight @ third, non_sink),
         "long range": LayerThirdMeans(far_weight @ third, non_sink),
-        "syntactic": _accuracy(profiled, SYNTAX, third_of_head),
-        "semantic": _accuracy(profiled, SEMANTICS, third_of_head),
+        "syntactic": _relation_accuracy_by_third(profiled, SYNTAX, third_of_head),
+        "semantic": _relation_accuracy_by_third(profiled, SEMANTICS, third_of_head),
         "mean distance back, the first token included": LayerThirdMeans(distance_sums @ third, rows @ third),
         "weight on the first token": LayerThirdMeans(first @ third, rows @ third),
     }
     return {name: value for name, value in trends.items() if value is not None}
 
 
-def _accuracy(profiled: Profile, names: Sequence[str], third_of_head: np.ndarray) -> LayerThirdMeans | None:
+def _relation_accuracy_by_third(
+    profiled: Profile, names: Sequence[str], third_of_head: np.ndarray
+) -> LayerThirdMeans | None:
     """Return the mean over relations of the best head's accuracy in each third, above the best fixed offset."""
     best: dict[
         tuple[str, int], tuple[float, np.ndarray]

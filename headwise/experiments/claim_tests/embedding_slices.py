@@ -12,7 +12,7 @@ from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, PrimaryQuantity, Verdict
 from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import Condition, StatisticTable
-from headwise.experiments.head_diversity import head_diversity
+from headwise.experiments.mean_head_diversity import mean_head_diversity
 from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.model import ModelProtocol
 
@@ -73,7 +73,7 @@ def measure(experiment: TrainedModelProvider) -> StatisticTable:
         for relation in group[0].probe_accuracy:
             statistics.add_proportion(f"right, {name}", relation, [run.probe_accuracy[relation] for run in group])
         models = [run.load_model() for run in group]
-        statistics.add("maps apart (JS)", name, [head_diversity(model, texts)["js"] for model in models])
+        statistics.add("maps apart (JS)", name, [mean_head_diversity(model, texts)["js"] for model in models])
         statistics.add("overlap of what heads read, over chance", name, [input_overlap(model) for model in models])
         statistics.add(
             "weight in the own slice, over chance", name, [own_slice_weight_ratio(model) for model in models]

@@ -63,7 +63,7 @@ def measure(experiment: TrainedModelProvider) -> StatisticTable:
     statistics.add("loss", f"{MEMBERS} heads", losses)
     for relation in trained[0].probe_accuracy:
         statistics.add(f"right, {MEMBERS} heads", relation, [run.probe_accuracy[relation] for run in trained])
-    for name, members in _members(experiment).items():
+    for name, members in _member_configs(experiment).items():
         models = [experiment.train_or_load(config).load_model() for config in members]
         averaged_loss = ensemble_loss(models, texts)
         statistics.add("loss", f"{name}, each alone", [ensemble_loss([model], texts) for model in models])
@@ -96,11 +96,11 @@ def judge(statistics: StatisticTable) -> Verdict:
 def training_configs(experiment: TrainedModelProvider) -> Iterable[ExperimentConfig]:
     """Return the multi-head model of each seed, and all ensemble members."""
     return [experiment.make_config(seed, MEMBERS) for seed in experiment.seeds] + [
-        config for members in _members(experiment).values() for config in members
+        config for members in _member_configs(experiment).values() for config in members
     ]
 
 
-def _members(experiment: TrainedModelProvider) -> dict[str, list[ExperimentConfig]]:
+def _member_configs(experiment: TrainedModelProvider) -> dict[str, list[ExperimentConfig]]:
     """Return one-head models, with a head as wide as the model or as narrow as one of several heads."""
     seeds, narrow = range(experiment.seeds[0], experiment.seeds[0] + MEMBERS), experiment.size.width // MEMBERS
     return {

@@ -45,13 +45,15 @@ def relative_times(
         )
     torch.manual_seed(0)
     x = torch.randn(1, tokens, width)
-    calls = {str(h): _step(MultiHeadAttention(width=width, heads=h, backend=backend), x, backward) for h in heads}
+    calls = {
+        str(h): _make_timed_step(MultiHeadAttention(width=width, heads=h, backend=backend), x, backward) for h in heads
+    }
     with one_thread():
         ratios = interleaved_timing(calls, str(BASE_HEADS), rounds, min_seconds=0.01)
     return {h: ratios[str(h)] for h in heads}
 
 
-def _step(layer: MultiHeadAttention, x: Tensor, backward: bool) -> Callable[[], None]:
+def _make_timed_step(layer: MultiHeadAttention, x: Tensor, backward: bool) -> Callable[[], None]:
     mask = causal()
 
     def forward() -> None:

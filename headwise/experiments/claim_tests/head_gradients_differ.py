@@ -33,7 +33,7 @@ def mean_abs_cosine(vectors: Tensor) -> float:
     return float((normalized @ normalized.mT)[upper].abs().mean())
 
 
-def gradient_similarity_by_kind(model: ModelProtocol, corpus: Any = None, texts: int = TEXTS) -> dict[str, float]:
+def weight_and_ov_gradient_similarity(model: ModelProtocol, corpus: Any = None, texts: int = TEXTS) -> dict[str, float]:
     """Return the mean |cosine| between the gradients of a layer's heads, over pairs of heads and layers.
 
     `of its weights`: W_Q, W_K, W_V and W_O concatenated (only W_Q and W_O if keys are shared by a group).
@@ -134,7 +134,7 @@ def measure(experiment: TrainedModelProvider) -> StatisticTable:
     steps = trained[0].config.recipe.steps
     for step in (*trained[0].config.checkpoint_steps, None):
         results = [
-            gradient_similarity_by_kind(entry.load_model(step), experiment.held_out_corpus(seed))
+            weight_and_ov_gradient_similarity(entry.load_model(step), experiment.held_out_corpus(seed))
             for entry, seed in zip(trained, experiment.seeds, strict=True)
         ]
         for name in (OWN_WEIGHTS, OV_MATRIX, RANDOM):
@@ -145,7 +145,9 @@ def measure(experiment: TrainedModelProvider) -> StatisticTable:
 def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
     """Measure a given model."""
     statistics = StatisticTable()
-    for name, value in gradient_similarity_by_kind(model, default_corpus(model) if text is None else text).items():
+    for name, value in weight_and_ov_gradient_similarity(
+        model, default_corpus(model) if text is None else text
+    ).items():
         statistics.add(f"cosine {name}", 1.0, value)
     return statistics
 

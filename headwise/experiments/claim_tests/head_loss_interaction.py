@@ -43,7 +43,7 @@ def output_nonadditivity(layer: MultiHeadAttention, x: Tensor, first: int = 0, s
 
 
 @torch.no_grad()
-def loss_nonadditivity(
+def mean_pair_loss_nonadditivity(
     model: ModelProtocol, corpus: Any = None, *, pairs: int | None = None, texts: int = TEXTS, seed: int = 0
 ) -> float:
     """Return the deviation from additivity in the loss for pairs of heads of one layer, relative to their single costs.
@@ -110,7 +110,9 @@ def measure(experiment: TrainedModelProvider) -> StatisticTable:
             experiment.train_or_load(experiment.make_config(seed, init=init)).load_model() for seed in experiment.seeds
         ]
         texts = [experiment.held_out_corpus(seed) for seed in experiment.seeds]
-        interactions[name] = [loss_nonadditivity(model, corpus) for model, corpus in zip(models, texts, strict=True)]
+        interactions[name] = [
+            mean_pair_loss_nonadditivity(model, corpus) for model, corpus in zip(models, texts, strict=True)
+        ]
         statistics.add("interaction in the loss", name, interactions[name])
         statistics.add("interaction within the layer", name, [_max_layer_interaction(model) for model in models])
         _add_output_overlap(

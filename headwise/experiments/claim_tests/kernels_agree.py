@@ -32,10 +32,10 @@ def max_relative_error_by_backend(layer: MultiHeadAttention, x: Tensor) -> dict[
     calls: list[AttentionCall] = []
     with torch.no_grad(), layer.hook_point.listen(calls.append):
         layer(x, mask=causal())
-    return _call_deviation(calls[0])
+    return _kernel_errors_on_call(calls[0])
 
 
-def _call_deviation(call: AttentionCall) -> dict[str, float]:
+def _kernel_errors_on_call(call: AttentionCall) -> dict[str, float]:
     """Return the largest relative error of each kernel for one attention call."""
     kernels = {**BACKENDS, "blockwise": partial(blockwise, row_block=ROW_BLOCK, head_block=HEAD_BLOCK)}
 
@@ -82,7 +82,7 @@ def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
         for hook_point in model.hook_points():
             stack.enter_context(hook_point.listen(calls.append))
         forward_ids(model, ids.to(model.device))
-    deviations = [_call_deviation(call) for call in calls]
+    deviations = [_kernel_errors_on_call(call) for call in calls]
     statistics = StatisticTable()
     for backend in COMPARED_BACKENDS:
         statistics.add("relative difference", backend, max(deviation[backend] for deviation in deviations))

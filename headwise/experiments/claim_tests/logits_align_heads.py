@@ -58,7 +58,7 @@ def measure(experiment: TrainedModelProvider) -> StatisticTable:
     statistics = StatisticTable()
     for name in ("teacher", *STUDENT_LOSSES):
         statistics.add(LOSS, name, [models[name].loss for models in trained])
-        statistics.add(ACCURACY, name, [_mean_accuracy(models[name]) for models in trained])
+        statistics.add(ACCURACY, name, [_mean_cloze_accuracy(models[name]) for models in trained])
         profiles = [profile(models[name].load_model(), documents, causal=False) for models in trained]
         statistics.add(
             ROLES, name, [float(np.mean([bool(head.roles) for head in head_profile])) for head_profile in profiles]
@@ -94,7 +94,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     return Verdict("undecided", "an interval includes the threshold")
 
 
-def _mean_accuracy(trained: TrainedModel) -> float:
+def _mean_cloze_accuracy(trained: TrainedModel) -> float:
     """Return the mean accuracy over the cloze probes."""
     return float(np.mean(list(trained.probe_accuracy.values()))) if trained.probe_accuracy else float("nan")
 

@@ -106,7 +106,7 @@ def _token_stretch(model: ModelProtocol, corpus: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _spectra(model: ModelProtocol) -> dict[str, float]:
+def _mean_effective_ranks(model: ModelProtocol) -> dict[str, float]:
     """Return means over heads, and the values for random weights of the same shape."""
     circuits = {"W_QK": [head.QK for head in model.heads], "W_OV": [head.OV for head in model.heads]}
     circuits = {name: [Circuit(c.left.float(), c.right.float()) for c in items] for name, items in circuits.items()}
@@ -168,7 +168,7 @@ def _add_ranks(statistics: StatisticTable, models: list[tuple[ModelProtocol, Any
     statistics.add(
         "unexplained by one form", d, [max(head_rank.unexplained for head_rank in model_ranks) for model_ranks in ranks]
     )
-    spectra = [_spectra(model) for model, _ in models]
+    spectra = [_mean_effective_ranks(model) for model, _ in models]
     for name in spectra[0]:
         statistics.add(name, d, [spectrum[name] for spectrum in spectra])
     return statistics

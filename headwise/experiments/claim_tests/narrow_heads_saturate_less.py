@@ -17,7 +17,7 @@ from headwise.experiments.engine.experiment_config import ExperimentConfig
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.heads import AttentionCall
-from headwise.kernels import masked_scores, raw_scores, repeat_kv, softmax_weights
+from headwise.kernels import add_bias_and_mask, raw_scores, repeat_kv, softmax_weights
 from headwise.model import ModelProtocol, eval_mode
 
 KEYS = 64  # keys per random row
@@ -65,7 +65,7 @@ def model_std_and_entropy(model: ModelProtocol, corpus: Any = None, texts: int =
         q, k = call.q.float(), repeat_kv(call.k, call.params.kv_of_head).float()
         unscaled_params = replace(call.params, scale=1.0, softcap=None, bias=None)
         scores, raw = (
-            masked_scores(raw_scores(q, k, params), params, range(T), range(S), T, S)
+            add_bias_and_mask(raw_scores(q, k, params), params, range(T), range(S), T, S)
             for params in (call.params, unscaled_params)
         )  # (B, H, T, S)
         long_rows = (scores > -torch.inf).sum(-1) >= MIN_KEYS  # (B, H, T)

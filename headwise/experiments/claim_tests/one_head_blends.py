@@ -67,7 +67,10 @@ def judge(statistics: StatisticTable) -> Verdict:
 def _judge_lookups(statistics: StatisticTable) -> tuple[bool | None, str]:
     """Return whether lookups support the claim (None: inconclusive), and a description."""
     num_lookups, accuracy_by_heads = len(TASK.offsets), statistics.by_condition("all look-ups right")
-    single, multiple = accuracy_by_heads[1], [accuracy_by_heads[heads] for heads in _sufficient_heads(statistics)]
+    single, multiple = (
+        accuracy_by_heads[1],
+        [accuracy_by_heads[heads] for heads in _head_counts_covering_lookups(statistics)],
+    )
     if single.is_interval_above(MAX_BLENDED):
         return False, f"{num_lookups} look-ups at once go through one"
     if any(statistic.is_interval_below(MIN_LEARNED) for statistic in multiple):
@@ -82,7 +85,7 @@ def _judge_lookups(statistics: StatisticTable) -> tuple[bool | None, str]:
     )
 
 
-def _sufficient_heads(statistics: StatisticTable) -> list[int]:
+def _head_counts_covering_lookups(statistics: StatisticTable) -> list[int]:
     """Return the head counts that are large enough to keep every lookup separate."""
     accuracy_by_heads = statistics.by_condition("all look-ups right")
     return [heads for heads in accuracy_by_heads if isinstance(heads, int) and heads >= len(TASK.offsets)]
@@ -91,7 +94,7 @@ def _sufficient_heads(statistics: StatisticTable) -> list[int]:
 def _judged_statistics(statistics: StatisticTable) -> Iterator[tuple[str, Condition]]:
     """Select every relation, because losing any of them counts, and the judged lookups."""
     yield from (("lost by one head", relation) for relation in statistics.by_condition("lost by one head"))
-    yield from (("all look-ups right", heads) for heads in (1, *_sufficient_heads(statistics)))
+    yield from (("all look-ups right", heads) for heads in (1, *_head_counts_covering_lookups(statistics)))
 
 
 def training_configs(experiment: TrainedModelProvider) -> Iterable[ExperimentConfig]:

@@ -43,7 +43,7 @@ def pruning_loss_increase_by_ranking(
     prune_curve = pruning_curve(
         model, ranking_corpus, test_corpus, keep_fractions=keep_fractions(total, fractions), rankings=tuple(RANKINGS)
     )
-    return {ranking: _relative(prune_curve, ranking, total) for ranking in RANKINGS}
+    return {ranking: _relative_curve_points(prune_curve, ranking, total) for ranking in RANKINGS}
 
 
 def keep_fractions(heads: int, pruned_fractions: Sequence[float] = PRUNED_FRACTIONS) -> list[float]:
@@ -111,7 +111,7 @@ def judge(statistics: StatisticTable) -> Verdict:
     return Verdict("does not hold")
 
 
-def _relative(prune_curve: PruningCurves, ranking: str, heads: int) -> list[tuple[float, float]]:
+def _relative_curve_points(prune_curve: PruningCurves, ranking: str, heads: int) -> list[tuple[float, float]]:
     return [
         ((heads - curve_point.heads) / heads, curve_point.loss_increase.mean / prune_curve.full_loss.mean)
         for curve_point in prune_curve.points_by_ranking(ranking)

@@ -76,7 +76,7 @@ class QuantizationCosts:
         """Return means per token over each half of the texts, with a weight per text: (items,) twice."""
         first, second = (
             (sums[:, half] @ text_weights[half]) / (self.counts[half] @ text_weights[half])
-            for half in _half_slices(len(text_weights))
+            for half in _even_odd_slices(len(text_weights))
         )
         return first, second
 
@@ -84,7 +84,7 @@ class QuantizationCosts:
 CostStatistic = Callable[[QuantizationCosts, np.ndarray], float]
 
 
-def _half_slices(n: int) -> tuple[slice, slice]:
+def _even_odd_slices(n: int) -> tuple[slice, slice]:
     return slice(0, n, 2), slice(1, n, 2)
 
 
@@ -134,7 +134,7 @@ COST_STATISTICS: dict[str, CostStatistic] = {
 }
 
 
-def weight_and_cache_quantization_costs(
+def single_and_pair_quantization_costs(
     model: ModelProtocol, texts: Any, bits: int = BITS, heads: int = HEADS, seed: int = 0
 ) -> QuantizationCosts:
     """Measure the cost of quantizing KV heads alone and in pairs. For a large model, heads are sampled."""
@@ -195,7 +195,7 @@ def measure(experiment: TrainedModelProvider) -> StatisticTable:
     for config in training_configs(experiment):
         model = experiment.train_or_load(config).load_model()
         costs.append(
-            weight_and_cache_quantization_costs(
+            single_and_pair_quantization_costs(
                 model, eval_corpus(model, experiment.held_out_corpus(config.recipe.seed)).first(DOCUMENTS)
             )
         )
@@ -212,7 +212,7 @@ def measure_model(model: ModelProtocol, text: Any = None) -> StatisticTable:
     _add_costs(
         statistics,
         "given",
-        weight_and_cache_quantization_costs(
+        single_and_pair_quantization_costs(
             model, _default_texts(model) if text is None else eval_corpus(model, text).first(TEXTS)
         ),
     )

@@ -129,16 +129,16 @@ def _init_frozen_output(model: Transformer) -> None:
 
 def _init_twins(model: Transformer) -> None:
     """Initialize head 1 of every layer as a copy of head 0, including W_O."""
-    _copy_head(model, "QKVO")
+    _copy_first_head_to_second(model, "QKVO")
 
 
 def _init_half_twins(model: Transformer) -> None:
     """Copy W_Q, W_K and W_V of head 0 to head 1 in every layer, but not W_O."""
-    _copy_head(model, "QKV")
+    _copy_first_head_to_second(model, "QKV")
 
 
 @torch.no_grad()
-def _copy_head(model: Transformer, projections: str) -> None:
+def _copy_first_head_to_second(model: Transformer, projections: str) -> None:
     for layer in model.attention_layers():
         source, target = layer.heads[0], layer.heads[1]
         for projection in projections:

@@ -128,7 +128,7 @@ def _estimate(values: tuple[float, ...], interval_kind: IntervalKind, level: flo
     else:
         mean, low, high = {
             "mean": _mean_interval, "proportion": _proportion_interval, "median": _median_interval,
-            "spread": _spread_ratio_interval,
+            "spread": _two_sample_std_ratio,
         }[interval_kind](values, level)  # fmt: skip
     return Statistic(mean, low, high, values, interval_kind, level)
 
@@ -155,7 +155,7 @@ def _median_interval(values: tuple[float, ...], level: float) -> tuple[float, fl
     return statistics.median(values), low, high
 
 
-def _spread_ratio_interval(values: tuple[float, ...], level: float) -> tuple[float, float, float]:
+def _two_sample_std_ratio(values: tuple[float, ...], level: float) -> tuple[float, float, float]:
     n = len(values) // 2
     first, second = (float(np.std(sample, ddof=1)) for sample in (values[:n], values[n:]))
     ratio = first / second if second else math.nan if not first else math.inf

@@ -57,7 +57,7 @@ def _train(config: ExperimentConfig, folder: Path, store: ExperimentStore) -> di
         callback_every = int(np.gcd.reduce([*config.checkpoint_steps, recipe.steps]))
         result = train(
             _initial_model(config, corpus), corpus, recipe, out=folder, valid=valid, tokenizer=config.tokenizer,
-            loss=_loss(config, corpus, store), callback=save_step if config.checkpoint_steps else None,
+            loss=_loss_factory(config, corpus, store), callback=save_step if config.checkpoint_steps else None,
             callback_every=callback_every, progress=False,
         )  # fmt: skip
         runs.append(result)
@@ -71,7 +71,7 @@ def _train(config: ExperimentConfig, folder: Path, store: ExperimentStore) -> di
     return _measure(config, runs[0]) | {"memory": memory}
 
 
-def _loss(config: ExperimentConfig, corpus: Corpus, store: ExperimentStore) -> MakeLoss:
+def _loss_factory(config: ExperimentConfig, corpus: Corpus, store: ExperimentStore) -> MakeLoss:
     """Return the training loss: language modeling, or distillation from a teacher that is trained first."""
     if config.teacher is None:
         return LanguageLoss
@@ -81,11 +81,11 @@ def _loss(config: ExperimentConfig, corpus: Corpus, store: ExperimentStore) -> M
         name, _, pairing = term.partition(" ")
         losses.append(name)
         pairs = pairing or pairs
-    head_pairs = _first_layers(config, teacher) if pairs == "first" else pairs
+    head_pairs = _pair_same_address_heads(config, teacher) if pairs == "first" else pairs
     return distill_loss_factory(teacher, DistillConfig(tuple(losses), head_pairs=head_pairs), corpus)
 
 
-def _first_layers(config: ExperimentConfig, teacher: Transformer) -> list[tuple[str, str]]:
+def _pair_same_address_heads(config: ExperimentConfig, teacher: Transformer) -> list[tuple[str, str]]:
     """Pair each head with the teacher's head of the same layer and number."""
     student_heads = config.spec.head_addresses
     teacher_heads = set(teacher.spec.head_addresses)

@@ -1,9 +1,9 @@
 """The synthetic language: an infinite sequence of English-like documents with gold relations at varying offsets."""
 
 from headwise.text.synthetic.cloze_probes import ClozeProbe, cloze_probes
-from headwise.text.synthetic.fixed_offset_accuracy_limits import FIXED_OFFSET_ACCURACY_LIMITS
 from headwise.text.synthetic.generator import SyntheticLanguage
-from headwise.text.synthetic.synthetic_relation_summary import SyntheticRelationSummary, describe_language
+from headwise.text.synthetic.max_allowed_fixed_offset_accuracy import FIXED_OFFSET_ACCURACY_LIMITS
+from headwise.text.synthetic.relation_offset_summary import SyntheticRelationSummary, describe_language
 from headwise.text.synthetic.vocabulary import VOCABULARY, WORD_CLASSES
 
 __all__ = [

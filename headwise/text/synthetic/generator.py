@@ -61,8 +61,8 @@ def to_document(fragment: AnnotatedFragment) -> Document:
     arcs = [
         *fragment.arcs,
         *_copy_arcs(fragment.words),
-        *_related_arcs(fragment.words),
-        *_delimiter_arcs(fragment.words),
+        *_same_topic_noun_arcs(fragment.words),
+        *_sentence_end_arcs(fragment.words),
     ]
     relations = sorted(Relation(name, source.index, target.index) for name, source, target in arcs)
     words = tuple(word.text for word in fragment.words)
@@ -87,7 +87,7 @@ def _copy_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
                 first[word.text] = word
 
 
-def _related_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
+def _same_topic_noun_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
     """Yield an arc from each noun to the nearest earlier noun of its topic with another lemma."""
     earlier: list[tuple[Word, Noun]] = []
     for word in words:
@@ -99,7 +99,7 @@ def _related_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
             earlier.append((word, word.noun))
 
 
-def _delimiter_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
+def _sentence_end_arcs(words: list[Word]) -> Iterator[tuple[str, Word, Word]]:
     """Yield an arc from the end of each sentence to the end of the previous one."""
     ends = [word for word in words if word.text in (".", "?")]
     for earlier, word in pairwise(ends):

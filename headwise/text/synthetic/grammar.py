@@ -10,13 +10,13 @@ from headwise.text.synthetic import vocabulary as v
 from headwise.text.synthetic.annotated_fragment import AnnotatedFragment, Word, join_fragments
 from headwise.text.synthetic.phrases import (
     DocumentState,
-    enclosed_clause,
+    bracketed_clause,
     inflect,
     intransitive_clause,
-    noun_phrase,
+    make_noun_phrase,
+    make_prepositional_phrase,
     optional_pre_adverb,
     parenthetical,
-    prepositional_phrase,
     random_adverb,
     transitive_clause,
 )
@@ -38,10 +38,10 @@ def pronoun_for(noun: Noun, antecedent: Word) -> AnnotatedFragment:
 def transitive_sentence(doc: DocumentState) -> AnnotatedFragment:
     """The dog ( … ) sees the cat near the barn ."""
     noun = doc.sample_noun(animate=True)
-    subject = noun_phrase(doc, noun, tail_probability=0.5)
+    subject = make_noun_phrase(doc, noun, tail_probability=0.5)
     if doc.bernoulli(0.35):
         subject = join_fragments(subject, parenthetical(doc))
-    object = noun_phrase(doc, doc.sample_noun(), tail_probability=0.3)
+    object = make_noun_phrase(doc, doc.sample_noun(), tail_probability=0.3)
     if doc.bernoulli(0.35):
         object = join_fragments(object, parenthetical(doc))
     return join_fragments(transitive_clause(doc, subject, noun, object), punctuation_word())
@@ -58,12 +58,15 @@ def pronoun_sentence(doc: DocumentState) -> AnnotatedFragment:
     if refers_to_subject:
         actor, subject = (
             antecedent,
-            noun_phrase(doc, antecedent, distinct_from=antecedent, tail_probability=tail_probability),
+            make_noun_phrase(doc, antecedent, distinct_from=antecedent, tail_probability=tail_probability),
         )
-        object = noun_phrase(doc, other, distinct_from=antecedent, tail_probability=tail_probability)
+        object = make_noun_phrase(doc, other, distinct_from=antecedent, tail_probability=tail_probability)
     else:
-        actor, subject = other, noun_phrase(doc, other, distinct_from=antecedent, tail_probability=tail_probability)
-        object = noun_phrase(doc, antecedent, distinct_from=antecedent, tail_probability=tail_probability)
+        actor, subject = (
+            other,
+            make_noun_phrase(doc, other, distinct_from=antecedent, tail_probability=tail_probability),
+        )
+        object = make_noun_phrase(doc, antecedent, distinct_from=antecedent, tail_probability=tail_probability)
     event = transitive_clause(doc, subject, actor, object)
     pronoun = pronoun_for(antecedent, (subject if refers_to_subject else object).head)
     verb, state = inflect(v.IS, antecedent), Word(v.STATE_ADJECTIVES[antecedent.kind], "adjective")
@@ -83,21 +86,21 @@ def two_person_sentence(doc: DocumentState) -> AnnotatedFragment:
     actor = doc.choice(doc.people)
     other = doc.choice([person for person in doc.people if person != actor])
     doc.mentioned.update((actor, other))
-    thing, preposition = noun_phrase(doc, doc.sample_noun()), Word(doc.choice(v.PREPOSITIONS), "preposition")
-    object = join_fragments(thing, preposition, noun_phrase(doc, other))
-    return join_fragments(transitive_clause(doc, noun_phrase(doc, actor), actor, object), punctuation_word())
+    thing, preposition = make_noun_phrase(doc, doc.sample_noun()), Word(doc.choice(v.PREPOSITIONS), "preposition")
+    object = join_fragments(thing, preposition, make_noun_phrase(doc, other))
+    return join_fragments(transitive_clause(doc, make_noun_phrase(doc, actor), actor, object), punctuation_word())
 
 
-def possessive_sentence(doc: DocumentState) -> AnnotatedFragment:
+def make_possessive_sentence(doc: DocumentState) -> AnnotatedFragment:
     """The boy near the horses sees his dog . / The boy sees the horses near his house ."""
     owner = doc.sample_noun(animate=True)
-    subject = noun_phrase(doc, owner, distinct_from=owner, tail_probability=0.35)
+    subject = make_noun_phrase(doc, owner, distinct_from=owner, tail_probability=0.35)
     possessive = Word(v.POSSESSIVES[owner.pronoun], "possessive")
-    owned = noun_phrase(doc, _common_noun(doc, owner), determiner=possessive)
+    owned = make_noun_phrase(doc, _common_noun(doc, owner), determiner=possessive)
     if doc.bernoulli(0.5):
         object = owned
     else:
-        thing = noun_phrase(doc, doc.sample_noun(distinct_from=owner))
+        thing = make_noun_phrase(doc, doc.sample_noun(distinct_from=owner))
         object = join_fragments(thing, Word(doc.choice(v.PREPOSITIONS), "preposition"), owned)
     sentence = join_fragments(transitive_clause(doc, subject, owner, object), punctuation_word())
     return sentence.add_relation("possessive", possessive, subject.head)
@@ -115,7 +118,7 @@ def cause_sentence(doc: DocumentState) -> AnnotatedFragment:
     noun = doc.sample_noun()
     effect = doc.choice(allowed_partners(doc.split, noun.index, v.EFFECTS))
     agent, agent_verb, _ = next(row for row in v.CAUSES if row[2] == effect)
-    subject = noun_phrase(doc, noun, tail_probability=0.4)
+    subject = make_noun_phrase(doc, noun, tail_probability=0.4)
     verb, state = inflect(v.IS, noun), Word(effect, "adjective")
     result = join_fragments(subject, verb, state, head=state)
     result.add_relation("subject-verb", subject.head, verb).add_relation("adjective-noun", state, subject.head)
@@ -134,12 +137,12 @@ def agreement_sentence(doc: DocumentState) -> AnnotatedFragment:
     noun = doc.sample_noun()
     if noun.kind != "named" and doc.bernoulli(0.5):
         opener, verb_forms = [], v.IS
-        subject = noun_phrase(doc, noun)
+        subject = make_noun_phrase(doc, noun)
         subject = join_fragments(subject, relative_clause(doc, subject.head, noun))
     else:
         opener = [Word(doc.choice(tuple(v.TIME_ADVERBS)), "adverb")]
         verb_forms = v.TIME_ADVERBS[opener[0].text]
-        subject = noun_phrase(doc, noun, tail_probability=0.8)
+        subject = make_noun_phrase(doc, noun, tail_probability=0.8)
         if doc.bernoulli(0.25):
             subject = join_fragments(subject, parenthetical(doc))
     verb, quality = inflect(verb_forms, noun), Word(doc.sample_adjective(noun), "adjective")
@@ -153,7 +156,7 @@ def relative_clause(doc: DocumentState, head: Word, noun: Noun) -> AnnotatedFrag
     """, which the boy near the barn sees ,"""
     relative_pronoun = Word("who" if noun.kind in v.PEOPLE else "which", "pronoun")
     actor = doc.sample_noun(animate=True)
-    subject = noun_phrase(doc, actor, tail_probability=0.3)
+    subject = make_noun_phrase(doc, actor, tail_probability=0.3)
     verb = inflect(doc.sample_verb(v.TRANSITIVE, actor), actor)
     clause = join_fragments(
         punctuation_word(","), relative_pronoun, subject, *optional_pre_adverb(doc), verb, punctuation_word(",")
@@ -165,14 +168,14 @@ def relative_clause(doc: DocumentState, head: Word, noun: Noun) -> AnnotatedFrag
 def quote_sentence(doc: DocumentState) -> AnnotatedFragment:
     """The king says , " the queen waits here " ."""
     noun = doc.sample_noun(animate=True)
-    subject = noun_phrase(doc, noun, tail_probability=0.3)
+    subject = make_noun_phrase(doc, noun, tail_probability=0.3)
     verb = inflect(v.SAY, noun)
     sentence = join_fragments(
         subject,
         *optional_pre_adverb(doc),
         verb,
         punctuation_word(","),
-        enclosed_clause(doc, doc.choice((3, 4))),
+        bracketed_clause(doc, doc.choice((3, 4))),
         punctuation_word(),
         head=verb,
     )
@@ -182,17 +185,17 @@ def quote_sentence(doc: DocumentState) -> AnnotatedFragment:
 def conditional_sentence(doc: DocumentState) -> AnnotatedFragment:
     """If the dog near the barn sleeps here , then it sees the cat ."""
     noun = doc.sample_noun(animate=True)
-    first = noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.4)
+    first = make_noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.4)
     if doc.bernoulli(0.4):
         condition = join_fragments(intransitive_clause(doc, first, noun), random_adverb(doc))
     else:
-        thing = noun_phrase(doc, doc.sample_noun(distinct_from=noun), distinct_from=noun, tail_probability=0.3)
+        thing = make_noun_phrase(doc, doc.sample_noun(distinct_from=noun), distinct_from=noun, tail_probability=0.3)
         condition = transitive_clause(doc, first, noun, thing)
     actor, second = noun, pronoun_for(noun, first.head)
     if doc.bernoulli(0.5):
         actor = doc.sample_noun(animate=True)
-        second = noun_phrase(doc, actor, tail_probability=0.3)
-    consequence = transitive_clause(doc, second, actor, noun_phrase(doc, doc.sample_noun()))
+        second = make_noun_phrase(doc, actor, tail_probability=0.3)
+    consequence = transitive_clause(doc, second, actor, make_noun_phrase(doc, doc.sample_noun()))
     if_, then = Word("if", "conjunction"), Word("then", "conjunction")
     sentence = join_fragments(
         if_, condition, punctuation_word(","), then, consequence, punctuation_word(), head=consequence.head
@@ -209,8 +212,8 @@ def where_question(doc: DocumentState) -> AnnotatedFragment:
     """Where are the old dogs ? they are near the barn ."""
     noun = doc.sample_noun()
     question_word, verb, answer_verb = Word("where", "question"), inflect(v.IS, noun), inflect(v.IS, noun)
-    subject = noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.2)
-    pronoun, location = pronoun_for(noun, subject.head), prepositional_phrase(doc, None)
+    subject = make_noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.2)
+    pronoun, location = pronoun_for(noun, subject.head), make_prepositional_phrase(doc, None)
     sentence = join_fragments(
         question_word,
         verb,
@@ -229,10 +232,10 @@ def where_question(doc: DocumentState) -> AnnotatedFragment:
 def what_question(doc: DocumentState) -> AnnotatedFragment:
     """Return a question about an object, with its answer: `what does the old dog see ? it sees a cake .`"""
     noun = doc.sample_noun(animate=True)
-    subject = noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.3)
+    subject = make_noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.3)
     question_word, do, verb = Word("what", "question"), inflect(v.DO, noun), doc.sample_verb(v.TRANSITIVE, noun)
     pronoun, answer_verb = pronoun_for(noun, subject.head), inflect(verb, noun)
-    object = noun_phrase(doc, doc.sample_noun())
+    object = make_noun_phrase(doc, doc.sample_noun())
     sentence = join_fragments(
         question_word,
         do,
@@ -257,8 +260,8 @@ def who_question(doc: DocumentState) -> AnnotatedFragment:
     while (noun := doc.sample_noun(animate=True)).kind not in v.PEOPLE:
         pass
     question_word, verb = Word("who", "question"), Word(doc.sample_verb(v.TRANSITIVE, noun)[0], "verb")
-    object = noun_phrase(doc, doc.sample_noun(), tail_probability=0.4)
-    person, do = noun_phrase(doc, noun), inflect(v.DO, noun)
+    object = make_noun_phrase(doc, doc.sample_noun(), tail_probability=0.4)
+    person, do = make_noun_phrase(doc, noun), inflect(v.DO, noun)
     sentence = join_fragments(
         question_word, verb, object, punctuation_word("?"), person, do, punctuation_word(), head=verb
     )
@@ -269,13 +272,13 @@ def who_question(doc: DocumentState) -> AnnotatedFragment:
 def yes_no_question(doc: DocumentState) -> AnnotatedFragment:
     """Does the dog see the cats ? yes , it does ."""
     noun = doc.sample_noun(animate=True)
-    subject = noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.3)
+    subject = make_noun_phrase(doc, noun, distinct_from=noun, tail_probability=0.3)
     do, answer_auxiliary, verb = (
         inflect(v.DO, noun),
         inflect(v.DO, noun),
         Word(doc.sample_verb(v.TRANSITIVE, noun)[1], "verb"),
     )
-    object = noun_phrase(doc, doc.sample_noun(distinct_from=noun))
+    object = make_noun_phrase(doc, doc.sample_noun(distinct_from=noun))
     answer, pronoun = Word(doc.choice(("yes", "no")), "answer"), pronoun_for(noun, subject.head)
     denial = [Word("not", "answer")] if answer.text == "no" else []
     sentence = join_fragments(
@@ -298,5 +301,5 @@ def yes_no_question(doc: DocumentState) -> AnnotatedFragment:
 # Relative frequency of each kind of sentence.
 SENTENCE_WEIGHTS: dict[Callable[[DocumentState], AnnotatedFragment], int] = {
     pronoun_sentence: 5, agreement_sentence: 3, transitive_sentence: 4, two_person_sentence: 2, quote_sentence: 3,
-    possessive_sentence: 2, cause_sentence: 2, conditional_sentence: 2, question_answer: 3,
+    make_possessive_sentence: 2, cause_sentence: 2, conditional_sentence: 2, question_answer: 3,
 }  # fmt: skip

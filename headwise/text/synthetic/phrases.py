@@ -6,7 +6,7 @@ from typing import TypeVar
 from headwise.text.synthetic import vocabulary as v
 from headwise.text.synthetic.annotated_fragment import AnnotatedFragment, Word, join_fragments
 from headwise.text.synthetic.vocabulary import Noun
-from headwise.text.synthetic.word_pair_splits import allowed_nestings, allowed_partners, is_held_out
+from headwise.text.synthetic.word_pair_splits import allowed_bracket_nestings, allowed_partners, is_held_out
 
 Item = TypeVar("Item")
 
@@ -103,7 +103,7 @@ def inflect(verb: tuple[str, str], subject: Noun) -> Word:
     return Word(verb[subject.plural], "auxiliary" if auxiliary else "verb")
 
 
-def noun_phrase(
+def make_noun_phrase(
     doc: DocumentState,
     noun: Noun,
     *,
@@ -128,7 +128,7 @@ def noun_phrase(
         phrase = join_fragments(determiner, *([adjectives] if adjectives else []), head, head=head)
         phrase.add_relation("determiner-noun", determiner, head)
     if tail_probability and doc.bernoulli(tail_probability):
-        phrase = join_fragments(phrase, prepositional_phrase(doc, distinct_from))
+        phrase = join_fragments(phrase, make_prepositional_phrase(doc, distinct_from))
     phrase.phrases.append((phrase.words[0], phrase.words[-1]))
     return phrase
 
@@ -147,10 +147,10 @@ def adjective_phrase(doc: DocumentState, noun: Noun, head: Word) -> AnnotatedFra
     return phrase.add_relation("adjective-noun", first, head).add_relation("adjective-noun", second, head)
 
 
-def prepositional_phrase(doc: DocumentState, distinct_from: Noun | None) -> AnnotatedFragment:
+def make_prepositional_phrase(doc: DocumentState, distinct_from: Noun | None) -> AnnotatedFragment:
     """Near the old barn."""
     preposition = Word(doc.choice(v.PREPOSITIONS), "preposition")
-    location = noun_phrase(doc, doc.sample_noun(distinct_from=distinct_from), distinct_from=distinct_from)
+    location = make_noun_phrase(doc, doc.sample_noun(distinct_from=distinct_from), distinct_from=distinct_from)
     return join_fragments(preposition, location, head=location.head)
 
 
@@ -183,7 +183,7 @@ def random_adverb(doc: DocumentState) -> Word:
     return Word(doc.choice(v.ADVERBS), "adverb")
 
 
-def enclosed_clause(
+def bracketed_clause(
     doc: DocumentState, shape: int, distinct_from: Noun | None = None, *, nest_probability: float = 0.35
 ) -> AnnotatedFragment:
     """( the boy sings [ a dog waits here ] often ): the clause ends with an adverb, so that the position of the closing
@@ -193,12 +193,14 @@ def enclosed_clause(
     noun = doc.sample_noun(animate=True, distinct_from=distinct_from)
     tail_probability = 0.2 if nest_probability else 0.0
     content = intransitive_clause(
-        doc, noun_phrase(doc, noun, distinct_from=distinct_from, tail_probability=tail_probability), noun
+        doc, make_noun_phrase(doc, noun, distinct_from=distinct_from, tail_probability=tail_probability), noun
     )
     if doc.bernoulli(nest_probability):
         content = join_fragments(
             content,
-            enclosed_clause(doc, doc.choice(allowed_nestings(doc.split, shape)), distinct_from, nest_probability=0.0),
+            bracketed_clause(
+                doc, doc.choice(allowed_bracket_nestings(doc.split, shape)), distinct_from, nest_probability=0.0
+            ),
         )
     clause = join_fragments(opener, content, random_adverb(doc), closer, head=content.head)
     return clause.add_relation(kind, closer, opener)
@@ -206,4 +208,4 @@ def enclosed_clause(
 
 def parenthetical(doc: DocumentState, distinct_from: Noun | None = None) -> AnnotatedFragment:
     """A parenthetical clause in round, square or curly brackets."""
-    return enclosed_clause(doc, doc.choice((0, 1, 2)), distinct_from)
+    return bracketed_clause(doc, doc.choice((0, 1, 2)), distinct_from)

@@ -42,10 +42,10 @@ def allowed_partners(split: str, first: int, table: Sequence[Item], held_out_str
 
 
 @cache
-def allowed_nestings(split: str, outer: int) -> tuple[int, ...]:
+def allowed_bracket_nestings(split: str, outer: int) -> tuple[int, ...]:
     """Return the kinds of brackets that may be nested inside the outer kind in this split, never the same kind.
 
-    >>> allowed_nestings("train", 0), allowed_nestings("held-out", 0)
+    >>> allowed_bracket_nestings("train", 0), allowed_bracket_nestings("held-out", 0)
     ((1, 2, 4), (3,))
     """
     held_out = split == "held-out"

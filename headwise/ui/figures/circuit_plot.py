@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headwise.analysis.circuits.circuit_result import CircuitResult
 
 
-def draw_circuit(result: "CircuitResult") -> FigureWithData:
+def draw_faithfulness_curves(result: "CircuitResult") -> FigureWithData:
     """Plot faithfulness over sizes on the judged prompts, with 95% intervals, and the range of the random sets.
 
     Args:

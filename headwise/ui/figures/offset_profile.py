@@ -28,7 +28,7 @@ def draw_offsets(profile: Profile, heads: HeadPattern | None = None) -> FigureWi
         raise ArgumentError(
             f"heads: a figure shows at most {MAX_HEADS}. Got {len(selected)}. Name fewer, for example {selected[0]!s}."
         )
-    offsets = _offsets(profile)
+    offsets = _measured_offsets(profile)
     columns = min(3, len(selected))
     num_rows = -(-len(selected) // columns)
     figure = make_figure(2.6 * columns + 0.4, 1.5 * num_rows + 0.5)
@@ -57,7 +57,7 @@ def draw_offsets(profile: Profile, heads: HeadPattern | None = None) -> FigureWi
     return FigureWithData(figure, rows)
 
 
-def _offsets(profile: Profile) -> list[int]:
+def _measured_offsets(profile: Profile) -> list[int]:
     """Return the measured offsets, the farthest back first. A decoder has no negative ones."""
     measured = [
         offset
@@ -73,6 +73,6 @@ def _offsets(profile: Profile) -> list[int]:
 
 def _most_focused_heads(profile: Profile) -> tuple[Address, ...]:
     """Return the heads with the largest weight at a single offset, sorted by address."""
-    weights = [profile.metric(OFFSET_SPECS[offset].name) for offset in _offsets(profile)]
+    weights = [profile.metric(OFFSET_SPECS[offset].name) for offset in _measured_offsets(profile)]
     max_weights = np.nan_to_num(np.stack(weights)).max(0)  # (heads,); cross-attention has no distances
     return tuple(profile.addresses[i] for i in sorted(np.argsort(-max_weights, kind="stable")[:DEFAULT_HEADS]))

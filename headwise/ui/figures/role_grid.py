@@ -45,10 +45,10 @@ def draw_roles(profile: Profile) -> FigureWithData:
     )
     axes.set_title(title, fontsize=9, color=TEXT_COLOR, loc="left")
     _legend(figure, role_counts, columns)
-    return FigureWithData(figure, role_rows(profile))
+    return FigureWithData(figure, role_rows_by_head(profile))
 
 
-def role_rows(profile: Profile) -> list[dict[str, Any]]:
+def role_rows_by_head(profile: Profile) -> list[dict[str, Any]]:
     """Return one row per head: role, evidence level, score, baseline and idle pattern."""
     columns = ("head", "role", "detail", "evidence_level", "score", "baseline", "low", "high", "effect", "idle_pattern")
     return [{name: row[name] for name in columns} for row in profile.table()]

@@ -8,7 +8,6 @@ from headwise.weights.families.family import (
     Config,
     ModelFamilySpec,
     bool_setting,
-    common_unrepresentable,
     common_unsupported,
     positive_int_setting,
     reject_unrepresentable,
@@ -16,6 +15,7 @@ from headwise.weights.families.family import (
     required_setting,
     setting_or_default,
     translate_setting,
+    unrepresentable_feature_flags,
 )
 from headwise.weights.families.gguf_gpt2_bert import BERT_MAPPINGS
 from headwise.weights.keymap import TensorMapping
@@ -62,7 +62,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     attention = spec.attention
     reject_unrepresentable(
         {
-            **common_unrepresentable(spec),
+            **unrepresentable_feature_flags(spec),
             "a model that is not an encoder": spec.kind != "encoder" or spec.output == "lm",
             "rotary positions": attention.rotary is not None or spec.positions != "learned",
             "grouped-query attention": attention.kv_heads != attention.heads,

@@ -299,7 +299,7 @@ def decoder_config(spec: ModelSpec, model_type: str, class_name: str) -> dict[st
     }
 
 
-def layer_values(spec: ModelSpec) -> tuple[list[int | None], list[Rotary | None]]:
+def layer_windows_and_rotaries(spec: ModelSpec) -> tuple[list[int | None], list[Rotary | None]]:
     """Return the window and the rotary embedding of each layer."""
     layers = [spec.attention_at(address) for address in spec.layer_addresses]
     return [layer.window for layer in layers], [layer.rotary for layer in layers]
@@ -330,7 +330,7 @@ def require_same_spec(
     layers = zip(
         *([value.attention_at(a) for a in value.layer_addresses] for value in (expected, actual)), strict=False
     )
-    pairs = [("", replace_layer_fields(expected), replace_layer_fields(actual))]
+    pairs = [("", remove_layer_fields(expected), remove_layer_fields(actual))]
     pairs += [("attention.", _with_half_layout(written), read) for written, read in layers]
     for prefix, written, read in pairs:
         for name in written.__dataclass_fields__:
@@ -350,7 +350,7 @@ def _with_half_layout(attention: AttentionSpec) -> AttentionSpec:
     return replace(attention, rotary=replace(rotary, layout="half"))
 
 
-def replace_layer_fields(spec: ModelSpec) -> ModelSpec:
+def remove_layer_fields(spec: ModelSpec) -> ModelSpec:
     """Return a spec without the fields that `attention_at` reads, to compare the remaining ones."""
     attention = AttentionSpec(width=spec.width, heads=1)
     return replace(spec, attention=attention, windows=(), rotaries=())

@@ -171,7 +171,7 @@ def gates_and_norms(spec: ModelSpec) -> dict[str, bool]:
     }
 
 
-def common_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
+def unrepresentable_feature_flags(spec: ModelSpec) -> dict[str, bool]:
     """Return the features that no family can represent, and whether the spec uses them."""
     attention = spec.attention
     return gates_and_norms(spec) | {

@@ -12,7 +12,7 @@ from headwise.weights.families.decoder_config import (
     decoder_spec,
     layer_rope_settings,
     layer_types_of,
-    layer_values,
+    layer_windows_and_rotaries,
     read_rotary,
     require_same_spec,
     rope_parameters,
@@ -89,7 +89,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """Convert a spec to config.json: Gemma 3 if queries and keys have a norm, else Gemma 2."""
-    attention, (windows, rotaries) = spec.attention, layer_values(spec)
+    attention, (windows, rotaries) = spec.attention, layer_windows_and_rotaries(spec)
     is_gemma3 = attention.qk_norm is not None
     kinds = ["full_attention" if value is None else "sliding_attention" for value in windows]
     config = decoder_config(spec, *(("gemma3_text", "Gemma3") if is_gemma3 else ("gemma2", "Gemma2")))

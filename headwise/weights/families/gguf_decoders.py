@@ -106,7 +106,7 @@ def decoder_spec_from_gguf(fields: Config, reader: WeightReader) -> ModelSpec:
     layers = required_setting(settings, "block_count")
     head_dim = settings.get("attention.key_length") or width // heads
     _reject_other_values(name, settings, head_dim)
-    windows, rotaries = _layer_fields(name, settings, reader, head_dim)
+    windows, rotaries = _layer_windows_and_rotaries(name, settings, reader, head_dim)
     attention, model_fields = varied_fields(windows, rotaries)
     names, eps = reader.shapes, required_setting(settings, "attention.layer_norm_rms_epsilon")
     attention |= {"bias": "blk.0.attn_q.bias" in names, "out_bias": "blk.0.attn_output.bias" in names}
@@ -166,7 +166,7 @@ def _reject_other_values(name: str, settings: Config, head_dim: int) -> None:
             )
 
 
-def _layer_fields(
+def _layer_windows_and_rotaries(
     name: str, settings: Config, reader: WeightReader, head_dim: int
 ) -> tuple[list[int | None], list[Rotary | None]]:
     """Return the window and the rotary embedding of each layer."""

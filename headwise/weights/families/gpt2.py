@@ -7,7 +7,6 @@ from headwise.weights.families.family import (
     Config,
     ModelFamilySpec,
     bool_setting,
-    common_unrepresentable,
     decoder_unsupported,
     positive_int_or_none,
     positive_int_setting,
@@ -16,6 +15,7 @@ from headwise.weights.families.family import (
     required_setting,
     setting_or_default,
     translate_setting,
+    unrepresentable_feature_flags,
 )
 from headwise.weights.families.gguf_gpt2_bert import GPT2_MAPPINGS
 from headwise.weights.keymap import TensorMapping
@@ -52,7 +52,7 @@ def gpt_unrepresentable(spec: ModelSpec) -> dict[str, bool]:
     """Return the features that neither GPT-2 nor GPT-Neo can represent, and whether the spec uses them."""
     attention = spec.attention
     return {
-        **common_unrepresentable(spec),
+        **unrepresentable_feature_flags(spec),
         "a model that is not a decoder with an LM head": spec.kind != "decoder" or spec.output != "lm",
         "rotary positions": attention.rotary is not None or spec.positions != "learned",
         "grouped-query attention": attention.kv_heads != attention.heads,

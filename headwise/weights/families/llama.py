@@ -10,7 +10,6 @@ from headwise.weights.families.family import (
     Config,
     ModelFamilySpec,
     bool_setting,
-    common_unrepresentable,
     decoder_unsupported,
     positive_int_or_none,
     positive_int_setting,
@@ -19,6 +18,7 @@ from headwise.weights.families.family import (
     required_setting,
     setting_or_default,
     translate_setting,
+    unrepresentable_feature_flags,
 )
 from headwise.weights.families.llama_meta_and_gguf import GGUF_NAMES, META_NAMES
 from headwise.weights.keymap import TensorMapping
@@ -121,7 +121,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     attention = spec.attention
     reject_unrepresentable(
         {
-            **common_unrepresentable(spec),
+            **unrepresentable_feature_flags(spec),
             "a model that is not a decoder": spec.kind != "decoder",
             "positions other than rotary": attention.rotary is None or spec.positions != "none",
             "rotary positions on part of the channels": attention.rotary is not None

@@ -57,7 +57,7 @@ def spec_from_gguf(fields: Config, reader: WeightReader) -> ModelSpec:
     )
     head_dim = arch_fields.get("attention.key_length") or width // heads
     scaling = read_gguf_scaling(name, arch_fields, reader)
-    for key, neutral in _neutral_values(head_dim).items():
+    for key, neutral in _neutral_gguf_settings(head_dim).items():
         if arch_fields.get(key) not in (None, *neutral):
             raise UnsupportedModelError(
                 f"{name}.{key} is {arch_fields[key]!r}, which Headwise does not support. It must be {neutral[0]!r} or "
@@ -93,7 +93,7 @@ def spec_from_gguf(fields: Config, reader: WeightReader) -> ModelSpec:
     return spec
 
 
-def _neutral_values(head_dim: int) -> dict[str, tuple[float, ...]]:
+def _neutral_gguf_settings(head_dim: int) -> dict[str, tuple[float, ...]]:
     """Return GGUF settings that Headwise does not implement, with the values that have no effect."""
     return {
         "rope.dimension_count": (head_dim,),

@@ -9,7 +9,7 @@ from headwise.weights.families.decoder_config import (
     decoder_config,
     decoder_mappings,
     decoder_spec,
-    layer_values,
+    layer_windows_and_rotaries,
     read_rotary,
     require_same_spec,
     rope_settings,
@@ -41,7 +41,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """Convert a spec to config.json."""
-    (windows, _), scaling = layer_values(spec), spec.attention.query_scaling
+    (windows, _), scaling = layer_windows_and_rotaries(spec), spec.attention.query_scaling
     config: dict[str, Any] = decoder_config(spec, "ministral3", "Ministral3") | {
         "sliding_window": windows[0] if windows else None
     }

@@ -8,7 +8,7 @@ from headwise.weights.families.decoder_config import (
     DecoderSettings,
     layer_rope_settings,
     layer_types_of,
-    layer_values,
+    layer_windows_and_rotaries,
     read_rotary,
     require_same_spec,
     rope_parameters,
@@ -97,7 +97,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """Convert a spec to config.json."""
-    attention, (windows, rotaries) = spec.attention, layer_values(spec)
+    attention, (windows, rotaries) = spec.attention, layer_windows_and_rotaries(spec)
     reject_unrepresentable(
         {
             "a model that is not an encoder": spec.kind != "encoder" or spec.output == "lm",

@@ -13,7 +13,7 @@ from headwise.weights.families.decoder_config import (
     decoder_spec,
     layer_rope_settings,
     layer_types_of,
-    layer_values,
+    layer_windows_and_rotaries,
     read_rotary,
     require_same_spec,
     rope_parameters,
@@ -64,7 +64,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """Convert a spec to config.json: OLMo 3 if some layers have a window, else OLMo 2."""
-    windows, rotaries = layer_values(spec)
+    windows, rotaries = layer_windows_and_rotaries(spec)
     window = next((value for value in windows if value is not None), None)
     if window is None:
         config = decoder_config(spec, "olmo2", "Olmo2")

@@ -8,7 +8,7 @@ from headwise.weights.families.decoder_config import (
     decoder_config,
     decoder_mappings,
     decoder_spec,
-    layer_values,
+    layer_windows_and_rotaries,
     read_rotary,
     require_same_spec,
     rope_settings,
@@ -35,7 +35,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """Convert a spec to config.json."""
-    (windows, _), rotary = layer_values(spec), spec.attention.rotary
+    (windows, _), rotary = layer_windows_and_rotaries(spec), spec.attention.rotary
     config: dict[str, Any] = decoder_config(spec, "phi3", "Phi3") | {"sliding_window": windows[0] if windows else None}
     if rotary is not None and rotary.scaling is not None:
         config["original_max_position_embeddings"] = rotary.scaling.original_context

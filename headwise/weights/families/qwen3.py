@@ -10,7 +10,7 @@ from headwise.weights.families.decoder_config import (
     decoder_mappings,
     decoder_spec,
     layer_types_of,
-    layer_values,
+    layer_windows_and_rotaries,
     read_rotary,
     require_same_spec,
     rope_settings,
@@ -52,7 +52,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """Convert a spec to config.json."""
-    windows, _ = layer_values(spec)
+    windows, _ = layer_windows_and_rotaries(spec)
     window = next((value for value in windows if value is not None), None)
     config = decoder_config(spec, "qwen3", "Qwen3") | {
         "attention_bias": spec.attention.bias,

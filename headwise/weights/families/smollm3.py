@@ -10,7 +10,7 @@ from headwise.weights.families.decoder_config import (
     decoder_mappings,
     decoder_spec,
     layer_types_of,
-    layer_values,
+    layer_windows_and_rotaries,
     read_rotary,
     require_same_spec,
     rope_parameters,
@@ -62,7 +62,7 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """Convert a spec to config.json."""
-    windows, rotaries = layer_values(spec)
+    windows, rotaries = layer_windows_and_rotaries(spec)
     window = next((value for value in windows if value is not None), None)
     rotary = next((value for value in rotaries if value is not None), None)
     config = decoder_config(spec, "smollm3", "SmolLM3") | {

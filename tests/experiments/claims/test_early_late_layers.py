@@ -17,7 +17,7 @@ from headwise.experiments.claim_tests.early_late_layers import (
     judge,
     measure,
     measure_model,
-    trends_by_depth,
+    metrics_by_layer_third,
 )
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
 from headwise.experiments.layers_or_heads_specs import make_deep_experiment
@@ -94,7 +94,7 @@ def test_by_depth_long_range_equals_closed_form(experiment):
     far_weight, active_weight = (
         sum(weight_of(i) for i in range(n)) for weight_of in (lambda i: max(0, i - 32) / (i + 1), lambda i: i / (i + 1))
     )
-    values = trends_by_depth(model, [text, text[::-1]])["long range"].means_by_third
+    values = metrics_by_layer_third(model, [text, text[::-1]])["long range"].means_by_third
     assert values == pytest.approx([far_weight / active_weight] * 3, rel=1e-4)
     assert "and 32 or more away" in CLAIM.setup
 
@@ -102,13 +102,13 @@ def test_by_depth_long_range_equals_closed_form(experiment):
 def test_early_late_damaged_bundle_raises(tmp_path, monkeypatch):
     # A folder that can be imported, and has nothing in it.
     monkeypatch.setitem(BUNDLES, pretrained_claim_model.PRETRAINED, ("damaged==0", "damaged_bundle", "model.gguf"))
-    assert early_late_layers.load_pretrained() is None
+    assert early_late_layers.load_pretrained_if_installed() is None
     assert CLAIM.extra_key() == ""
     (tmp_path / "damaged_bundle").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert CLAIM.extra_key() == pretrained_claim_model.PRETRAINED
     with pytest.raises(HeadwiseError):
-        early_late_layers.load_pretrained()
+        early_late_layers.load_pretrained_if_installed()
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_by_depth_uniform_heads_are_equal(experiment):
     with torch.no_grad():
         for head in model.heads:
             head.W_K.zero_()
-    for name, trend in trends_by_depth(model, experiment.held_out_corpus()).items():
+    for name, trend in metrics_by_layer_third(model, experiment.held_out_corpus()).items():
         assert np.ptp(trend.means_by_third) < 1e-5, name
 
 
@@ -134,7 +134,7 @@ def test_by_depth_windowed_first_layer_is_local(experiment):
     with torch.no_grad():
         for head in model.heads:
             head.W_K.zero_()
-    trends = trends_by_depth(model, experiment.held_out_corpus())
+    trends = metrics_by_layer_third(model, experiment.held_out_corpus())
     local, far = trends["local"], trends["long range"]
     # Two of three tokens seen are not the query's own; of the second and third of a text fewer, when its first is left out.
     assert local.means_by_third[0] == pytest.approx(2 / 3, abs=0.02)
@@ -145,7 +145,7 @@ def test_by_depth_windowed_first_layer_is_local(experiment):
 
 
 def test_early_late_tiny_experiment_gives_verdict(experiment, monkeypatch):
-    monkeypatch.setattr(early_late_layers, "load_pretrained", lambda: None)
+    monkeypatch.setattr(early_late_layers, "load_pretrained_if_installed", lambda: None)
     statistics = measure(experiment)
     for name in CLAIM.plot.statistics:
         assert list(statistics.by_condition(name)) == [f"trained: {third}" for third in THIRDS]
@@ -163,11 +163,13 @@ def test_early_late_given_model_or_raises(experiment):
     assert len(statistics.by_condition(GAP)) == 4
     assert judge(statistics).word in VERDICTS
     with pytest.raises(HeadwiseError, match="three layers"):
-        trends_by_depth(experiment.train_or_load(experiment.make_config(0)).load_model())
+        metrics_by_layer_third(experiment.train_or_load(experiment.make_config(0)).load_model())
     with pytest.raises(HeadwiseError, match="no heads left"):
-        trends_by_depth(prune(model, heads="0-1.*", ranking="random", fold_mean=False), experiment.held_out_corpus())
+        metrics_by_layer_third(
+            prune(model, heads="0-1.*", ranking="random", fold_mean=False), experiment.held_out_corpus()
+        )
     with pytest.raises(HeadwiseError, match="longer texts"):
-        trends_by_depth(model, [Document.of(["the", "dog", "sees"], [Relation("determiner-noun", 0, 1)])])
+        metrics_by_layer_third(model, [Document.of(["the", "dog", "sees"], [Relation("determiner-noun", 0, 1)])])
 
 
 def test_depth_trend_one_text_has_no_interval():

@@ -10,11 +10,11 @@ from headwise.experiments.claim_tests.head_gradients_differ import (
     OV_MATRIX,
     OWN_WEIGHTS,
     RANDOM,
-    gradient_similarity_by_kind,
     judge,
     mean_abs_cosine,
     measure,
     measure_model,
+    weight_and_ov_gradient_similarity,
 )
 from headwise.experiments.engine.statistic import StatisticTable
 from tests.attached.test_analysis import build, documents
@@ -54,7 +54,7 @@ def test_gradients_identical_heads_equal_weights_unchanged(tmp_path):
     model = experiment.train_or_load(experiment.make_config(0)).load_model()
     copy_first_head(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    cosine_by_kind = gradient_similarity_by_kind(model, experiment.held_out_corpus())
+    cosine_by_kind = weight_and_ov_gradient_similarity(model, experiment.held_out_corpus())
     assert cosine_by_kind[OWN_WEIGHTS] == pytest.approx(1, abs=1e-5)
     assert cosine_by_kind[OV_MATRIX] == pytest.approx(1, abs=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -68,7 +68,7 @@ def test_gradients_equal_maps_give_equal_ov_gradients(tmp_path):
     with torch.no_grad():
         for head in model.heads:
             head.W_K.zero_()
-    cosine_by_kind = gradient_similarity_by_kind(model, experiment.held_out_corpus())
+    cosine_by_kind = weight_and_ov_gradient_similarity(model, experiment.held_out_corpus())
     assert cosine_by_kind[OV_MATRIX] == pytest.approx(1, abs=1e-5)
     assert cosine_by_kind[OWN_WEIGHTS] < 0.6
 
@@ -86,7 +86,7 @@ def test_gradients_ov_gradient_satisfies_chain_rule(tmp_path):
         lambda *args: results.append(original_function(*args)) or results[-1],
     )
     try:
-        gradient_similarity_by_kind(model, experiment.held_out_corpus(), texts=4)
+        weight_and_ov_gradient_similarity(model, experiment.held_out_corpus(), texts=4)
     finally:
         module._ov_gradient = original_function
     samples = [

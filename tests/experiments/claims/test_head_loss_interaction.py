@@ -9,7 +9,7 @@ from headwise.experiments.claim_tests.head_loss_interaction import (
     LEARNED_OUTPUT,
     NO_MIXING,
     judge,
-    loss_nonadditivity,
+    mean_pair_loss_nonadditivity,
     measure,
     output_nonadditivity,
 )
@@ -70,7 +70,7 @@ def test_interaction_zero_output_heads_is_zero(tmp_path):
     with torch.no_grad():
         for layer in model.attention_layers():
             layer.output_projection.weight.zero_()
-    assert loss_nonadditivity(model, experiment.held_out_corpus(), texts=4) == 0
+    assert mean_pair_loss_nonadditivity(model, experiment.held_out_corpus(), texts=4) == 0
 
 
 def test_interaction_opposite_heads_equals_closed_form(tmp_path):
@@ -87,7 +87,7 @@ def test_interaction_opposite_heads_equals_closed_form(tmp_path):
         2, 2
     )  # two layers of two heads
     expected = abs(costs.sum(1)).sum() / abs(costs).sum()
-    assert loss_nonadditivity(model, experiment.held_out_corpus()) == pytest.approx(expected, rel=1e-3)
+    assert mean_pair_loss_nonadditivity(model, experiment.held_out_corpus()) == pytest.approx(expected, rel=1e-3)
 
 
 def test_output_mixing_tiny_experiment_gives_statistics(tmp_path):
@@ -103,5 +103,5 @@ def test_output_mixing_tiny_experiment_gives_statistics(tmp_path):
 
 def test_interaction_attached_model_is_deterministic():
     model = hw.attach(*build("llama"))
-    value = loss_nonadditivity(model, documents(24), pairs=2, texts=4)
-    assert value == loss_nonadditivity(model, documents(24), pairs=2, texts=4) > 0
+    value = mean_pair_loss_nonadditivity(model, documents(24), pairs=2, texts=4)
+    assert value == mean_pair_loss_nonadditivity(model, documents(24), pairs=2, texts=4) > 0

@@ -110,7 +110,7 @@ def test_relative_costs_quarter_of_heads():
     curve = cast(
         PruningCurves, SimpleNamespace(points_by_ranking=lambda ranking: [point], full_loss=SimpleNamespace(mean=2.0))
     )
-    assert pruning._relative(curve, "ablation", 16) == [(MIN_FRACTION, 0.002)]
+    assert pruning._relative_curve_points(curve, "ablation", 16) == [(MIN_FRACTION, 0.002)]
 
 
 def test_pruning_claim_one_seed_below_quarter_depends():

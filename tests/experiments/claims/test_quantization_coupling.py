@@ -21,7 +21,7 @@ from headwise.experiments.claim_tests.quantization_coupling import (
     measure_model,
     query_heads_by_kv,
     sample_kv_heads,
-    weight_and_cache_quantization_costs,
+    single_and_pair_quantization_costs,
 )
 from headwise.experiments.engine.statistic import Statistic
 from tests.distillation.tiny import make_model
@@ -110,7 +110,7 @@ def test_drawn_keys_samples_kv_groups_together() -> None:
 def test_quantization_claim_tiny_experiment_gives_statistics(tmp_path) -> None:
     experiment = tiny_experiment(tmp_path, (0, 1))
     statistics = CLAIM.measure(experiment)
-    costs = weight_and_cache_quantization_costs(
+    costs = single_and_pair_quantization_costs(
         experiment.train_or_load(experiment.make_config(1)).load_model(), experiment.held_out_corpus(1)
     )
     for name, statistic in quantization_coupling.COST_STATISTICS.items():

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def record_sigint() -> Iterator[list[int]]:
+def record_sigint_and_raise() -> Iterator[list[int]]:
     """Yield a list that is empty until Ctrl-C is pressed. KeyboardInterrupt is raised as usual."""
     received: list[int] = []
 

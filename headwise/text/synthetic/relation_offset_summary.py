@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from headwise.errors import ArgumentError
 from headwise.text.annotated_document import Document, Relation, best_offset, count_relation_offsets
-from headwise.text.synthetic.fixed_offset_accuracy_limits import FIXED_OFFSET_ACCURACY_LIMITS
 from headwise.text.synthetic.generator import SyntheticLanguage
+from headwise.text.synthetic.max_allowed_fixed_offset_accuracy import FIXED_OFFSET_ACCURACY_LIMITS
 
 
 class RelationSummary(NamedTuple):

@@ -25,7 +25,7 @@ from headwise.analysis.ablation.decoder_parts import (
 from headwise.analysis.ablation.path_patching import (
     SenderRecord,
     StreamDifference,
-    changed_mlp,
+    clean_and_changed_mlp_output,
     recording_sender,
     sender_change,
 )
@@ -35,8 +35,8 @@ from headwise.analysis.circuits.prompt_batch import make_prompt_batches
 from headwise.errors import ArgumentError
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
-from headwise.model.resumable_forward import BlockOutputCache, forward_copies
-from headwise.spec import Address, InputAddress, KVAddress, MLPAddress, StreamEndAddress
+from headwise.model.resumable_forward import BlockOutputCache, final_hidden_states_of_copies
+from headwise.spec import Address, EmbeddingOrLogitsAddress, HeadInputAddress, KVAddress, MLPAddress
 
 MAX_TOKENS = 4096  # tokens of all copies in one pass
 PROMPT_TOKENS = 1024  # tokens of a batch of prompts
@@ -79,7 +79,7 @@ class EdgeTable:
 
 
 @torch.no_grad()
-def edge_effects(
+def measure_edge_effects(
     model: ModelProtocol,
     batch: tuple[Tensor, Tensor],
     senders: Sequence[str | Part],
@@ -101,7 +101,7 @@ def edge_effects(
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
-    >>> table = edge_effects(
+    >>> table = measure_edge_effects(
     ...     Transformer(preset("nano")), (torch.tensor([[1, 2, 3]]), torch.tensor([[1, 4, 3]])),
     ...     ["0.1", "mlp.0"], ["3.2.k", "logits"], lambda logits: logits[:, 5] - logits[:, 6],
     ... )
@@ -126,7 +126,7 @@ def edge_effects(
     with eval_mode(model):
         parts = DecoderParts(model)
         edges = edges_between(parts, senders, receivers)
-        runner = EdgeRunner(parts, ids, other_ids, tuple(dict.fromkeys(sender for sender, _ in edges)), scores)
+        runner = PatchedEdgeRunner(parts, ids, other_ids, tuple(dict.fromkeys(sender for sender, _ in edges)), scores)
         patched = runner.metrics(edges)
     names = tuple((str(sender), str(receiver)) for sender, receiver in edges)
     return EdgeTable(names, runner.clean, runner.clean - patched)
@@ -158,7 +158,7 @@ def circuit_edges(
         edges = edges_between(parts, members, circuit_receivers(parts, members))
         senders = tuple(dict.fromkeys(sender for sender, _ in edges))
         for batch in make_prompt_batches(prompts, PROMPT_TOKENS, model.device, metric):
-            runner = EdgeRunner(parts, batch.ids, batch.corrupted_ids, senders, partial(batch.scores, model))
+            runner = PatchedEdgeRunner(parts, batch.ids, batch.corrupted_ids, senders, partial(batch.scores, model))
             table.append((batch.indices, runner.clean, runner.clean - runner.metrics(edges)))
     clean, effects = (
         torch.zeros(len(prompts), device="cpu").double(),
@@ -176,12 +176,12 @@ def circuit_receivers(parts: DecoderParts, members: Sequence[Part]) -> list[Part
         if isinstance(member, Address):
             spec = parts.layers[member.layer].spec
             has_own_kv = len(spec.kv_head_ids) == len(spec.head_ids)
-            receivers += [InputAddress(member, projection) for projection in ("qkv" if has_own_kv else "q")]
+            receivers += [HeadInputAddress(member, projection) for projection in ("qkv" if has_own_kv else "q")]
         elif isinstance(member, KVAddress):
-            receivers += [InputAddress(member, projection) for projection in "kv"]
+            receivers += [HeadInputAddress(member, projection) for projection in "kv"]
         elif isinstance(member, MLPAddress):
             receivers.append(member)
-    return [*receivers, StreamEndAddress.LOGITS]
+    return [*receivers, EmbeddingOrLogitsAddress.LOGITS]
 
 
 def edges_between(
@@ -197,7 +197,7 @@ def edges_between(
     ]
 
 
-class EdgeRunner:
+class PatchedEdgeRunner:
     """Runs a batch with patched edges.
 
     Args:
@@ -256,14 +256,14 @@ class EdgeRunner:
         """Return the final hidden states of one copy of the batch per edge, (S·R, T, D)."""
         receiver = edges[0][1]
         deltas = [self.changes[sender].delta for sender, _ in edges]
-        if isinstance(receiver, StreamEndAddress):
+        if isinstance(receiver, EmbeddingOrLogitsAddress):
             return self.parts.residual.norm.module(self.final_stream.repeat(len(edges), 1, 1) + torch.cat(deltas))
         block = self.parts.residual.layers[layer].block
         patch = self._mlp_patch(edges, layer) if isinstance(receiver, MLPAddress) else self._head_patch(edges, layer)
         with ExitStack() as stack:
             stack.enter_context(self.outputs.skip_blocks_before(block, len(edges)))
             patch.open(stack)
-            return forward_copies(self.parts.model, self.ids, None, None, None, len(edges))
+            return final_hidden_states_of_copies(self.parts.model, self.ids, None, None, None, len(edges))
 
     def _head_patch(self, edges: Sequence[Edge], layer: int) -> "HeadInputPatch":
         delta = torch.cat([self.changes[sender].delta for sender, _ in edges])  # (S·R, T, D)
@@ -352,7 +352,7 @@ class MLPInputPatch:
         stack.callback(mlp.register_forward_hook(self._replace).remove)
 
     def _compute(self, block_input: BlockInput) -> None:
-        _, self.output = changed_mlp(self.parts, self.layer, block_input, self.delta, self.dz)
+        _, self.output = clean_and_changed_mlp_output(self.parts, self.layer, block_input, self.delta, self.dz)
 
     def _replace(self, module: nn.Module, args: Any, output: Any) -> Any:
         return output if self.parts.is_rerunning or self.output is None else with_first(output, self.output)

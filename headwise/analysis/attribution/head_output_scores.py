@@ -20,7 +20,7 @@ from headwise.heads.head import Circuit, Head, HeadPattern
 from headwise.heads.hook_point import AttentionCall
 from headwise.heads.per_head_output import PerHeadOutput
 from headwise.kernels.rounding_tolerance import at_least_float32, to_float64
-from headwise.model import ModelProtocol, ResidualLayerRecord, ResidualStream, eval_mode
+from headwise.model import ModelProtocol, ResidualLayerModules, ResidualStream, eval_mode
 from headwise.spec import Address
 
 __all__ = [
@@ -28,16 +28,16 @@ __all__ = [
     "LogitAttribution",
     "TokenEffects",
     "ValueWeightedMap",
-    "copying_scores",
     "logit_attribution",
     "output_shares",
+    "ov_eigenvalue_scores",
     "token_effects",
     "top_context_token_effects",
     "value_weighted_map",
 ]
 
 
-def copying_scores(model: ModelProtocol, heads: HeadPattern = "*") -> dict[str, float]:
+def ov_eigenvalue_scores(model: ModelProtocol, heads: HeadPattern = "*") -> dict[str, float]:
     """Compute the OV eigenvalue score of each head: ReΣλ / Σ|λ| over the eigenvalues of W_V W_O, from −1 to 1.
 
     The score is 1 if W_V W_O maps every eigenvector to a positive multiple of itself, −1 if to a negative one
@@ -54,7 +54,7 @@ def copying_scores(model: ModelProtocol, heads: HeadPattern = "*") -> dict[str, 
 
     >>> from headwise.model import Transformer
     >>> from headwise.spec import preset
-    >>> -1 <= copying_scores(Transformer(preset("nano")), "5.1")["5.1"] <= 1
+    >>> -1 <= ov_eigenvalue_scores(Transformer(preset("nano")), "5.1")["5.1"] <= 1
     True
     """
     scores = {}
@@ -302,7 +302,7 @@ def _decoder_head(model: ModelProtocol, head: str | Address) -> Head:
 
 
 def _bare_inputs(
-    model: ModelProtocol, residual: ResidualStream, residual_layer: ResidualLayerRecord, ids: list[int]
+    model: ModelProtocol, residual: ResidualStream, residual_layer: ResidualLayerModules, ids: list[int]
 ) -> Tensor:
     """Return the embeddings as the first layer reads them, without positions: (n, D)."""
     if residual.embed is None:
@@ -339,7 +339,7 @@ def _typical_inputs(model: ModelProtocol, head_view: Head, ids: list[int], corpu
     return at_least_float32((sums / counts[:, None]).to(head_view.W_V))
 
 
-def _to_logits(residual: ResidualStream, residual_layer: ResidualLayerRecord, output: Tensor) -> Tensor:
+def _to_logits(residual: ResidualStream, residual_layer: ResidualLayerModules, output: Tensor) -> Tensor:
     """Return the scores of all tokens, up to the scale of the norms after the head: (n, D) → (n, V)."""
     output = output if residual_layer.post_norm is None else residual_layer.post_norm.center_and_apply_gain(output)
     return residual.unembed(residual.norm.center_and_apply_gain(output))

@@ -25,7 +25,7 @@ from headwise.model import ModelProtocol, eval_mode
 
 
 @dataclass(frozen=True, eq=False)
-class EmbeddingAxis:
+class TextEmbeddingContrast:
     """Mean embeddings of the unsteered positive and negative texts of the selection half, each of length 1, (D,)."""
 
     positive: Tensor
@@ -48,12 +48,12 @@ def text_embeddings(model: ModelProtocol, texts: Sequence[ContrastSetText]) -> T
     return normalize(vectors, dim=-1)
 
 
-def embedding_axis(model: ModelProtocol, texts: Sequence[ContrastSetText]) -> EmbeddingAxis:
+def embedding_axis(model: ModelProtocol, texts: Sequence[ContrastSetText]) -> TextEmbeddingContrast:
     """Return the axis from the negative to the positive texts."""
     embeddings = text_embeddings(model, texts)
     is_positive = torch.tensor([text.is_positive for text in texts], device="cpu")
     means = (embeddings[is_positive].mean(0), embeddings[~is_positive].mean(0))
-    return EmbeddingAxis(*(normalize(mean, dim=0) for mean in means))
+    return TextEmbeddingContrast(*(normalize(mean, dim=0) for mean in means))
 
 
 @torch.no_grad()

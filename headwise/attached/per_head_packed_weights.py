@@ -153,11 +153,11 @@ class DequantizeOnAccessMixin:
     @property
     def weight(self) -> Tensor:
         """Dequantized weight, a copy."""
-        return packed_matrix(self).assemble()
+        return packed_weight_of(self).assemble()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the output with the dequantized weight."""
-        packed = packed_matrix(self)
+        packed = packed_weight_of(self)
         if isinstance(self, nn.Embedding):
             if type(self).__mro__[2] is nn.Embedding and "weight" in packed.parts:  # only the rows of these tokens
                 return packed.parts["weight"].dequantize_rows(x)  # pyright: ignore[reportCallIssue]
@@ -169,17 +169,17 @@ class DequantizeOnAccessMixin:
 
 
 @cache
-def _packed_subclass(base: type[nn.Module]) -> type[nn.Module]:
+def _dequantize_on_access_subclass(base: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a module class whose weight is packed. It has the name of the module class."""
     return type(base.__name__, (DequantizeOnAccessMixin, base), {"__module__": base.__module__})
 
 
 def _new_packed(base: type[nn.Module]) -> nn.Module:
-    packed_class = _packed_subclass(base)
+    packed_class = _dequantize_on_access_subclass(base)
     return packed_class.__new__(packed_class)
 
 
-def packed_matrix(module: Any) -> PackedMatrix:
+def packed_weight_of(module: Any) -> PackedMatrix:
     """Return the packed weight of a module. A tied output projection refers to that of the embedding."""
     shared = module.__dict__.get(PACKED)
     return module._modules[PACKED] if shared is None else shared[0]
@@ -203,29 +203,29 @@ def pack_weight(module: nn.Module, packed: PackedMatrix, *, is_owner: bool = Tru
         module.add_module(PACKED, packed)
     else:
         module.__dict__[PACKED] = (packed,)  # in a tuple, so that it does not become a submodule
-    module.__class__ = _packed_subclass(base)
+    module.__class__ = _dequantize_on_access_subclass(base)
 
     def restore() -> None:
-        _unpack(module, base)
+        _remove_packed_weight(module, base)
         module.register_parameter("weight", weight)
 
     return restore
 
 
-def unpack_weight(module: nn.Module) -> None:
+def unpack_weight_in_place(module: nn.Module) -> None:
     """Replace the packed weight of a module by its dequantized values."""
     value = module.weight.detach().contiguous().clone()  # pyright: ignore[reportCallIssue]
-    _unpack(module, type(module).__mro__[2])
+    _remove_packed_weight(module, type(module).__mro__[2])
     module.register_parameter("weight", nn.Parameter(value))
 
 
-def _unpack(module: nn.Module, base: type[nn.Module]) -> None:
+def _remove_packed_weight(module: nn.Module, base: type[nn.Module]) -> None:
     module._modules.pop(PACKED, None)
     module.__dict__.pop(PACKED, None)
     module.__class__ = base
 
 
-def dtype_and_device(module: nn.Module) -> tuple[torch.dtype, torch.device] | None:
+def packed_dtype_and_device(module: nn.Module) -> tuple[torch.dtype, torch.device] | None:
     """Return dtype and device of the first packed weight inside a module, or None."""
     for part in module.modules():
         if isinstance(part, PackedMatrix):

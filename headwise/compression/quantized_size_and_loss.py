@@ -53,7 +53,7 @@ class QuantizationReport:
         return result
 
 
-def compare_quantized(before: Transformer, after: Transformer, corpus: Any = None) -> QuantizationReport:
+def compare_size_and_loss(before: Transformer, after: Transformer, corpus: Any = None) -> QuantizationReport:
     """Compare the sizes of two models, and their losses if a corpus is given.
 
     Args:
@@ -67,7 +67,7 @@ def compare_quantized(before: Transformer, after: Transformer, corpus: Any = Non
     >>> from headwise.compression.quantize import quantize
     >>> from headwise.spec import preset
     >>> model = Transformer(preset("nano"))
-    >>> compare_quantized(model, quantize(model, 4)).footprint_rows()[0]  # 6 layers of four matrices of 384 × 384
+    >>> compare_size_and_loss(model, quantize(model, 4)).footprint_rows()[0]  # 6 layers of four matrices of 384 × 384
     ['heads', 3538944, 14155776, 2211840, 5.0]
     """
     if _unquantized_spec(before) != _unquantized_spec(after):

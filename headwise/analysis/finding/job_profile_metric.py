@@ -10,14 +10,14 @@ from headwise.analysis.finding.job_examples import JobExample
 from headwise.analysis.finding.per_input_scores import chosen_baselines
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec
-from headwise.analysis.metrics.task_metric import TaskMetric, TaskMetricResult
+from headwise.analysis.metrics.task_metric import TaskMetric, TaskMetricDetails
 from headwise.analysis.recording.batching import reachable_hook_points
 from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
 from headwise.progress import Progress
 
 
-class JobMetric(TaskMetric):
+class HeadJobMetric(TaskMetric):
     """Score of every head at a job: `hw.profile(model, metrics=[result.metric()], roles=[result.role()])`.
 
     Args:
@@ -40,7 +40,7 @@ class JobMetric(TaskMetric):
 
     def run(
         self, model: ModelProtocol, accumulator: Accumulator, seed: int = 0, progress: Progress | None = None
-    ) -> TaskMetricResult:
+    ) -> TaskMetricDetails:
         """Score the examples and add the sums of each input."""
         accumulator.register_metrics(self.names)
         result = find_heads(model, self.examples, job=self.job, seed=seed, progress=progress)
@@ -58,4 +58,4 @@ class JobMetric(TaskMetric):
                 torch.from_numpy(np.where(measured, values, 0.0)[order][:, None]),
                 torch.from_numpy(np.where(measured, counts, 0.0)[order][:, None]),
             )  # fmt: skip
-        return TaskMetricResult()
+        return TaskMetricDetails()

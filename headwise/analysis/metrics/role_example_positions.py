@@ -249,12 +249,12 @@ def attention_from_position(position: ExamplePosition, call: AttentionCall, exam
     return row[0, :, 0, start : start + len(position.names)].float()
 
 
-def make_marked_segments(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:
+def split_text_at_marks(names: Sequence[str], marks: dict[int, str]) -> tuple[tuple[str, str], ...]:
     """Split a text into segments (kind, text): marked words with their kind, and unmarked text around them.
 
     A long gap between marked words is replaced by an ellipsis.
 
-    >>> make_marked_segments(("the", "cat", "sat"), {2: "token", 1: "attended"})
+    >>> split_text_at_marks(("the", "cat", "sat"), {2: "token", 1: "attended"})
     (('', 'the '), ('attended', 'cat'), ('', ' '), ('token', 'sat'))
     """
     far = max(marks) - min(marks) > 30
@@ -298,7 +298,7 @@ class _HeadExample(NamedTuple):
 
 def _make_example(candidate: _HeadExample) -> RoleExample:
     position, expected = candidate.position, candidate.best if candidate.hit else candidate.expected
-    segments = make_marked_segments(
+    segments = split_text_at_marks(
         position.names, {expected: "meant", candidate.best: "attended", position.source: "token"}
     )
     token, expected_name, attended = (position.names[i] for i in (position.source, expected, candidate.best))

@@ -56,7 +56,7 @@ class PlanEvaluation:
 
 
 @dataclass(frozen=True, eq=False)
-class CircuitStudyResult:
+class CircuitPruningResult:
     """A model pruned to a circuit, next to random plans.
 
     Attributes:
@@ -149,7 +149,7 @@ def circuit_study(
     seed: int = 0,
     progress: ProgressOption = None,
     **recipe_fields: Any,
-) -> CircuitStudyResult:
+) -> CircuitPruningResult:
     """Prune a model to a circuit and evaluate it on the task and on other text, next to random plans.
 
     Args:
@@ -190,7 +190,7 @@ def circuit_study(
         for changed in (*models, *random_models):
             recover(changed, texts, steps=recover_steps, teacher=model, progress=False, **recipe_fields)
         rows += [study.evaluate("circuit recovered", models), study.evaluate("random recovered", random_models)]
-    return CircuitStudyResult(plan, models[0], tuple(rows), len(circuit.examples), random_plans, recover_steps)
+    return CircuitPruningResult(plan, models[0], tuple(rows), len(circuit.examples), random_plans, recover_steps)
 
 
 def _apply_random_plan(

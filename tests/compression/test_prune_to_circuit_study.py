@@ -9,7 +9,7 @@ import torch
 
 import headwise as hw
 from headwise.analysis.circuits.circuit_result import CircuitResult
-from headwise.compression.circuit_study import CircuitStudyResult, circuit_study, plan_circuit
+from headwise.compression.prune_to_circuit_study import CircuitPruningResult, circuit_study, plan_circuit
 from headwise.errors import HeadwiseError
 from headwise.model import Transformer
 from tests.analysis.constructed_heads import FILLERS, decoder
@@ -30,11 +30,11 @@ def circuit(model: Transformer) -> CircuitResult:
 
 
 @pytest.fixture(scope="module")
-def study(model: Transformer, circuit: CircuitResult) -> CircuitStudyResult:
+def study(model: Transformer, circuit: CircuitResult) -> CircuitPruningResult:
     return circuit_study(model, circuit, TEXTS, random_plans=3, progress=False)
 
 
-def test_circuit_study_of_induction_circuit_keeps_the_task(study: CircuitStudyResult) -> None:
+def test_circuit_study_of_induction_circuit_keeps_the_task(study: CircuitPruningResult) -> None:
     full, pruned, random = study.rows
     assert (full.name, full.heads, full.accuracy) == ("full", 12, 1)
     assert (pruned.name, pruned.heads, pruned.accuracy) == ("circuit", 2, 1)
@@ -48,7 +48,9 @@ def test_circuit_study_of_induction_circuit_keeps_the_task(study: CircuitStudyRe
 
 
 @torch.no_grad()
-def test_circuit_study_model_equals_applied_plan(study: CircuitStudyResult, model: Transformer, tmp_path: Path) -> None:
+def test_circuit_study_model_equals_applied_plan(
+    study: CircuitPruningResult, model: Transformer, tmp_path: Path
+) -> None:
     applied = hw.apply(study.plan, model)
     assert model.tokenizer is not None
     ids = torch.tensor([model.tokenizer.encode(TEXTS[0])])
@@ -58,7 +60,7 @@ def test_circuit_study_model_equals_applied_plan(study: CircuitStudyResult, mode
     assert torch.equal(hw.load(tmp_path / "small")(ids), applied(ids))
 
 
-def test_circuit_study_prints_and_writes_json(study: CircuitStudyResult, tmp_path: Path) -> None:
+def test_circuit_study_prints_and_writes_json(study: CircuitPruningResult, tmp_path: Path) -> None:
     assert "circuit" in repr(study)
     assert "<table" in study._repr_html_()
     data = json.loads(study.to_json(tmp_path / "study.json"))

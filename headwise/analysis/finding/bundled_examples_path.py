@@ -8,7 +8,7 @@ from headwise.model import ModelProtocol
 ATOM_MAPS = Path(__file__).with_name("rxnmapper-atom-maps.jsonl")
 
 
-def bundled_examples(model: ModelProtocol) -> Path:
+def bundled_examples_path(model: ModelProtocol) -> Path:
     """Return the examples that come with a model. Raise if there are none."""
     from headwise.text.smiles_tokenization import is_smiles_tokenizer
 

@@ -10,7 +10,7 @@ from headwise.model import Transformer
 ROWS = 256  # text rows on which maps are compared
 
 
-def head_diversity(model: Transformer, corpus: Any = None, rows: int = ROWS) -> dict[str, float]:
+def mean_head_diversity(model: Transformer, corpus: Any = None, rows: int = ROWS) -> dict[str, float]:
     """Return the mean over layers and head pairs of the map distance ("js") and of the write-subspace similarity ("write").
 
     Returns an empty dict if layers have a single head.

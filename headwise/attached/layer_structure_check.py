@@ -19,7 +19,7 @@ from headwise.attached.layer import AttachedLayer, bias_of, weight_matrix
 from headwise.attached.non_sdpa_hooks import install_attention_hooks
 from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.kernels import attention_weights
-from headwise.kernels.enable_grad import gradients_enabled
+from headwise.kernels.enable_grad import enable_gradients
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.kernels.score_params import ScoreParams, repeat_kv
 
@@ -28,7 +28,7 @@ LAYOUTS_BY_MODULE_COUNT = {3: ("separate", "padded_per_head", "padded_at_end"), 
 MAX_FOREIGN_FRACTION = 1e-3  # tolerated share of a head's q or k that depends on rows of other heads, due to rounding
 
 
-class LayerProbe:
+class LayerTestCallRecorder:
     """Values recorded in one test call of a layer."""
 
     def __init__(self, layer: AttachedLayer) -> None:
@@ -262,7 +262,7 @@ def _equals_output(weights: Tensor, v: Tensor, params: ScoreParams, out: Tensor)
     return _is_close(reconstructed.float(), out.float())  # softmax may be in float32
 
 
-@gradients_enabled()
+@enable_gradients()
 def probe_layers(
     model: Any, layers: Sequence[AttachedLayer], calls: Iterable[Callable[[], object]] | None = None
 ) -> None:
@@ -275,15 +275,15 @@ def probe_layers(
     """
     calls = (partial(model, **inputs) for inputs in dummy_input_candidates(model)) if calls is None else calls
     training_modes = [(module, module.training) for module in model.modules()]
-    probes = [LayerProbe(layer) for layer in layers if layer.spec.head_ids]
+    probes = [LayerTestCallRecorder(layer) for layer in layers if layer.spec.head_ids]
     problem, first_problem = "its input format is unknown", ""
     hooks = [hook for layer in layers for hook in install_attention_hooks(layer)]
     try:
         for module, _ in training_modes:
             module.training = False
         for call in calls:
-            probes = [LayerProbe(layer) for layer in layers if layer.spec.head_ids]
-            problem = _run_probes(call, probes)
+            probes = [LayerTestCallRecorder(layer) for layer in layers if layer.spec.head_ids]
+            problem = _probe_run_error(call, probes)
             if not problem:
                 break
             first_problem = first_problem or problem  # the first candidate is the model's main input
@@ -309,7 +309,7 @@ def check_reconstruction(layers: Sequence[AttachedLayer]) -> None:
             )
 
 
-def _run_probes(call: Callable[[], object], probes: list[LayerProbe]) -> str:
+def _probe_run_error(call: Callable[[], object], probes: list[LayerTestCallRecorder]) -> str:
     """Call the model with probes on all layers. Returns the error message, or an empty text."""
     with ExitStack() as stack, torch.random.fork_rng():
         for probe in probes:

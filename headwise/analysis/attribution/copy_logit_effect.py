@@ -40,7 +40,7 @@ BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class AttendedLogitEffect:
+class CopyLogitEffect:
     """Mean direct effect of one head, in logits, with its 95% confidence interval.
 
     Attributes:
@@ -72,7 +72,7 @@ def direct_effects(
     *,
     texts: int = TEXTS,
     max_length: int | None = None,
-) -> dict[str, AttendedLogitEffect]:
+) -> dict[str, CopyLogitEffect]:
     """Measure how much each head raises the logit of the token it attends to most.
 
     Args:
@@ -100,7 +100,7 @@ def direct_effects(
     residual = require_lm_residual_stream(model, "a direct effect on logits")
     addresses = select_heads(heads, model.spec.head_addresses)
     samples = {address: _Samples() for address in addresses}
-    recorder = _Recorder(model, residual)
+    recorder = _AttendedTokenLogitRecorder(model, residual)
     tokenized = TokenizedCorpus.of(model, corpus, max_length).first(texts)
     with eval_mode(model), torch.no_grad():
         for batch in make_batches(tokenized, BATCH_TOKENS, device=model.device):
@@ -112,7 +112,7 @@ def direct_effects(
     return {address: effect for address, effect in estimates.items() if effect is not None}
 
 
-class _Recorder:
+class _AttendedTokenLogitRecorder:
     """Records every head's effect on the logit of the token it attends to most, in one forward pass.
 
     The scales of the norms after the head are known only after the pass, so effects are stored unscaled first.
@@ -192,7 +192,7 @@ class _Samples:
         for column, values in columns:
             column.append(values[counts].numpy())
 
-    def estimate(self) -> AttendedLogitEffect | None:
+    def estimate(self) -> CopyLogitEffect | None:
         """Return mean and interval. None if too few texts have an included query position."""
         effects = np.concatenate(self.effects)
         texts, text = np.unique(np.concatenate(self.texts), return_inverse=True)
@@ -203,7 +203,7 @@ class _Samples:
         sums = np.bincount(cell, effects, minlength=cells[0] * cells[1]).reshape(cells)
         counts = np.bincount(cell, minlength=cells[0] * cells[1]).reshape(cells)
         low, high = _interval(sums, counts)
-        return AttendedLogitEffect(
+        return CopyLogitEffect(
             float(effects.mean()), low, high, len(effects), len(effects) / self.query_count, len(texts)
         )
 

@@ -17,7 +17,7 @@ CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
-class AttentionPatternScores:
+class PatternFileScores:
     """Scores of KV heads from a file.
 
     Attributes:
@@ -43,7 +43,7 @@ class AttentionPatternScores:
         return {head: self.scores[head.layer][indices[head.layer].index(head)] for head in heads}
 
 
-def read_attention_pattern(path: str | Path) -> AttentionPatternScores:
+def read_attention_pattern(path: str | Path) -> PatternFileScores:
     """Read a file such as DuoAttention's `full_attention_heads.tsv`, and the `config.json` next to it if there is one.
 
     Args:
@@ -76,4 +76,4 @@ def read_attention_pattern(path: str | Path) -> AttentionPatternScores:
     config: Any = read_json(path.parent / CONFIG_FILE) if (path.parent / CONFIG_FILE).is_file() else {}
     sizes = [config.get(name) if isinstance(config, dict) else None for name in ("sink_size", "recent_size")]
     sink_tokens, window = (size if type(size) is int and size >= 0 else None for size in sizes)
-    return AttentionPatternScores(tuple(rows), sink_tokens, window)
+    return PatternFileScores(tuple(rows), sink_tokens, window)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attached.layer import AttachedLayer
-from headwise.attached.layer_probe import reproduces_output
+from headwise.attached.layer_structure_check import reproduces_output
 from headwise.attached.non_sdpa_hooks import TracedAttentionHook
 from headwise.attached.uncopied_hook import UncopiedHook
 from headwise.errors import UnsupportedModelError
