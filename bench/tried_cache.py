@@ -28,7 +28,7 @@ class CacheNotApplicable(Exception):  # noqa: N818 (a finding, not an error)
 
 def check_cache(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
     """Compare logits and greedy tokens with a per-head cache and with explicit masks, with and without left padding."""
-    source, ids, policies = _prepare(part)
+    source, ids, policies = _prepare(part, inputs)
     with hw.attach(part) as attached:
         hw.per_head_cache(attached, policies)  # raises if layers have other KV heads than the spec
         layers = [
@@ -58,8 +58,11 @@ def check_cache(model: Any, part: Any, inputs: dict[str, Tensor]) -> None:
         _check_generate(part, ids, policies, per_head)
 
 
-def _prepare(part: Any) -> tuple[Tensor | None, Tensor, dict[str, hw.CachePolicy]]:
-    """Return the source, the token ids and the policy of each KV head."""
+Source = dict[str, Tensor]  # inputs of the encoder of an encoder-decoder
+
+
+def _prepare(part: Any, inputs: dict[str, Tensor]) -> tuple[Source | None, Tensor, dict[str, hw.CachePolicy]]:
+    """Return the inputs of the encoder, the token ids and the policy of each KV head."""
     if getattr(part, "main_input_name", "") != "input_ids" and not getattr(part.config, "is_encoder_decoder", False):
         raise CacheNotApplicable("it does not take token ids")
     with hw.attach(part) as attached:
@@ -80,32 +83,33 @@ def _prepare(part: Any) -> tuple[Tensor | None, Tensor, dict[str, hw.CachePolicy
         raise CheckFailed("a per-head cache accepts a model without a single table of embeddings")
     vocab = min(VOCAB, vocabulary)
     ids = torch.randint(5, vocab - 5, (2, LENGTH), generator=generator)
-    if is_encoder_decoder and part.main_input_name != "input_ids":
-        raise CacheNotApplicable("its encoder does not take token ids")
+    source = {"input_ids": ids} if is_encoder_decoder else None
+    if is_encoder_decoder and part.main_input_name != "input_ids":  # sounds or images
+        source = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
     policies = {str(head): POLICIES[i % len(POLICIES)] for i, head in enumerate(kv_heads)}
     with torch.no_grad():
         try:
-            output = part(input_ids=ids, use_cache=True, **({"decoder_input_ids": ids} if is_encoder_decoder else {}))
+            output = part(**_inputs(source, ids, torch.ones_like(ids)), use_cache=True)
         except Exception as error:
             raise CacheNotApplicable(f"it cannot be called with token ids alone ({type(error).__name__})") from None
     if output.get("past_key_values") is None:
         raise CacheNotApplicable("transformers runs it without a cache")
-    return (ids if is_encoder_decoder else None), ids, policies
+    return source, ids, policies
 
 
-def _inputs(source: Tensor | None, ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+def _inputs(source: Source | None, ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
     mask = None if bool(attention_mask.all()) else attention_mask
     if source is None:
         return {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
-    return {"input_ids": source, "decoder_input_ids": ids} | ({} if mask is None else {"decoder_attention_mask": mask})
+    return {**source, "decoder_input_ids": ids} | ({} if mask is None else {"decoder_attention_mask": mask})
 
 
-def _full(part: Any, source: Tensor | None, ids: Tensor, attention_mask: Tensor) -> Tensor:
+def _full(part: Any, source: Source | None, ids: Tensor, attention_mask: Tensor) -> Tensor:
     return part(**_inputs(source, ids, attention_mask), use_cache=False)[0]
 
 
 @torch.no_grad()
-def _is_exact_in_chunks(part: Any, source: Tensor | None, ids: Tensor) -> bool:
+def _is_exact_in_chunks(part: Any, source: Source | None, ids: Tensor) -> bool:
     """Return whether transformers' own cache gives the logits of one pass if the tokens come in chunks."""
     mask = torch.ones_like(ids)
     try:
@@ -119,18 +123,18 @@ def _is_exact_in_chunks(part: Any, source: Tensor | None, ids: Tensor) -> bool:
     return True
 
 
-def _own_cache(part: Any, source: Tensor | None) -> Any:
+def _own_cache(part: Any, source: Source | None) -> Any:
     """Return an empty cache of transformers."""
     from transformers import DynamicCache, EncoderDecoderCache
 
     config = part.config.get_text_config(decoder=True)
     cache: Any = DynamicCache(config=config)
-    return cache if source is None else EncoderDecoderCache(cache, DynamicCache(config=config))
+    return cache if source is None else EncoderDecoderCache(cache, DynamicCache())
 
 
 @torch.no_grad()
 def _check_own_cache_runs(
-    part: Any, source: Tensor | None, ids: Tensor, attention_mask: Tensor, chunks: tuple[int, ...]
+    part: Any, source: Source | None, ids: Tensor, attention_mask: Tensor, chunks: tuple[int, ...]
 ) -> None:
     """Raise if these calls fail with transformers' own cache, too, because the model does not continue texts (ColQwen2)."""
     try:
@@ -143,7 +147,7 @@ def _check_own_cache_runs(
 
 
 def _chunked(
-    part: Any, source: Tensor | None, ids: Tensor, attention_mask: Tensor, cache: Any, chunks: tuple[int, ...]
+    part: Any, source: Source | None, ids: Tensor, attention_mask: Tensor, cache: Any, chunks: tuple[int, ...]
 ) -> Tensor:
     """Return the logits of all tokens, given to a cache in chunks."""
     logits, start = [], 0

@@ -336,6 +336,8 @@ def _window(module: nn.Module, address: LayerAddress) -> int | None:
     is_full_attention = len(layer_types) > address.layer and layer_types[address.layer] != "sliding_attention"
     size = None if is_full_attention else getattr(config, "sliding_window", None)
     size = getattr(module, "sliding_window", size)
+    if getattr(module, "is_sliding", True) is False:  # EXAONE 4 stores the size in full layers too
+        size = None
     is_window = isinstance(size, int) and size > 0 and address.stack != "cross"
     return size if is_window and _uses_standard_windows(type(module)) else None
 

@@ -281,4 +281,18 @@ def make_transformers_cache(
             )
         layers[index] = make_layer(text_offsets)
     cache = PerHeadTransformersCache(layers, text_offsets)
-    return PerHeadEncoderDecoderCache(cache, DynamicCache(config=config)) if config.is_encoder_decoder else cache
+    return PerHeadEncoderDecoderCache(cache, DynamicCache()) if _is_encoder_decoder(model) else cache
+
+
+def make_dynamic_cache(model: Any) -> DynamicCache | EncoderDecoderCache:
+    """Make the cache that transformers makes for a model."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    return EncoderDecoderCache(cache, DynamicCache()) if _is_encoder_decoder(model) else cache
+
+
+def _is_encoder_decoder(model: Any) -> bool:
+    """Return whether a cache also holds cross-attention, which sees all tokens of the source, without a window.
+
+    T5Gemma has a configuration per stack, and only the common one says that it is an encoder-decoder.
+    """
+    return model.config.is_encoder_decoder or model.config.get_text_config(decoder=True).is_encoder_decoder

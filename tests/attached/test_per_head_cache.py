@@ -76,7 +76,7 @@ def logits_in_chunks(
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "falcon", "t5", "gemma2", "gpt_oss"]
+    ["gpt2", "falcon", "t5", "gemma2", "gpt_oss", "whisper"]
     + [
         pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gemma3", "phi3", "bloom", "gptj", "gpt_neo")
     ],
@@ -84,7 +84,39 @@ def logits_in_chunks(
 def test_per_head_cache_equals_explicit_masks(name: str) -> None:
     case = BY_NAME[name]
     model = case.build()
+    check_cache(model, model, case.inputs() if case.kind == "speech" else {})
+
+
+@pytest.mark.parametrize("name", ["t5gemma", "exaone4"])
+def test_per_head_cache_windows_equal_explicit_masks(name: str) -> None:
+    """Windows shorter than the text, which cross-attention (T5Gemma) and full layers (EXAONE 4) must not use."""
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 6, "vocab_size": VOCAB, "sliding_window": 5, "pad_token_id": 0}
+    sizes |= {"bos_token_id": 1, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    if name == "t5gemma":
+        stacks = [transformers.T5GemmaModuleConfig(**sizes, attn_logit_softcapping=None) for _ in range(2)]
+        config = transformers.T5GemmaConfig(encoder=stacks[0], decoder=stacks[1], vocab_size=VOCAB)
+        model = transformers.T5GemmaForConditionalGeneration(config).eval()
+    else:
+        model = transformers.Exaone4ForCausalLM(transformers.Exaone4Config(**sizes)).eval()
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.3 + (weight.ndim == 1))
     check_cache(model, model, {})
+
+
+def test_per_head_cache_hybrid_that_its_own_cache_changes_says_so() -> None:
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "lru_width": 24, "attention_window_size": 16, "vocab_size": VOCAB}
+    config = transformers.RecurrentGemmaConfig(**sizes, block_types=["recurrent", "recurrent", "attention"])
+    torch.manual_seed(7)
+    model = transformers.RecurrentGemmaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.3)
+    with pytest.raises(UnsupportedModelError, match="With its own cache, they differ by"):
+        hw.per_head_cache(hw.attach(model))
 
 
 @pytest.mark.parametrize("name", ["GraniteSWA", "GraniteMoeSWA"])

@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 from headwise.heads.hook_point import AttentionCall
-from tests.attached.models import BY_NAME, CASES, Case, T
+from tests.attached.models import BY_NAME, CASES, Case, T, transformers
 from tests.attached.test_analysis import save_model
 from tests.contract.layers import MODELS, make_model
 
@@ -60,6 +60,20 @@ def test_hook_point_window_kept_after_prune_and_load(tmp_path: Path) -> None:
 
 def test_hook_point_encoder_decoder_has_no_window() -> None:
     assert {hook_point.window for hook_point in hw.attach(BY_NAME["bart"].build()).hook_points()} == {None}
+
+
+def test_hook_point_full_layer_that_stores_a_window_has_none() -> None:
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+    }
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = transformers.Exaone4Config(**sizes, num_key_value_heads=2, sliding_window=5, layer_types=layer_types)
+    attached = hw.attach(transformers.Exaone4ForCausalLM(config).eval())
+    assert [hook_point.window for hook_point in attached.hook_points()] == [5, None, 5]
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "llama"])
