@@ -16,7 +16,7 @@ from headwise.exporters.gguf_tensors import (
     GGUF_TYPES,
     QUANT_BLOCK,
     GgufFile,
-    encoder_layers,
+    encoder_windows_and_rotaries,
     llama_architecture_name,
     write_bert,
     write_gpt2,
@@ -248,7 +248,7 @@ def _size_problems(spec: ModelSpec, architecture: GgufArchitectureRequirements) 
 
 def _modern_bert_problem_conditions(spec: ModelSpec) -> dict[str, bool]:
     """Return the reasons why `modern-bert` cannot hold an encoder with rotary positions, and whether they apply."""
-    attention, layers = spec.attention, encoder_layers(spec)
+    attention, layers = spec.attention, encoder_windows_and_rotaries(spec)
     windows, rotaries = {window for window, _ in layers} - {None}, {rotary for _, rotary in layers}
     return {
         f"its activation is {spec.activation}, but must be geglu or swiglu": spec.activation not in ("geglu", "swiglu"),
