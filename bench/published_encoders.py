@@ -180,7 +180,7 @@ def load_sceptr(folder: Path, name: str) -> Encoder:
     @contextmanager
     def quantized_head(address: str) -> Iterator[None]:
         layer, head = map(int, address.split("."))
-        attention = module.stack.layers[layer].self_attn  # pyright: ignore[reportAttributeAccessIssue]
+        attention: Any = module.stack.layers[layer].self_attn
         matrices = attention.in_proj_weight, attention.out_proj.weight
         before = [matrix.detach().clone() for matrix in matrices]
         width = matrices[1].shape[0]

@@ -85,8 +85,8 @@ class SpeechSynthesizer:
         kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event))
         self.samples: list[int] = []
         self.events: list[tuple[int, int, int]] = []
-        self._open_progress_callback = kind(self._on_samples)
-        self.library.espeak_SetSynthCallback(self._open_progress_callback)
+        self._callback = kind(self._on_samples)
+        self.library.espeak_SetSynthCallback(self._callback)
 
     def _on_samples(self, wave: Any, count: int, events: Any) -> int:
         index = 0

@@ -100,7 +100,7 @@ class Transformer(nn.Module):
         self.plans: tuple[Plan, ...] = ()
         self.matmul_tuner = MatmulTuner()
         self.checkpointing = False
-        self.distinct_rotaries_by_layer = distinct_rotaries_by_layer(spec)[
+        self.position_kinds = distinct_rotaries_by_layer(spec)[
             0
         ]  # rotary embeddings that differ between layers
         two_stacks = spec.kind == "encoder-decoder"
@@ -498,7 +498,7 @@ class Transformer(nn.Module):
         head_dim, dtype = self.spec.attention.head_dim, self.embed.reference_tensor.dtype
         return tuple(
             None if kind == (None, None) else RotaryTable.at(positions, kind[0], head_dim, dtype, kind[1])
-            for kind in self.distinct_rotaries_by_layer
+            for kind in self.position_kinds
         )
 
     def _embed(self, ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:

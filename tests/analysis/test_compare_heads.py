@@ -228,7 +228,7 @@ def test_compare_heads_metrics_equal_dense_maps(make: Callable[..., Transformer]
     np.testing.assert_allclose(comparison["subspace"][finite], cosines(v, v)[finite], atol=1e-9)
     assert (~finite).any() == (kind == "grouped")
     own = [np.mean([jensenshannon(p, q) ** 2 for p, q in zip(maps[:, h], others[:, h], strict=True)]) for h in range(H)]
-    np.testing.assert_allclose(comparison.baselines["js"][:, 0], own, atol=1e-9)
+    np.testing.assert_allclose(comparison.baselines["js"][:, 0], np.array(own), atol=1e-9)
     shifted = cosines(keys, other_keys)
     np.testing.assert_allclose(comparison.baselines["position"], (shifted + shifted.T) / 2, atol=1e-9)
 

@@ -204,11 +204,11 @@ class NodeMeans:
 
     def __init__(self, evaluator: NodeEvaluator) -> None:
         width = max(batch.ids.shape[1] for batch in evaluator.batches)
-        self._answers_per_row = torch.zeros(width, device=evaluator.model.device, dtype=torch.float32)
+        self._counts = torch.zeros(width, device=evaluator.model.device, dtype=torch.float32)
         self._sums: NodeValues = {}
         for b, batch in enumerate(evaluator.batches):
             real = batch.real_tokens.float()  # (R, T)
-            self._answers_per_row[: real.shape[1]] += real.sum(0)
+            self._counts[: real.shape[1]] += real.sum(0)
             for key, value in evaluator.corrupted_values(b).items():
                 total = torch.einsum("rntc,rt->ntc", value, real.to(value))
                 sums = self._sums.setdefault(key, value.new_zeros(total.shape[0], width, total.shape[2]))
@@ -216,9 +216,9 @@ class NodeMeans:
 
     def values(self, width: int) -> NodeValues:
         """Return the means at the first positions, (1, n, width, c) by hook. Later positions repeat the last one."""
-        last = int(self._answers_per_row.count_nonzero()) - 1
-        positions = torch.arange(width, device=self._answers_per_row.device).clamp(max=last)
-        counts = self._answers_per_row[positions, None]  # (width, 1)
+        last = int(self._counts.count_nonzero()) - 1
+        positions = torch.arange(width, device=self._counts.device).clamp(max=last)
+        counts = self._counts[positions, None]  # (width, 1)
         return {key: (sums[:, positions.to(sums.device)] / counts.to(sums))[None] for key, sums in self._sums.items()}
 
 

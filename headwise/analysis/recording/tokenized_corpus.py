@@ -98,7 +98,7 @@ class TokenizedCorpus:
         self._make_samples = make_samples
         self._cached: list[TextSample] | None = None
         self._lookahead: Iterator[TextSample] | None = None
-        self._answers_per_row: tuple[int, int, str] | None = (
+        self._counts: tuple[int, int, str] | None = (
             None  # samples, tokens, digest; set after the first full pass
         )
 
@@ -151,7 +151,7 @@ class TokenizedCorpus:
             yield from lookahead
             return
         cached: list[TextSample] | None = (
-            [] if self._answers_per_row is None else None
+            [] if self._counts is None else None
         )  # counted but not cached: too large
         num_samples, num_tokens, held_tokens, digest = 0, 0, 0, hashlib.sha256()
         for sample in self._make_samples():
@@ -168,7 +168,7 @@ class TokenizedCorpus:
         if not num_samples:
             raise ArgumentError(f"corpus: {self.corpus.name} is empty. Give at least one text.")
         digest.update(b"]")
-        self._answers_per_row, self._cached = (num_samples, num_tokens, digest.hexdigest()), cached
+        self._counts, self._cached = (num_samples, num_tokens, digest.hexdigest()), cached
 
     @property
     def num_samples(self) -> int:
@@ -190,7 +190,7 @@ class TokenizedCorpus:
 
         Reads at most 65,536 tokens, which the next pass reuses.
         """
-        if self._answers_per_row is None and self._lookahead is None:
+        if self._counts is None and self._lookahead is None:
             samples, buffered, held_tokens = iter(self), [], 0
             for sample in samples:
                 buffered.append(sample)
@@ -198,7 +198,7 @@ class TokenizedCorpus:
                 if held_tokens > MAX_CACHED_TOKENS:
                     self._lookahead = chain(buffered, samples)  # the next pass starts with the buffered samples
                     break
-        return None if self._answers_per_row is None else self._answers_per_row[0]
+        return None if self._counts is None else self._counts[0]
 
     def relation_documents(self) -> Iterator[Document]:
         """Iterate over the documents with annotated relations. Does not tokenize."""
@@ -287,11 +287,11 @@ class TokenizedCorpus:
         )
 
     def _count_all(self) -> tuple[int, int, str]:
-        if self._answers_per_row is None:
+        if self._counts is None:
             for _ in self:
                 pass
-        assert self._answers_per_row is not None
-        return self._answers_per_row
+        assert self._counts is not None
+        return self._counts
 
     def _check(self, model: ModelProtocol, *, needs_targets: bool) -> None:
         """Raise an error if a model cannot read these samples."""

@@ -105,7 +105,7 @@ class DocumentSample:
 
     def __init__(self) -> None:
         self.samples: dict[int, TextSample] = {}
-        self._answers_per_row: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def add_if_needed(self, sample: TextSample) -> None:
         """Store a text if a role or control needs it."""
@@ -120,8 +120,8 @@ class DocumentSample:
             )
 
     def _keep_if_needed(self, sample: TextSample, category: str, *, needed: bool) -> None:
-        if needed and self._answers_per_row[category] < MAX_DOCUMENTS:
-            self._answers_per_row[category] += 1
+        if needed and self._counts[category] < MAX_DOCUMENTS:
+            self._counts[category] += 1
             self.samples[sample.index] = sample
 
 
