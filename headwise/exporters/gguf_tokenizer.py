@@ -231,8 +231,7 @@ def _unigram_fields(tokenizer: Tokenizer, config: dict[str, Any], vocab: int) ->
 def _charsmap_and_problems(tokenizer: Tokenizer, config: dict[str, Any]) -> tuple[bytes, dict[str, bool]]:
     """Return the table of replaced characters, and why llama.cpp normalizes or splits text differently, if so."""
     normalizer, pre_tokenizer = config.get("normalizer"), config.get("pre_tokenizer") or {}
-    steps = normalizer["normalizers"] if (normalizer or {}).get("type") == "Sequence" else [normalizer]
-    steps = [step for step in steps if step is not None]
+    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     charsmap = b""
     if steps and steps[0]["type"] == "Precompiled":
         charsmap, steps = base64.b64decode(steps[0]["precompiled_charsmap"] or ""), steps[1:]
