@@ -1,8 +1,9 @@
 """Write DeepSeek-V2 with dense MLPs to GGUF (`deepseek2`).
 
-llama.cpp counts heads once for all layers, so pruned heads are stored as zeros in the full shape. It multiplies all scores
-by m² / √d, where m is 1 + 0.1 · mscale_all_dim · ln(factor) with YaRN and 1 without it, and does not scale cosines and sines.
-Other factors are multiplied into the queries: one factor for their rotary channels, one for the others.
+llama.cpp counts heads once for all layers, so a file has as many heads per layer as the largest layer, and zero heads in the
+others. It multiplies all scores by m² / √d, where m is 1 + 0.1 · mscale_all_dim · ln(factor) with YaRN and 1 without it, and
+does not scale cosines and sines. Other factors are multiplied into the queries: one for their rotary channels, one for the
+others.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from headwise.exporters.gguf_tensors import GgufFile, State, prune_notes
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
-from headwise.weights.export import full_shape_state
+from headwise.weights.export import compact_state
 from headwise.weights.families.deepseek import mscale_from_scale, scale_from_mscale
 from headwise.weights.families.gguf_deepseek import (
     DIRECT_QUERIES,
@@ -52,10 +53,10 @@ def deepseek_problems(spec: ModelSpec) -> dict[str, bool]:
 
 def write_deepseek(model: Transformer, store: GgufFile) -> list[str]:
     """Write sizes and tensors of a DeepSeek-V2. Returns notes."""
-    spec, state = model.spec, full_shape_state(model)
+    spec, (state, heads) = model.spec, compact_state(model)
     latent = spec.attention.latent
     assert latent is not None
-    _write_sizes(store, spec)
+    _write_sizes(store, spec, heads)
     names = NAMES | (RANKED_QUERIES if latent.query_rank else DIRECT_QUERIES)
     for native, external in names.items():
         for i in range(spec.layers) if "{i}" in native else (0,):
@@ -72,7 +73,7 @@ def write_deepseek(model: Transformer, store: GgufFile) -> list[str]:
         store.add_tensor(SPLIT_VALUES.format(i=i), values)
     if not spec.tied:
         store.add_tensor("output.weight", state["output.vocabulary.weight"], is_vocab_table=True)
-    return prune_notes(spec)
+    return prune_notes(spec, heads)
 
 
 def _weight(spec: ModelSpec, state: State, name: str) -> Tensor:
@@ -106,7 +107,7 @@ def _stored_mscale(spec: ModelSpec) -> float:
     return 1.0 if not mscale else round(mscale, 6)
 
 
-def _write_sizes(store: GgufFile, spec: ModelSpec) -> None:
+def _write_sizes(store: GgufFile, spec: ModelSpec, heads: int) -> None:
     attention, writer = spec.attention, store.writer
     latent, rotary = attention.latent, attention.rotary
     assert latent is not None
@@ -115,7 +116,7 @@ def _write_sizes(store: GgufFile, spec: ModelSpec) -> None:
     writer.add_context_length(spec.context)
     writer.add_embedding_length(spec.width)
     writer.add_feed_forward_length(spec.mlp_width)
-    writer.add_head_count(attention.heads)
+    writer.add_head_count(heads)
     writer.add_head_count_kv(1)  # llama.cpp attends to the latent, which all heads share
     writer.add_q_lora_rank(latent.query_rank)
     writer.add_kv_lora_rank(latent.kv_rank)

@@ -1,7 +1,8 @@
 """Write T5, Flan-T5, mT5 (`t5`) and their encoders (`t5encoder`) to GGUF.
 
-llama.cpp counts heads once for all layers of both stacks, so pruned heads are stored as zeros in the full shape. It does not
-scale hidden states before the output, so a scaled output is stored as weights of its own.
+llama.cpp counts heads once for all layers of both stacks, so a file has as many heads per layer as the largest layer, and
+zero heads in the others. It does not scale hidden states before the output, so a scaled output is stored as weights of its
+own.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from headwise.exporters.gguf_tensors import GgufFile, State, prune_notes, write_pooling
 from headwise.model import Transformer
 from headwise.spec import ModelSpec
-from headwise.weights.export import full_shape_state
+from headwise.weights.export import compact_state
 from headwise.weights.families.gguf_t5 import MAX_DISTANCE, position_table_names, t5_tensor_names
 
 NOTE_GELU = "llama.cpp computes GELU in 16 bits: hidden states differ in the third digit"
@@ -38,9 +39,9 @@ def t5_problems(spec: ModelSpec) -> dict[str, bool]:
 
 def write_t5(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
     """Write sizes and tensors of a T5; llama.cpp pools the hidden states of an encoder by `pooling`. Returns notes."""
-    spec, state = model.spec, full_shape_state(model)
+    spec, (state, heads) = model.spec, compact_state(model)
     is_encoder, is_gated = spec.kind == "encoder", spec.activation == "geglu_tanh"
-    _write_sizes(store, spec)
+    _write_sizes(store, spec, heads)
     notes = write_pooling(store, pooling) if is_encoder else []
     for native, external in t5_tensor_names(is_encoder=is_encoder, is_gated=is_gated).items():
         layers = spec.encoder_layers if native.startswith("encoder_blocks.") else spec.layers
@@ -49,10 +50,10 @@ def write_t5(model: Transformer, store: GgufFile, pooling: str) -> list[str]:
             store.add_tensor(
                 external.format(i=i), weight, keep_float32="norm" in native, is_vocab_table=native.startswith("embed.")
             )
-    notes += _write_position_tables(model, store, is_encoder=is_encoder)
+    notes += _write_position_tables(model, store, heads, is_encoder=is_encoder)
     if not is_encoder:
         notes += _write_output(store, spec, state)
-    return [*prune_notes(spec), *notes, *([NOTE_GELU] if is_gated else [])]
+    return [*prune_notes(spec, heads), *notes, *([NOTE_GELU] if is_gated else [])]
 
 
 def _weight(spec: ModelSpec, state: State, name: str) -> Tensor:
@@ -64,13 +65,13 @@ def _weight(spec: ModelSpec, state: State, name: str) -> Tensor:
     return state[name].flatten(1) if name.endswith("output_projection.weight") else state[name]
 
 
-def _write_position_tables(model: Transformer, store: GgufFile, *, is_encoder: bool) -> list[str]:
+def _write_position_tables(model: Transformer, store: GgufFile, heads: int, *, is_encoder: bool) -> list[str]:
     """Write the position biases of each stack: one table if its layers agree on all heads, else one per layer."""
     notes: list[str] = []
     layers = dict(model.named_modules())
     for native, external in position_table_names(is_encoder=is_encoder).items():
         count = model.spec.encoder_layers if native.startswith("encoder_blocks.") else model.spec.layers
-        tables = [_full_table(layers[native.format(i=i).removesuffix(".position_bias")]) for i in range(count)]
+        tables = [_table(layers[native.format(i=i).removesuffix(".position_bias")], heads) for i in range(count)]
         shared = _shared_table(tables)
         notes = [NOTE_TABLES] if shared is None else notes
         for i, table in enumerate(tables if shared is None else [shared]):
@@ -78,11 +79,11 @@ def _write_position_tables(model: Transformer, store: GgufFile, *, is_encoder: b
     return notes
 
 
-def _full_table(layer: Any) -> Tensor:
-    """Return the position biases of a layer with a row for every head, NaN for pruned ones: (heads, buckets)."""
-    own = layer.position_bias.detach().float()
-    table = own.new_full((layer.spec.heads, own.shape[1]), torch.nan)
-    table[list(layer.spec.head_ids)] = own
+def _table(layer: Any, heads: int) -> Tensor:
+    """Return the position biases of a layer with a row for every stored head, NaN for zero heads: (heads, buckets)."""
+    own, ids = layer.position_bias.detach().float(), list(layer.spec.head_ids)
+    table = own.new_full((heads, own.shape[1]), torch.nan)
+    table[ids if heads == layer.spec.heads else range(len(ids))] = own
     return table
 
 
@@ -103,7 +104,7 @@ def _write_output(store: GgufFile, spec: ModelSpec, state: State) -> list[str]:
     return ["the tied output is stored as weights of its own"] if spec.tied else []
 
 
-def _write_sizes(store: GgufFile, spec: ModelSpec) -> None:
+def _write_sizes(store: GgufFile, spec: ModelSpec, heads: int) -> None:
     attention, writer = spec.attention, store.writer
     writer.add_context_length(spec.context)
     writer.add_embedding_length(spec.width)
@@ -113,7 +114,7 @@ def _write_sizes(store: GgufFile, spec: ModelSpec) -> None:
         writer.add_decoder_block_count(spec.layers)
         if spec.decoder_start_id is not None:
             writer.add_decoder_start_token_id(spec.decoder_start_id)
-    writer.add_head_count(attention.heads)
+    writer.add_head_count(heads)
     writer.add_key_length(attention.head_dim)
     writer.add_value_length(attention.value_dim)
     writer.add_layer_norm_eps(spec.norm_eps)

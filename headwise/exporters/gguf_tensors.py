@@ -477,9 +477,13 @@ def _write_norm(store: GgufFile, gguf_name: str, state: State, name: str) -> Non
     store.add_tensor(f"{gguf_name}.bias", state[f"{name}.bias"], keep_float32=True)
 
 
-def prune_notes(spec: ModelSpec) -> list[str]:
-    """Return a note on pruned heads that are stored as zeros."""
-    pruned_count = spec.attention.heads * len(spec.layer_addresses) - len(spec.head_addresses)
+def prune_notes(spec: ModelSpec, heads: int | None = None) -> list[str]:
+    """Return a note on pruned heads that are stored as zeros, if every layer is stored with this many heads."""
+    heads = spec.attention.heads if heads is None else heads
+    pruned_count = heads * len(spec.layer_addresses) - len(spec.head_addresses)
+    if heads < spec.attention.heads:
+        zeros = f"; {pruned_count} zero heads pad smaller layers" if pruned_count else ""
+        return [f"{heads} of {spec.attention.heads} heads per layer are stored and renumbered{zeros}"]
     return (
         [
             f"{pruned_count} pruned heads are stored as zeros: outputs equal those of the pruned model, but the size is "

@@ -133,14 +133,45 @@ def _make_zero_qkv_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def full_shape_state(model: Transformer) -> dict[str, Tensor]:
     """Return the model's weights in full shape, in the canonical split layout, with zeros for pruned heads."""
     state = dict(model.state_dict())
-    for layer in model.attention_layers():
+    for prefix, layer in _attention_modules(model):
         if layer.spec.kept_heads is None:
             continue
-        prefix = next(name for name, module in model.named_modules() if module is layer)
-        for key in [key for key in state if key.startswith(f"{prefix}.")]:
-            state[key] = _pad_pruned(key.removeprefix(f"{prefix}."), state[key], layer.spec)
-        _restore_pruned_qk_rows(state, prefix, layer.spec)
+        spec = layer.spec
+        heads, kv_heads = (spec.head_ids, spec.heads), (spec.kv_head_ids, spec.kv_heads)
+        _pad_layer(state, prefix, heads, kv_heads)
+        _restore_pruned_qk_rows(state, prefix, spec)
     return state
+
+
+def compact_state(model: Transformer) -> tuple[dict[str, Tensor], int]:
+    """Return the weights with as many heads per layer as the largest layer has, and that number.
+
+    The remaining heads of a layer come first, and zeros follow. If a layer has all heads, heads keep their numbers. Every
+    head must have its own KV head.
+    """
+    count = max((len(layer.spec.head_ids) for layer in model.attention_layers()), default=0) or 1
+    if count == model.spec.attention.heads:
+        return full_shape_state(model), count
+    state = dict(model.state_dict())
+    for prefix, layer in _attention_modules(model):
+        if len(layer.spec.head_ids) < count:
+            heads = (tuple(range(len(layer.spec.head_ids))), count)
+            _pad_layer(state, prefix, heads, heads)
+    return state, count
+
+
+def _attention_modules(model: Transformer) -> list[tuple[str, MultiHeadAttention]]:
+    """Return the attention layers by name."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, MultiHeadAttention)]
+
+
+HeadPositions = tuple[tuple[int, ...], int]  # positions of the heads that a layer has, and the number of all heads
+
+
+def _pad_layer(state: dict[str, Tensor], prefix: str, heads: HeadPositions, kv_heads: HeadPositions) -> None:
+    """Pad the weights of a layer with zero heads."""
+    for key in [key for key in state if key.startswith(f"{prefix}.")]:
+        state[key] = _pad_pruned(key.removeprefix(f"{prefix}."), state[key], heads, kv_heads)
 
 
 def _restore_pruned_qk_rows(state: dict[str, Tensor], prefix: str, spec: AttentionSpec) -> None:
@@ -182,19 +213,16 @@ def _merged_position_biases(model: Transformer, state: dict[str, Tensor], family
     return {name: tables[external_name].nan_to_num() for name, external_name in merged.items()}
 
 
-def _pad_pruned(name: str, tensor: Tensor, spec: AttentionSpec) -> Tensor:
+def _pad_pruned(name: str, tensor: Tensor, heads: HeadPositions, kv_heads: HeadPositions) -> Tensor:
     name_parts = name.split(".")
     if name_parts[:2] == ["qkv", "kv"]:
-        present, total, axis = spec.head_ids, spec.heads, 0
+        (present, total), axis = heads, 0
     elif name_parts[0] == "qkv" and name_parts[1] in "qkv":
-        present, total, axis = (
-            (spec.head_ids, spec.heads, 0) if name_parts[1] == "q" else (spec.kv_head_ids, spec.kv_heads, 0)
-        )
+        (present, total), axis = heads if name_parts[1] == "q" else kv_heads, 0
     elif name == "output_projection.weight":
-        present, total, axis = spec.head_ids, spec.heads, 1
+        (present, total), axis = heads, 1
     elif name in ("q_norm.weight", "k_norm.weight") and tensor.ndim == 2:
-        is_query = name.startswith("q")
-        present, total, axis = (spec.head_ids, spec.heads, 0) if is_query else (spec.kv_head_ids, spec.kv_heads, 0)
+        (present, total), axis = heads if name.startswith("q") else kv_heads, 0
     else:
         return tensor
     shape = list(tensor.shape)

@@ -80,6 +80,21 @@ def test_load_gguf_deepseek_equals_exported_model(tmp_path: Path) -> None:
     hw.export(again, tmp_path / "folder")
 
 
+@pytest.mark.parametrize(("heads", "stored"), [("0-2.1", 3), ("0.1,1.0-2,2.0-1", 3), ("0-1.*,2.1-3", 1)])
+def test_export_gguf_deepseek_with_fewer_heads_in_all_layers_is_smaller(
+    heads: str, stored: int, tmp_path: Path
+) -> None:
+    model = make_model(SPECS["yarn, scaled scores"]).prune(heads)
+    exported = hw.export(model, tmp_path / "m.gguf", to="gguf", check=is_available())
+    assert exported.parity is None or (exported.parity.agrees and exported.parity.max_difference < 2e-5)
+    assert any(note.startswith(f"{stored} of 4 heads per layer") for note in exported.notes)
+    again: Any = hw.load(tmp_path / "m.gguf")
+    assert again.spec.attention.heads == stored
+    ids = torch.randint(model.spec.vocab, (2, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids), model(ids), rtol=0, atol=1e-5)
+
+
 def test_load_gguf_deepseek_older_file_has_one_up_projection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files before the split of the up-projection have its rows in the order of the checkpoint, and other lengths."""
     model = make_model(SPECS["yarn, scaled scores"])

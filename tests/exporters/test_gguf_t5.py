@@ -94,6 +94,37 @@ def test_transformers_reads_exported_gguf_t5(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(model(**inputs), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("heads", "tables", "stored", "zeros"),
+    [
+        ("enc.0-2.1,dec.0-1.1,cross.0-1.1", 2, 3, 0),  # the same head: both stacks have one table
+        ("enc.0.1,enc.1.2-3,enc.2.0,dec.0-1.3,cross.0-1.0-1", 4, 3, 3),
+        ("enc.*,dec.*,cross.0.*,cross.1.1-3", 2, 1, 6),
+    ],
+)
+@torch.no_grad()
+def test_export_gguf_t5_with_fewer_heads_in_all_layers_is_smaller(
+    heads: str, tables: int, stored: int, zeros: int, tmp_path: Path
+) -> None:
+    full = load_case("t5", tmp_path / "theirs")
+    model = full.prune(heads)
+    result = hw.export(model, tmp_path / "m.gguf", to="gguf")
+    note = next(note for note in result.notes if "heads per layer" in note)
+    assert note.startswith(f"{stored} of 4 heads per layer are stored and renumbered")
+    assert (f"; {zeros} zero heads" in note) == (zeros > 0)
+    names = [tensor.name for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors]
+    assert sum("rel_b" in name for name in names) == tables
+    again = hw.load(tmp_path / "m.gguf")
+    assert isinstance(again, hw.Transformer)
+    assert again.spec.attention.heads == stored
+    torch.testing.assert_close(again(**inputs_of(full)), model(**inputs_of(full)), rtol=0, atol=1e-5)
+    if is_available():
+        inputs = inputs_of(model, rows=1)
+        rows = logits_of_engine(tmp_path / "m.gguf", *(inputs[key][0].tolist() for key in ("source", "ids")))
+        if rows is not None:
+            torch.testing.assert_close(torch.tensor(rows), model(**inputs)[0], rtol=0, atol=4e-3)
+
+
 @engine
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if "encoder" in name])
