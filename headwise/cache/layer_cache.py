@@ -286,5 +286,5 @@ class CrossAttentionCache(SharedKVCache):
 def attend_to(q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> AttendResult:
     """Run the kernel of the layer over all these keys and values."""
     layer = request.required_layer
-    params = layer.score_params(q, k, v, request)
+    params = layer.score_params(q, k, v, request) if request.params is None else request.params
     return AttendResult(run_kernel(q, k, v, params, layer.backend), lambda: (k, v, params))

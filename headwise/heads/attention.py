@@ -165,7 +165,7 @@ class MultiHeadAttention(nn.Module):
             raise ArgumentError("request: already contains the mask and the bias. Omit mask and bias.")
         cache = NO_CACHE if cache is None else cache
         q, k, v, request = self._project(x, source, request, positions, cache)
-        return self._attend(q, k, v, request, gate, cache, self.token_gate(x))
+        return self.attend_projected(q, k, v, request, gate, cache, self.token_gate(x))
 
     def token_gate(self, x: Tensor) -> Tensor | None:
         """Return the output gate of each token: (B, T, D) → (B, H, T, 1 or e), or None without an output gate."""
@@ -415,7 +415,7 @@ class MultiHeadAttention(nn.Module):
             return q, k
         return rotary_table.rotate(q), rotary_table.rotate(k)
 
-    def _attend(
+    def attend_projected(
         self,
         q: Tensor,
         k: Tensor,
@@ -425,9 +425,25 @@ class MultiHeadAttention(nn.Module):
         cache: LayerCache = NO_CACHE,
         token_gate: Tensor | None = None,
     ) -> Tensor:
-        """Attend, apply gates and head dropout, and pass the hook point: z, (B, H, T, e)."""
-        with self._local_rng(q.device):
+        """Attend with projected and rotated q, k and v, apply gates and head dropout, and pass the hook point.
+
+        Args:
+            q: Queries, (B, H, T, d).
+            k: Keys of the new tokens, (B, K, T, d).
+            v: Values of the new tokens, (B, K, T, e).
+            request: Mask, bias and row starts of the call.
+            gate: Factors of the head outputs, (H,) or (B, H).
+            cache: Keys and values of earlier tokens.
+            token_gate: Output gate of the tokens, (B, H, T, 1 or e).
+
+        Returns:
+            z, (B, H, T, e).
+        """
+        if self.partition is None:
             result = cache.attend(q, k, v, self._bind(request))
+        else:
+            with self._local_rng(q.device, self.partition):
+                result = cache.attend(q, k, v, self._bind(request))
         return self._finish_z(q, result, gate, token_gate)
 
     def _finish_z(
@@ -437,8 +453,22 @@ class MultiHeadAttention(nn.Module):
         z = self._apply_gates(result.z if token_gate is None else result.z * token_gate, gate)
         return z if HOOKS.now is HOOKS else self.hook_point.apply(q, result, z, token_gate)
 
+    def single_query_request(self) -> ScoreRequest | None:
+        """Return the request of one new token that sees all keys of the cache, for any number of steps without listeners.
+
+        None if the score params depend on more than the spec.
+        """
+        spec = self.spec
+        if self.partition is not None or not spec.uses_default_score_params or spec.dropout:
+            return None
+        params = default_score_params(spec.head_dim, spec.scale, spec.kv_of_head, None, spec.softcap)
+        policies = spec.cache_policies if spec.cache else ()
+        return ScoreRequest(CausalMask(), policies=policies, layer=self, params=params)
+
     def _bind(self, request: ScoreRequest) -> ScoreRequest:
         """Return a request for this layer. It shares the memo of the given one."""
+        if request.layer is self:
+            return request
         spec = self._full_spec
         has_listeners = HOOKS.now is not HOOKS and self.hook_point.has_listeners
         return request.for_layer(self, spec.cache_policies if spec.cache else (), has_listeners=has_listeners)
@@ -456,10 +486,10 @@ class MultiHeadAttention(nn.Module):
                 z = apply_gate(z, dropout_gate if partition is None else partition.local_gate(dropout_gate))
         return z
 
-    def _local_rng(self, device: torch.device) -> Any:
+    def _local_rng(self, device: torch.device, partition: HeadPartitionProtocol) -> Any:
         """Return a context in which each process draws its own dropout masks."""
         has_dropout = self.training and self.spec.dropout > 0
-        return nullcontext() if self.partition is None or not has_dropout else self.partition.fork_rng_per_rank(device)
+        return partition.fork_rng_per_rank(device) if has_dropout else nullcontext()
 
     def _rotary_table(
         self, x: Tensor, source: Tensor | None, positions: Tensor | RotaryTable | None, cache: LayerCache

@@ -16,9 +16,15 @@ from torch import Tensor, nn
 
 from headwise.errors import ArgumentError
 from headwise.heads.collectives_protocol import CollectivesProtocol
-from headwise.heads.quantized_layers import QuantizedWeight, quantized_linear, try_joint_quantized_linear
+from headwise.heads.quantized_layers import (
+    QuantizedWeight,
+    bind_prepacked,
+    bind_quantized_linear,
+    quantized_linear,
+    try_joint_quantized_linear,
+)
 from headwise.kernels import RotaryTable
-from headwise.kernels.matmul_tuner import linear
+from headwise.kernels.matmul_tuner import BoundMatmul, MatmulTuner, linear
 from headwise.spec import AttentionSpec
 from headwise.spec.weight_bits import FULL_PRECISION
 
@@ -142,20 +148,43 @@ class QKVProjection(nn.Module):
         out = try_joint_quantized_linear((q, k, v), x) if len(set(self.input_widths.values())) == 1 else None
         return out if out is None or not self.spec.bias else out + torch.cat([self._bias(name) for name in "qkv"])  # pyright: ignore
 
+    def bind(self, tuner: MatmulTuner, rows: int) -> BoundMatmul | None:
+        """Return the product of a decode step for q, k and v at once, (rows, D) → (rows, outputs), or None.
+
+        `split_and_rotate` returns q, k and v.
+        """
+        if self.sum_kv_grads_in_backward is not None or self.spec.head_input == "slice":
+            return None
+        if self.fused_groups == ("qkv",):
+            return tuner.bind(self.qkv_weight, self.qkv_bias, rows)  # pyright: ignore[reportArgumentType]
+        q, k, v = (self._quantized(projection) for projection in "qkv")
+        if q is None or k is None or v is None or len(set(self.input_widths.values())) > 1:
+            return None
+        bias = torch.cat([self._bias(name) for name in "qkv"]) if self.spec.bias else None  # pyright: ignore
+        return bind_quantized_linear(tuner, (q, k, v), rows, bias)
+
+    def split_and_rotate(self, product: Tensor, rotary_table: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Split the product of all projections, (B, T, rows): q (B, H, T, d), k (B, K, T, d), v (B, K, T, e)."""
+        if rotary_table is not None:
+            return self._rotate_qk(product, rotary_table)
+        pieces = product.split([self._rows(projection) for projection in "qkv"], -1)
+        return tuple(map(self._split_heads, pieces, "qkv"))  # pyright: ignore[reportReturnType]
+
     def _split_heads(self, product: Tensor, projection: str) -> Tensor:
         return product.reshape(*product.shape[:2], *self.sizes[projection]).transpose(1, 2)
 
     def _rotate_qk(self, product: Tensor, rotary_table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
         """Rotate q and k as the heads of one tensor: (B, T, rows) → (B, H, T, d) (B, K, T, d) (B, K, T, e)."""
-        (H, d), (K, _), rows = self.sizes["q"], self.sizes["k"], self._rows("v")
+        (H, d), (K, e) = self.sizes["q"], self.sizes["v"]
+        B, T, _ = product.shape
         rotated_rows = (H + K) * d
-        qk = product.narrow(-1, 0, rotated_rows).view(*product.shape[:2], H + K, d).transpose(1, 2)
+        qk, v = product.narrow(-1, 0, rotated_rows), product.narrow(-1, rotated_rows, K * e)
+        if T == 1:  # the axes of heads and tokens can be exchanged without a transposed view
+            qk, v = qk.view(B, H + K, 1, d), v.view(B, K, 1, e)
+        else:
+            qk, v = qk.view(B, T, H + K, d).transpose(1, 2), v.reshape(B, T, K, e).transpose(1, 2)
         rotated = rotary_table.rotate(qk)  # narrow and view have less Python overhead than split
-        return (
-            rotated.narrow(1, 0, H),
-            rotated.narrow(1, H, K),
-            self._split_heads(product.narrow(-1, rotated_rows, rows), "v"),
-        )
+        return rotated.narrow(1, 0, H), rotated.narrow(1, H, K), v
 
     def _project_slices(self, x: Tensor, projection: str) -> Tensor:
         """Project the slice of the residual stream that belongs to each head, as a grouped 1×1 convolution."""
@@ -303,6 +332,11 @@ class OutputProjection(nn.Module):
         summed = self.collectives.sum(linear(concatenated, self.weight))
         return summed if self.bias is None else summed + self.bias
 
+    def bind(self, tuner: MatmulTuner, rows: int) -> BoundMatmul | None:
+        """Return the projection of a decode step, (rows, H, 1, e) → (rows, D), or None without a tuned product."""
+        product = None if self.collectives is not None else tuner.bind(self.weight, self.bias, rows)
+        return None if product is None else lambda z: product(z.reshape(rows, -1))
+
     @property
     def head_output_weights(self) -> Tensor:
         """View of W_O of each head, (H, e, D)."""
@@ -339,6 +373,15 @@ class QuantizedOutputProjection(OutputProjection):
         if self.collectives is not None:
             return super().forward(z)
         return quantized_linear(self.quantized, z.transpose(1, 2).flatten(2), self.bias, lambda: self.weight)
+
+    def bind(self, tuner: MatmulTuner, rows: int) -> BoundMatmul | None:
+        """Return the projection of a decode step, (rows, H, 1, e) → (rows, D), or None without a prepacked product."""
+        product = (
+            None if self.collectives is not None else bind_prepacked(tuner, self.quantized, lambda: self.weight, rows)
+        )
+        if product is None:
+            return None
+        return lambda z: product(self.quantized.fake_quantize_input(z).reshape(rows, -1), self.bias)
 
     @property
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]

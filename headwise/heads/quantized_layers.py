@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import ArgumentError
-from headwise.kernels.matmul_tuner import MatmulTuner, linear, prepacking_tuner
+from headwise.kernels.int8_matmul import make_dynamic_int8_matmul, make_int8_matmul
+from headwise.kernels.matmul_tuner import BoundMatmul, MatmulTuner, linear, prepacking_tuner
 from headwise.kernels.prepacked_fp16 import PrepackedMatmul, make_prepacked_matmul
 from headwise.kernels.quantization import dequantize, fake_quantize, quantize
 from headwise.spec.weight_bits import FULL_PRECISION, GROUP_SIZE
@@ -166,14 +167,27 @@ class QuantizedWeight(nn.Module):
 
 
 def quantized_linear(
-    quantized: QuantizedWeight, x: Tensor, bias: Tensor | None, weight: Callable[[], Tensor]
+    quantized: QuantizedWeight,
+    x: Tensor,
+    bias: Tensor | None,
+    weight: Callable[[], Tensor],
+    activation_bits: int | None = None,
 ) -> Tensor:
-    """Compute x Wᵀ + b. A decode step uses a prepacked weight if possible, all other calls the dequantized weight."""
-    # split inputs are already quantized head by head
-    inputs = x if quantized.inputs_are_split else quantized.fake_quantize_input(x)
+    """Compute x Wᵀ + b. A decode step uses a faster product if possible, all other calls the dequantized weight.
+
+    Args:
+        quantized: The weight.
+        x: Input, (…, in).
+        bias: Bias, (out,), or None.
+        weight: Function that returns the dequantized weight, (out, in).
+        activation_bits: Bits of x. None means those of the weight. Split inputs are already quantized head by head.
+    """
+    if quantized.inputs_are_split:
+        activation_bits = FULL_PRECISION
+    bits = quantized.activation_bits if activation_bits is None else activation_bits
     tuner = prepacking_tuner(x)
-    prepacked = None if tuner is None else _prepacked_matmul(tuner, (quantized,), weight)
-    return linear(inputs, weight(), bias) if prepacked is None else prepacked(inputs, bias)
+    product = None if tuner is None else _decode_product(tuner, (quantized,), weight, bits, _num_rows(x))
+    return linear(fake_quantize(x, bits, x.shape[-1]), weight(), bias) if product is None else product(x, bias)
 
 
 def try_joint_quantized_linear(weights: tuple[QuantizedWeight, ...], x: Tensor) -> Tensor | None:
@@ -181,15 +195,88 @@ def try_joint_quantized_linear(weights: tuple[QuantizedWeight, ...], x: Tensor) 
     tuner = prepacking_tuner(x)
     if tuner is None:
         return None
-    prepacked = _prepacked_matmul(
-        tuner, weights, lambda: torch.cat([quantized.dequantize().flatten(0, 1) for quantized in weights])
+    bits = weights[0].activation_bits
+    product = _decode_product(tuner, weights, lambda: concatenated_rows(weights), bits, _num_rows(x))
+    return None if product is None else product(x, None)
+
+
+def bind_quantized_linear(
+    tuner: MatmulTuner, weights: tuple[QuantizedWeight, ...], rows: int, bias: Tensor | None = None
+) -> BoundMatmul | None:
+    """Return the product of one input with one or more weights in a decode step, (rows, in) → (rows, out), or None.
+
+    The function has the bits of `quantized_linear` and `try_joint_quantized_linear`. It is valid until a buffer changes.
+    """
+    if tuner.kernel == "torch" or any(quantized.dtype != torch.float32 for quantized in weights):
+        return None
+    bits = weights[0].activation_bits
+    product = _decode_product(tuner, weights, lambda: concatenated_rows(weights), bits, rows)
+    return None if product is None else lambda x: product(x, bias)
+
+
+def bind_prepacked(
+    tuner: MatmulTuner, quantized: QuantizedWeight, weight: Callable[[], Tensor], rows: int
+) -> PrepackedMatmul | None:
+    """Return the product of decode steps with `weight`, (out, in), which is computed from a quantized weight, or None."""
+    if tuner.kernel == "torch" or quantized.dtype != torch.float32:
+        return None
+    return _decode_product(tuner, (quantized,), weight, FULL_PRECISION, rows)
+
+
+def concatenated_rows(weights: Sequence[QuantizedWeight]) -> Tensor:
+    """Return the dequantized rows of all matrices of all weights, (rows, in)."""
+    return torch.cat([quantized.dequantize().flatten(0, 1) for quantized in weights])
+
+
+def _decode_product(
+    tuner: MatmulTuner,
+    weights: tuple[QuantizedWeight, ...],
+    weight: Callable[[], Tensor],
+    activation_bits: int,
+    rows: int,
+) -> PrepackedMatmul | None:
+    """Return the product of decode steps, which also quantizes its input: of 8-bit codes, or of prepacked 16-bit floats."""
+    if tuner.int8_inputs and rows == 1 and all(bits <= 8 for quantized in weights for bits in quantized.bits):
+        product = _memoized_product(tuner, weights, "dynamic int8", lambda: make_dynamic_int8_matmul(weight()))
+        if product is not None:
+            return product
+    if activation_bits == 8 and all(map(_is_int8_with_row_scales, weights)):
+        product = _memoized_product(tuner, weights, "int8", lambda: _make_int8_matmul(weights))
+        if product is not None:
+            return product
+    prepacked = _prepacked_matmul(tuner, weights, weight)
+    if prepacked is None or activation_bits == FULL_PRECISION:
+        return prepacked
+    return lambda x, bias: prepacked(fake_quantize(x, activation_bits, x.shape[-1]), bias)
+
+
+def _num_rows(x: Tensor) -> int:
+    return x.numel() // max(1, x.shape[-1])
+
+
+def _is_int8_with_row_scales(quantized: QuantizedWeight) -> bool:
+    """Return True if all matrices have 8 bits and one scale per row of inputs."""
+    return (
+        quantized._bit_widths() == [8] and quantized.group_size >= quantized.inputs and not quantized.inputs_are_split
     )
-    return None if prepacked is None else prepacked(weights[0].fake_quantize_input(x), None)
+
+
+def _make_int8_matmul(weights: tuple[QuantizedWeight, ...]) -> PrepackedMatmul | None:
+    codes = [quantized.get_buffer("codes8").flatten(0, 1) for quantized in weights]  # (rows, in) each
+    scales = [quantized.get_buffer("scales8").flatten() for quantized in weights]  # (rows,) each
+    return make_int8_matmul(codes[0] if len(codes) == 1 else torch.cat(codes), torch.cat(scales))
 
 
 def _prepacked_matmul(
     tuner: MatmulTuner, weights: tuple[QuantizedWeight, ...], weight: Callable[[], Tensor]
 ) -> PrepackedMatmul | None:
+    return _memoized_product(tuner, weights, "float16", lambda: make_prepacked_matmul(weight()))
+
+
+def _memoized_product(
+    tuner: MatmulTuner, weights: tuple[QuantizedWeight, ...], kind: str, make: Callable[[], PrepackedMatmul | None]
+) -> PrepackedMatmul | None:
+    """Return the product of these weights, which is made again if a buffer has changed."""
     versions = [
         (buffer.data_ptr(), buffer._version)
         for quantized in weights
@@ -197,11 +284,11 @@ def _prepacked_matmul(
         if buffer is not None
     ]
     cached = tuner.prepacked.setdefault(weights[0], {})
-    key, prepacked = cached.get(len(weights), (None, None))
-    if key != versions:  # not prepacked yet, or the weights have changed
-        prepacked = make_prepacked_matmul(weight())
-        cached[len(weights)] = versions, prepacked
-    return prepacked
+    key, product = cached.get((kind, len(weights)), (None, None))
+    if key != versions:
+        product = make()
+        cached[kind, len(weights)] = versions, product
+    return product
 
 
 def is_quantized_key(name: str) -> bool:
@@ -266,4 +353,5 @@ class TiedQuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)"""
-        return self._table[0].matmul(fake_quantize(x, self.activation_bits, x.shape[-1]), self.bias)
+        table = self._table[0]
+        return quantized_linear(table, x, self.bias, lambda: table.weight, self.activation_bits)

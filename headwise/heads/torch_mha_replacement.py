@@ -130,7 +130,7 @@ class TorchAttention(MultiHeadAttention):
         if need_weights and self._uses_weight_blocks(q, k.shape[2], request):
             z, weights = self._attend_in_blocks(q, k, v, request, keep_weights=True)  # (B, H, T, d) (B, H, T, S)
         else:
-            z = self._attend(q, k, v, request)
+            z = self.attend_projected(q, k, v, request)
             weights = attention_weights(q, k, self.score_params(q, k, v, request)) if need_weights else None
         out = self.output_projection(z)  # (B, T, D)
         if weights is not None and average_attn_weights:
@@ -139,7 +139,7 @@ class TorchAttention(MultiHeadAttention):
             return out[0], None if weights is None else weights[0]
         return out if self.batch_first else out.transpose(0, 1), weights
 
-    def _attend(
+    def attend_projected(
         self,
         q: Tensor,
         k: Tensor,
@@ -151,7 +151,7 @@ class TorchAttention(MultiHeadAttention):
     ) -> Tensor:
         """Attend for `compute_z` and `per_head_output`, with the kernel of `forward`: z, (B, H, T, e)."""
         if cache is not NO_CACHE or not self._uses_weight_blocks(q, k.shape[2], request):
-            return super()._attend(q, k, v, request, gate, cache, token_gate)
+            return super().attend_projected(q, k, v, request, gate, cache, token_gate)
         return self._attend_in_blocks(q, k, v, request, gate, keep_weights=False)[0]
 
     def _attend_in_blocks(

@@ -87,7 +87,8 @@ def _sdpa(
         v = F.pad(v, (0, d - e))
     elif d < e:
         q, k = F.pad(q, (0, e - d)), F.pad(k, (0, e - d))
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # otherwise SDPA materializes the maps
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:  # otherwise SDPA materializes the maps
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     z = F.scaled_dot_product_attention(
         q, k, v, mask, params.dropout, is_causal, scale=params.scale, enable_gqa=k.shape[1] != H
     )

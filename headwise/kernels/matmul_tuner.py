@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import ArgumentError, suggest_names
+from headwise.kernels.int8_matmul import is_dynamic_int8_matmul_exact
 
 KERNEL_ENV_VAR = "HEADWISE_MATMUL"
 AUTOTUNED = "measured"
@@ -33,6 +35,7 @@ MAX_TIME_RATIO = 0.95  # another product is chosen only if its time is below thi
 SPLIT_COUNTS = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31)  # number of parts; the first that divides the rows is used
 
 MatmulKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+BoundMatmul = Callable[[Tensor], Tensor]  # (rows, in) → (rows, out)
 
 
 class MatmulShape(NamedTuple):
@@ -84,12 +87,33 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _split_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply parts of the weight as a batch, because torch uses another routine for batched products."""
     rows = x.reshape(-1, x.shape[-1])  # (R, in)
-    splits = next(count for count in SPLIT_COUNTS if weight.shape[0] % count == 0)
+    splits = _split_count(weight)
     pieces = weight.unflatten(0, (splits, -1))  # (parts, out/parts, in)
     out = torch.bmm(pieces, rows.t().expand(splits, -1, -1))  # (parts, out/parts, R)
     out = out.flatten(0, 1).t() if len(rows) > 1 else out.view(1, -1)  # (R, out)
     out = out if bias is None else out + bias
     return out.reshape(*x.shape[:-1], -1)
+
+
+def _split_count(weight: Tensor) -> int:
+    return next(count for count in SPLIT_COUNTS if weight.shape[0] % count == 0)
+
+
+def _bind(kernel: MatmulKernel, weight: Tensor, bias: Tensor | None) -> BoundMatmul:
+    return lambda x: kernel(x, weight, bias)
+
+
+def _bind_split_matmul(weight: Tensor, bias: Tensor | None, rows: int) -> BoundMatmul:
+    """Return `_split_matmul` of one weight, whose parts are computed once."""
+    splits = _split_count(weight)
+    pieces = weight.unflatten(0, (splits, -1))  # (parts, out/parts, in)
+
+    def matmul(x: Tensor) -> Tensor:
+        out = torch.bmm(pieces, x.t().expand(splits, -1, -1))  # (parts, out/parts, R)
+        out = out.flatten(0, 1).t() if rows > 1 else out.view(1, -1)  # (R, out)
+        return out if bias is None else out + bias
+
+    return matmul
 
 
 MATMUL_KERNELS: dict[str, MatmulKernel] = {"torch": F.linear, "onednn": _onednn, "parts": _split_matmul}
@@ -116,21 +140,33 @@ class MatmulTuner:
     Attributes:
         kernel: Name of the product to use, or "measured" to time them. Default: $HEADWISE_MATMUL, or "measured".
         choices: Name of the chosen product, by shape.
+        int8_inputs: True multiplies weights of at most 8 bits as 8-bit codes in steps of one token, and rounds their inputs
+            to 8 bits as well (`make_dynamic_int8_matmul`). Faster, and less exact than the default, 16-bit floats.
         prepacked: Prepacked products of quantized weights, created in the first step by their modules. Never copied.
     """
 
-    def __init__(self, kernel: str | None = None, choices: Mapping[MatmulShape, str] | None = None) -> None:
+    def __init__(
+        self,
+        kernel: str | None = None,
+        choices: Mapping[MatmulShape, str] | None = None,
+        *,
+        int8_inputs: bool = False,
+    ) -> None:
         self.kernel = os.environ.get(KERNEL_ENV_VAR, AUTOTUNED) if kernel is None else kernel
         if self.kernel != AUTOTUNED and self.kernel not in MATMUL_KERNELS:
             names = suggest_names(self.kernel, [AUTOTUNED, *MATMUL_KERNELS])
             raise ArgumentError(f"{KERNEL_ENV_VAR}={self.kernel!r}: unknown matrix product kernel; {names}")
-        self.choices = dict(choices or {})
-        self.prepacked: WeakKeyDictionary[nn.Module, dict[int, tuple[object, Any]]] = WeakKeyDictionary()
+        if int8_inputs and not is_dynamic_int8_matmul_exact():
+            raise ArgumentError(
+                "int8_inputs=True: this CPU or this build of torch has no exact 8-bit product. Use int8_inputs=False."
+            )
+        self.choices, self.int8_inputs = dict(choices or {}), int8_inputs
+        self.prepacked: WeakKeyDictionary[nn.Module, dict[tuple[str, int], tuple[object, Any]]] = WeakKeyDictionary()
         self._tuned_settings: set[tuple[int, int]] = set()  # rows and threads for which the weights were timed
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type["MatmulTuner"], tuple[str, dict[MatmulShape, str]]]:
-        return MatmulTuner, (self.kernel, self.choices)
+    def __reduce__(self) -> tuple[Any, tuple[str, dict[MatmulShape, str]]]:
+        return partial(MatmulTuner, int8_inputs=self.int8_inputs), (self.kernel, self.choices)
 
     @contextmanager
     def decode_step(self, model: nn.Module, rows: int) -> Iterator[None]:
@@ -171,6 +207,17 @@ class MatmulTuner:
             return F.linear
         # a shape that was not timed before the step uses F.linear
         return MATMUL_KERNELS[self.choices.setdefault(_matmul_shape(rows, weight), "torch")]
+
+    def bind(self, weight: Tensor, bias: Tensor | None, rows: int) -> BoundMatmul | None:
+        """Return the product of this weight as a function of x, (rows, in) → (rows, out), or None if it is not tuned.
+
+        In a decode step the function returns the bits of `linear`. It holds views of the weight and of the bias.
+        """
+        if not _is_plain_weight(weight) or (bias is not None and not _is_plain_weight(bias)):
+            return None
+        name = self.choices.get(_matmul_shape(rows, weight), "torch")
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        return _bind_split_matmul(weight, bias, rows) if name == "parts" else _bind(MATMUL_KERNELS[name], weight, bias)
 
     def _choose(self, shape: MatmulShape, weights: list[Tensor]) -> str:
         if self.kernel == AUTOTUNED:
@@ -219,19 +266,26 @@ def _matmul_shape(rows: int, weight: Tensor) -> MatmulShape:
 
 
 def _fastest_kernel(shape: MatmulShape, weights: list[Tensor]) -> str:
-    """Return the fastest product. Each round times different weights; the best round of each product counts."""
+    """Return the fastest product: the best of several timings of each.
+
+    Each timing reads the weights that were read longest ago. So all products find the CPU caches in a similar state, and the
+    first call of a product, which sets it up, is not timed.
+    """
     names = [name for name in MATMUL_KERNELS if is_matmul_supported(name, shape.outputs, shape.weight_layout)]
     x, best = torch.ones(shape.rows, shape.inputs, dtype=torch.float32), dict.fromkeys(names, float("inf"))
     clock = (
         time.thread_time if shape.threads == 1 else time.perf_counter
     )  # CPU time, because other processes may be running
-    for round_index in range(3 if weights[0].numel() < LARGE_WEIGHT else 2):
-        for offset, name in enumerate(names):
-            start = (round_index + offset) * WEIGHTS_PER_TIMING % len(weights)
-            timed_weights = (weights[start:] + weights[:start])[:WEIGHTS_PER_TIMING]
-            start_time = clock()
-            for weight in timed_weights:
-                MATMUL_KERNELS[name](x, weight, None)
-            best[name] = min(best[name], (clock() - start_time) / len(timed_weights))
+    for name in names:
+        MATMUL_KERNELS[name](x, weights[0], None)
+    rounds, position = 3 if weights[0].numel() < LARGE_WEIGHT else 2, 1
+    for name in names * rounds:
+        indices = range(position, position + min(WEIGHTS_PER_TIMING, len(weights)))
+        timed_weights = [weights[index % len(weights)] for index in indices]
+        position = indices.stop
+        start_time = clock()
+        for weight in timed_weights:
+            MATMUL_KERNELS[name](x, weight, None)
+        best[name] = min(best[name], (clock() - start_time) / len(timed_weights))
     fastest = min(names, key=lambda name: best[name])
     return fastest if best[fastest] < MAX_TIME_RATIO * best["torch"] else "torch"

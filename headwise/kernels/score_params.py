@@ -118,6 +118,7 @@ class ScoreRequest:
         num_keys: Number of keys if k and v contain only the new tokens. None means the number of keys in k.
         layer: The layer that attends. None in a request that several layers share.
         has_listeners: True if a listener will read the keys and values of this call.
+        params: Score params of the call, if they are known already. The layer must be set.
         memo: Values derived from this request. The layers of a model share it for one step.
     """
 
@@ -128,6 +129,7 @@ class ScoreRequest:
     num_keys: int | None = None
     layer: ScoringLayerProtocol | None = None
     has_listeners: bool = False
+    params: ScoreParams | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -141,13 +143,13 @@ class ScoreRequest:
     ) -> "ScoreRequest":
         """Return the request of one layer. It shares the memo."""
         return ScoreRequest(
-            self.mask, self.bias, policies, self.row_starts, self.num_keys, layer, has_listeners, self.memo
+            self.mask, self.bias, policies, self.row_starts, self.num_keys, layer, has_listeners, None, self.memo
         )
 
     def for_keys(self, num_keys: int, policies: tuple[CachePolicy, ...]) -> "ScoreRequest":
         """Return the request for this number of keys, some of which these policies evict. It shares the memo."""
         return ScoreRequest(
-            self.mask, self.bias, policies, self.row_starts, num_keys, self.layer, self.has_listeners, self.memo
+            self.mask, self.bias, policies, self.row_starts, num_keys, self.layer, self.has_listeners, None, self.memo
         )
 
     def memoized(self, key: Hashable, compute: Callable[[], Any]) -> Any:

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from headwise.errors import ArgumentError
 from headwise.heads.collectives_protocol import CollectivesProtocol
-from headwise.heads.quantized_layers import QuantizedEmbedding, QuantizedLinear, TiedQuantizedLinear
+from headwise.heads.quantized_layers import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    TiedQuantizedLinear,
+    try_joint_quantized_linear,
+)
 from headwise.kernels import sinusoidal
 from headwise.kernels.matmul_tuner import Linear, linear
 from headwise.kernels.rounding_tolerance import at_least_float32
@@ -94,9 +99,22 @@ class MLP(nn.Module):
         summed = self.collectives.sum(linear(self._activate(self.collectives.copy_to_group(x)), self.down.weight))
         return summed if self.down.bias is None else summed + self.down.bias
 
+    @property
+    def joint_weights(self) -> tuple[QuantizedLinear, QuantizedLinear] | None:
+        """Gate and up projections if both are quantized and without bias, so that one product can compute both."""
+        gate, up = self.gate, self.up
+        if not isinstance(gate, QuantizedLinear) or not isinstance(up, QuantizedLinear):
+            return None
+        return (gate, up) if gate.bias is None and up.bias is None and gate.rows == up.rows else None
+
     def _activate(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.activation(self.up(x))
+        weights = self.joint_weights
+        joint = None if weights is None else try_joint_quantized_linear(weights, x)
+        if joint is not None:
+            gate, up = joint.chunk(2, -1)
+            return self.activation(gate) * up
         return self.activation(self.gate(x)) * self.up(x)
 
 

@@ -20,6 +20,7 @@ from headwise.kernels import Mask, RotaryTable
 from headwise.kernels.matmul_tuner import MatmulTuner
 from headwise.kernels.random_state import checkpoint_restores_rng, get_rng_state, replayed_rng
 from headwise.model.block import Block, BlockContext, distinct_rotaries_by_layer
+from headwise.model.decode_forward import DecodeForwardCache
 from headwise.model.generate import generate, stream
 from headwise.model.non_attention_layers import Embedding, LMHead, Pooler, make_norm
 from headwise.model.prune import prune
@@ -99,6 +100,7 @@ class Transformer(nn.Module):
         self.family: str | None = None
         self.plans: tuple[Plan, ...] = ()
         self.matmul_tuner = MatmulTuner()
+        self._decode_forwards = DecodeForwardCache()
         self.checkpointing = False
         self.position_kinds = distinct_rotaries_by_layer(spec)[
             0
@@ -186,7 +188,8 @@ class Transformer(nn.Module):
                 source_attention_mask=None if source_attention_mask is None else source_attention_mask.bool(),
             )
             x = self._embed(ids, positions, token_types)  # (B, T, D)
-            x = self._run_blocks(self.blocks, x, context)
+            decode = None if cache is None else self._decode_forwards.find(self.blocks, self.matmul_tuner, x)
+            x = self._run_blocks(self.blocks, x, context) if decode is None else decode.run(x, context)
             x = x if self.norm is None else self.norm(x)
             return x if hidden or self.output is None else self.output(x)  # (B, T, V)
 
