@@ -103,6 +103,9 @@ def compare(name: str, rounds: int, tokens: int, others: dict[str, Callable[[], 
     generators["headwise float32"] = lambda count: native.generate(prompt, count)
     for bits in BITS:
         generators[f"headwise {bits} bits"] = partial(hw.quantize(native, bits).generate, prompt)
+    int8_inputs = hw.quantize(native, 8)
+    int8_inputs.matmul_tuner = products.MatmulTuner(int8_inputs=True)
+    generators["headwise 8 bits, int8_inputs"] = partial(int8_inputs.generate, prompt)
     same = torch.equal(generators["headwise float32"](64), hf_generate(64))
     for generate in generators.values():
         generate(2)  # autotuning and packing of weights
@@ -148,8 +151,14 @@ def overhead(rounds: int, steps: int = 32) -> float:
             outputs[key] = torch.randn(*x.shape[:-1], weight.shape[0])
         return outputs[key]
 
-    best, original = float("inf"), products.linear
+    def fake_bind(
+        tuner: products.MatmulTuner, weight: torch.Tensor, bias: torch.Tensor | None, rows: int
+    ) -> products.BoundMatmul:
+        return lambda x: fake_linear(x, weight)
+
+    best, original, original_bind = float("inf"), products.linear, products.MatmulTuner.bind
     products.linear = projections.linear = fake_linear
+    products.MatmulTuner.bind = fake_bind
     try:
         for _ in range(rounds):
             cache = model.cache()
@@ -159,6 +168,7 @@ def overhead(rounds: int, steps: int = 32) -> float:
             best = min(best, (time.process_time() - began) / steps)
     finally:
         products.linear = projections.linear = original
+        products.MatmulTuner.bind = original_bind
     return 1e3 * best
 
 
