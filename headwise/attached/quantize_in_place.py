@@ -249,7 +249,13 @@ def mlp_modules(layers: Sequence[AttachedLayer], blocks: Sequence[nn.Module]) ->
 
 
 def _pack_vocabulary(model: Any, bits: int, group_size: int, activation_bits: int) -> list[Callable[[], None]]:
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    try:
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # several towers
+        raise UnsupportedModelError(
+            f"vocabulary: {type(model).__name__} has no single table of token embeddings. Leave out 'vocabulary', for "
+            f"example weights={{'*': 4, 'mlp': 4}}."
+        ) from None
     for module in (embedding, *([] if output is None else [output])):
         if not isinstance(module, nn.Embedding | nn.Linear):
             raise UnsupportedModelError(

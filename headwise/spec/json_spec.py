@@ -58,8 +58,11 @@ def _to_json_value(value: Any) -> Any:
             if defaults[name] is MISSING or field_value != defaults[name]
         }
     if isinstance(value, tuple):
-        pairs = value and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in value)
-        return {key: list(items) for key, items in value} if pairs else [_to_json_value(item) for item in value]
+        is_mapping = value and all(
+            isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], tuple)
+            for item in value
+        )
+        return {key: list(items) for key, items in value} if is_mapping else [_to_json_value(item) for item in value]
     return value
 
 
@@ -87,7 +90,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if is_dataclass(option):
             return _build(option, value, path)
         if origin is tuple and isinstance(value, list):
-            return tuple(_convert(get_args(option)[0], item, path) for item in value)
+            hints = get_args(option)
+            hints = hints[:1] * len(value) if hints[-1] is Ellipsis else hints
+            if len(hints) == len(value):
+                return tuple(_convert(hint, item, path) for hint, item in zip(hints, value, strict=True))
         if origin not in (None, Literal, tuple) and isinstance(value, dict):  # a mapping of numbers, such as kept_heads
             return {key: _convert(tuple[int, ...], items, f"{path}.{key}") for key, items in value.items()}
         if origin is Literal and isinstance(value, str):

@@ -137,6 +137,28 @@ def test_prune_towers_equals_silenced_and_loads(build, tmp_path) -> None:
         assert not {str(a) for a in back.heads.addresses} & {"vision.0.1", "vision.1.0", "text.0.1"}
 
 
+def test_prune_towers_plan_is_saved_with_the_model_and_alone(tmp_path) -> None:
+    model, call = towers.build_model(towers.clip)
+    with hw.attach(model) as attached:
+        small = hw.prune(attached, heads="vision.0.1,text.1.3", fold_mean=False)
+        (plan,) = small.plans
+        small.save(tmp_path / "small")
+        plan.save(tmp_path / "plan.json")
+        assert hw.Plan.load(tmp_path / "plan.json") == plan
+        again = hw.apply(hw.Plan.load(tmp_path / "plan.json"), attached)
+        assert max_difference(outputs(again.model, call), outputs(small.model, call)) == 0
+    back: Any = hw.load(tmp_path / "small", dtype=torch.float64)
+    assert back.plans == (plan,)
+
+
+def test_quantize_towers_without_a_common_vocabulary_says_so() -> None:
+    model, _ = towers.build_model(towers.clip)
+    with hw.attach(model) as attached:
+        with pytest.raises(HeadwiseError, match=r"no single table of token embeddings. Leave out 'vocabulary'"):
+            hw.quantize(attached, 8)
+        assert hw.quantize(attached, {"*": 4, "mlp": 4}).spec.weight_rules
+
+
 def test_text_functions_multimodal_cover_text_tower_only() -> None:
     """The vision tower is not part of the result, not even as NaN. Selecting it by name raises an error with the reason."""
     model, _ = towers.build_model(towers.llava)

@@ -181,7 +181,8 @@ def tokenizer_of(model: ModelProtocol) -> Tokenizer:
     if model.image_input is not None:
         raise UnsupportedModelError(
             "this model reads images, and this function needs a model that reads text. hw.attention_maps, hw.profile and "
-            "hw.record support images."
+            "hw.record support images. hw.importance supports calls with labels, [{'pixel_values': …, 'labels': …}, …], and "
+            "hw.prune takes heads=…, fold_mean=False."
         )
     if not isinstance(model.tokenizer, Tokenizer):
         advice = "Set model.tokenizer."
