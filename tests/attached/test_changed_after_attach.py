@@ -14,7 +14,7 @@ import headwise as hw
 from headwise.spec import Address
 from tests.attached.models import BY_NAME, COMMON_SIZES, Case, transformers
 from tests.attached.test_analysis import VOCABULARY, documents
-from tests.attached.test_layer_probe import GATED
+from tests.attached.test_layer_structure_check import GATED
 
 JETMOE = Case(
     "jetmoe", "JetMoeForCausalLM", "JetMoeConfig",
