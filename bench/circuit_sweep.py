@@ -1,6 +1,6 @@
-"""Cost of the exact node sweep of `headwise circuit`: processor time of one thread, and peak memory above the loaded model.
+"""Cost of the exact node sweep of `headwise circuit`: processor time, time, and peak memory above the loaded model.
 
-python -m bench.circuit_sweep smollm2 --prompts 64
+python -m bench.circuit_sweep smollm2 --prompts 64 --threads 2
 """
 
 import argparse
@@ -27,8 +27,9 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--task", default="induction")
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     model = hw.load(options.model)
     encoder = PromptEncoder(tokenizer_of(model))
     task = make_shipped_task(options.task, options.prompts, encoder, 0)
@@ -36,14 +37,14 @@ def main() -> int:
     nodes = ModelNodes.of(model)
     base = np.ones(len(nodes), bool)
     tokens = sum(len(row) for prompt in prompts for row in prompt.clean_rows)
-    print(f"{machine()}; {len(prompts)} prompts, {tokens} tokens", flush=True)
+    print(f"{machine()}; {len(prompts)} prompts, {tokens} tokens, {options.threads} threads", flush=True)
     late = [i for i, layer in enumerate(nodes.layers) if layer >= 0.9 * max(nodes.layers)]
     for candidates in (late, list(range(len(nodes)))):
         start, wall = time.process_time(), time.perf_counter()
         memory = peak_memory(lambda: exact_effects(NodeEvaluator(model, nodes, prompts), candidates, base))  # noqa: B023
         seconds, elapsed = time.process_time() - start, time.perf_counter() - wall
         print(
-            f"{len(candidates)} nodes: {seconds:.0f} s of processor time, {elapsed:.0f} s, {memory:.0f} MB", flush=True
+            f"{len(candidates)} nodes: {elapsed:.0f} s, {seconds:.0f} s of processor time, {memory:.0f} MB", flush=True
         )
     return 0
 

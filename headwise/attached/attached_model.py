@@ -63,7 +63,9 @@ from headwise.errors import ArgumentError, HeadwiseError, UnsupportedModelError
 from headwise.heads import Heads, HookPoint
 from headwise.heads.head import Gates, HeadPattern, resolve_gates
 from headwise.io.images import ImagePreprocessor
+from headwise.kernels.matmul_tuner import MatmulTuner
 from headwise.model import ResidualStream, ResumableForward, eval_mode
+from headwise.model.prefix_forward import PrefixForward
 from headwise.model.protocols import Norms, OutputLayerProtocol
 from headwise.model.prune import heads_to_prune
 from headwise.model.resumable_forward import RowSelector
@@ -79,6 +81,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         model: The transformers model.
         tokenizer: Tokenizer, or None. A tokenizer of transformers is converted when it is set.
         preprocessor: Preprocessing of images, or None.
+        matmul_tuner: Choice of the matrix products of long analyses.
         family: `model_type` of the model's configuration.
     """
 
@@ -97,6 +100,7 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         self._why_not_resumable: str | None = None  # None: not tested yet
         self.dense_cache_layers: set[LayerAddress] = set()  # layers whose cache passes on the keys of all tokens
         self._per_head_cache_checked = False
+        self.matmul_tuner = MatmulTuner()
         self._save_notice_shown = False  # the notice about saving a pruned model is printed once
         devices = {weight.device for weight in model.parameters() if weight.device.type != "meta"}
         for layer in layers:  # analysis compares layers on different devices
@@ -506,6 +510,17 @@ class AttachedModel(TrainModeAndCheckpointingMixin):
         if self._why_not_resumable is None:
             self._why_not_resumable = why_not_resumable(self, self.model, self._layers)
         return self._why_not_resumable
+
+    def prefix_forward(self, prefix_ids: Tensor) -> PrefixForward | None:
+        """Return forward passes that share a prefix. None if the model does not support them.
+
+        Args:
+            prefix_ids: Token ids of the prefix of each text, (B, P), without padding.
+        """
+        from headwise.attached.prefix_forward import make_prefix_forward  # imports transformers
+
+        self._check_attached()
+        return make_prefix_forward(self.model, self.spec, validate_ids(self.model, prefix_ids, None))
 
     def streaming_forward(self) -> AttachedSimulatedStreamingForward:
         """Return forward passes in which KV heads stream, to rank them."""

@@ -150,6 +150,9 @@ class AttachedTorchModule(AttachedModel):
         """Return why forward passes cannot be resumed."""
         return "the blocks of a torch module are not known"
 
+    def prefix_forward(self, prefix_ids: Tensor) -> None:
+        """Return None, because a torch module has no KV cache."""
+
     def cache(self, kind: Any = "dynamic") -> NoReturn:
         """Raise an error: a torch module has no KV cache."""
         self._not_available("a KV cache")

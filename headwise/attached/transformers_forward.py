@@ -53,8 +53,12 @@ def forward_tokens(
     source_attention_mask: Tensor | None,
     *,
     hidden: bool,
+    cache: Any = None,
 ) -> Tensor:
-    """Run one forward pass. Returns hidden states (B, T, D) after the last norm, or logits (B, T, V)."""
+    """Run one forward pass. Returns hidden states (B, T, D) after the last norm, or logits (B, T, V).
+
+    A decoder may have a transformers cache with earlier tokens.
+    """
     if spec.kind == "encoder-decoder":
         if source is None:
             raise ArgumentError(
@@ -79,7 +83,8 @@ def forward_tokens(
     body_is_inline = hidden and body is model and model.get_output_embeddings() is not None
     inputs = {"input_ids": _fill_padding(model, ids, attention_mask), "attention_mask": _long_mask(attention_mask)}
     inputs["position_ids"] = _position_ids(body, spec, attention_mask)
-    inputs |= {"use_cache": False} if spec.kind == "decoder" else {}
+    if spec.kind == "decoder":
+        inputs |= {"use_cache": cache is not None, "past_key_values": cache}
     with (
         _captured_inputs(model.get_output_embeddings()) if body_is_inline else nullcontext([]) as head_inputs,
         _explain_call_errors(body),

@@ -14,6 +14,7 @@ from headwise.cache.layer_cache import (
 )
 from headwise.cache.model_cache import ModelCache
 from headwise.cache.per_head_cache import PerHeadCache
+from headwise.cache.prefix_cache import PrefixModelCache
 
 __all__ = [
     "NO_CACHE",
@@ -25,6 +26,7 @@ __all__ = [
     "ModelCache",
     "NoCache",
     "PerHeadCache",
+    "PrefixModelCache",
     "SharedKVCache",
     "SlidingWindowCache",
     "StaticCache",

@@ -1,11 +1,13 @@
 """Linear products x Wᵀ + b. A decode step, which has few rows, uses the matrix product that is fastest on this machine.
+Long analyses that repeat forward passes do so for their many rows too (`large_products`).
 
 A decode step reads every weight once, so memory bandwidth should limit it. The torch operator that comes closest to this
 limit differs between machines, by up to a factor of two. So the `MatmulTuner` of a model times the operators in the first
-step of each shape, for some milliseconds per shape, and remembers its choice.
+step of each shape, for some milliseconds per shape, and remembers its choice. Products of many rows are limited by
+arithmetic. The library that torch calls by default uses only half of the width of AVX-512 on processors of some makers.
 
 Set the environment variable HEADWISE_MATMUL=torch (or another name of `MATMUL_KERNELS`) to fix the choice for models that
-are created afterwards, without timing. `F.linear` is always used outside of decode steps, with gradients, in traced code, on
+are created afterwards, without timing. `F.linear` is always used outside of both, with gradients, in traced code, on
 devices other than CPUs, for weights that are split over processes and for dtypes other than float32.
 """
 
@@ -22,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from headwise.errors import ArgumentError, suggest_names
 from headwise.kernels.int8_matmul import is_dynamic_int8_matmul_exact
@@ -29,6 +32,9 @@ from headwise.kernels.int8_matmul import is_dynamic_int8_matmul_exact
 KERNEL_ENV_VAR = "HEADWISE_MATMUL"
 AUTOTUNED = "measured"
 MAX_DECODE_ROWS = 16
+MIN_LARGE_ROWS = 64  # products with at least this number of rows are large
+TIMED_LARGE_ROWS = 128  # number of rows in the timing of large products
+LARGE_MAX_TIME_RATIO = 0.8  # as MAX_TIME_RATIO, for large products, whose choice should not differ between processes
 WEIGHTS_PER_TIMING = 6  # number of weights of a shape that one timing reads
 LARGE_WEIGHT = 2**22  # weights with at least this number of entries are timed twice instead of three times
 MAX_TIME_RATIO = 0.95  # another product is chosen only if its time is below this fraction of the time of F.linear
@@ -203,6 +209,8 @@ class MatmulTuner:
     def kernel_for(self, x: Tensor, weight: Tensor) -> MatmulKernel:
         """Return the product chosen for a weight and the rows of x."""
         rows = x.numel() // max(1, x.shape[-1])
+        if _times_large_products.get():
+            return self._large_kernel(weight) if rows >= MIN_LARGE_ROWS else F.linear
         if not 0 < rows <= MAX_DECODE_ROWS:
             return F.linear
         # a shape that was not timed before the step uses F.linear
@@ -219,6 +227,19 @@ class MatmulTuner:
         weight, bias = weight.detach(), None if bias is None else bias.detach()
         return _bind_split_matmul(weight, bias, rows) if name == "parts" else _bind(MATMUL_KERNELS[name], weight, bias)
 
+    def _large_kernel(self, weight: Tensor) -> MatmulKernel:
+        """Return the product for a weight and many rows. The first call of a shape times the products."""
+        shape = _matmul_shape(TIMED_LARGE_ROWS, weight)
+        if shape not in self.choices:
+            token = _active_tuner.set(None)  # the timed products must not be routed here
+            try:
+                with self._lock:
+                    if shape not in self.choices:
+                        self.choices[shape] = self._choose(shape, [weight])
+            finally:
+                _active_tuner.reset(token)
+        return MATMUL_KERNELS[self.choices[shape]]
+
     def _choose(self, shape: MatmulShape, weights: list[Tensor]) -> str:
         if self.kernel == AUTOTUNED:
             return _fastest_kernel(shape, weights)
@@ -227,6 +248,40 @@ class MatmulTuner:
 
 # The tuner of the decode step that runs in this context. Modules read it here because `forward` passes tensors only.
 _active_tuner: ContextVar[MatmulTuner | None] = ContextVar("active matmul tuner", default=None)
+_times_large_products: ContextVar[bool] = ContextVar("times large products", default=False)
+
+
+@contextmanager
+def large_products(tuner: MatmulTuner) -> Iterator[None]:
+    """Use the fastest products for many rows inside the context, also in layers of torch and transformers.
+
+    Results differ from those outside of the context by the rounding of another order of sums.
+
+    Args:
+        tuner: The choices of a model.
+
+    >>> with torch.no_grad(), large_products(MatmulTuner()):
+    ...     nn.Linear(8, 4)(torch.ones(100, 8)).shape
+    torch.Size([100, 4])
+    """
+    tokens = _active_tuner.set(tuner), _times_large_products.set(True)
+    try:
+        with _ProductRouterMode():
+            yield
+    finally:
+        _active_tuner.reset(tokens[0])
+        _times_large_products.reset(tokens[1])
+
+
+class _ProductRouterMode(TorchFunctionMode):
+    """Routes the products of linear layers of torch, and of Conv1D layers of transformers, to `linear`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs:
+            return linear(*args)
+        if func is torch.addmm and not kwargs and len(args) == 3 and args[0].ndim == 1:  # Conv1D: b + x W
+            return linear(args[1], args[2].t(), args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def prepacking_tuner(x: Tensor) -> MatmulTuner | None:
@@ -276,6 +331,7 @@ def _fastest_kernel(shape: MatmulShape, weights: list[Tensor]) -> str:
     clock = (
         time.thread_time if shape.threads == 1 else time.perf_counter
     )  # CPU time, because other processes may be running
+    max_ratio = LARGE_MAX_TIME_RATIO if shape.rows >= MIN_LARGE_ROWS else MAX_TIME_RATIO
     for name in names:
         MATMUL_KERNELS[name](x, weights[0], None)
     rounds, position = 3 if weights[0].numel() < LARGE_WEIGHT else 2, 1
@@ -288,4 +344,4 @@ def _fastest_kernel(shape: MatmulShape, weights: list[Tensor]) -> str:
             MATMUL_KERNELS[name](x, weight, None)
         best[name] = min(best[name], (clock() - start_time) / len(timed_weights))
     fastest = min(names, key=lambda name: best[name])
-    return fastest if best[fastest] < MAX_TIME_RATIO * best["torch"] else "torch"
+    return fastest if best[fastest] < max_ratio * best["torch"] else "torch"

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from headwise.errors import ArgumentError
 from headwise.heads import Heads, HookPoint
 from headwise.heads.head import Gates, HeadPattern
+from headwise.kernels.matmul_tuner import MatmulTuner
 from headwise.spec import LayerAddress, ModelSpec, Plan
 from headwise.spec.cache_policy import CachePolicies
 from headwise.spec.patch_grid import PatchGrid
 
 if TYPE_CHECKING:
+    from headwise.model.prefix_forward import PrefixForward
     from headwise.model.residual_stream import ResidualStream
     from headwise.model.resumable_forward import ResumableForward, RowSelector
     from headwise.model.simulated_streaming_forward import SimulatedStreamingForward
@@ -69,10 +71,12 @@ class ModelProtocol(Protocol):
     Attributes:
         tokenizer: Tokenizer of the model, or None.
         family: Model family of the weights if they were loaded, otherwise None.
+        matmul_tuner: Choice of the matrix products of decode steps and of long analyses.
     """
 
     tokenizer: Any
     family: str | None
+    matmul_tuner: MatmulTuner
 
     # Properties.
 
@@ -195,6 +199,10 @@ class ModelProtocol(Protocol):
 
     def why_not_resumable(self) -> str:
         """Return why resuming needs full forward passes. Empty if the layers before a checkpoint are not run again."""
+        ...
+
+    def prefix_forward(self, prefix_ids: Tensor) -> "PrefixForward | None":
+        """Return forward passes after a prefix, (B, P), that is computed once. None if the model does not support them."""
         ...
 
     def recompute_blocks(self) -> AbstractContextManager[None]:

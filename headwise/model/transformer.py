@@ -23,6 +23,7 @@ from headwise.model.block import Block, BlockContext, distinct_rotaries_by_layer
 from headwise.model.decode_forward import DecodeForwardCache
 from headwise.model.generate import generate, stream
 from headwise.model.non_attention_layers import Embedding, LMHead, Pooler, make_norm
+from headwise.model.prefix_forward import prefix_forward
 from headwise.model.prune import prune
 from headwise.model.residual_stream import input_norms, residual_stream
 from headwise.model.resumable_forward import resumable_forward
@@ -102,9 +103,7 @@ class Transformer(nn.Module):
         self.matmul_tuner = MatmulTuner()
         self._decode_forwards = DecodeForwardCache()
         self.checkpointing = False
-        self.position_kinds = distinct_rotaries_by_layer(spec)[
-            0
-        ]  # rotary embeddings that differ between layers
+        self.position_kinds = distinct_rotaries_by_layer(spec)[0]  # rotary embeddings that differ between layers
         two_stacks = spec.kind == "encoder-decoder"
         with nullcontext() if device is None else torch.device(device):
             self.embed = Embedding(spec)
@@ -195,7 +194,7 @@ class Transformer(nn.Module):
 
     generate, stream = generate, stream
     input_norms, residual_stream, resumable_forward = input_norms, residual_stream, resumable_forward
-    prune = prune
+    prune, prefix_forward = prune, prefix_forward
 
     def streaming_forward(self) -> NativeSimulatedStreamingForward:
         """Return forward passes of a decoder in which KV heads stream, to rank them."""

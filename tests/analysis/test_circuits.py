@@ -33,6 +33,7 @@ from headwise.analysis.circuits.circuit_task import (
 from headwise.analysis.circuits.model_nodes import ModelNodes
 from headwise.analysis.circuits.node_evaluator import NodeEvaluator, NodeMeans
 from headwise.analysis.circuits.node_ranking import exact_effects, gradient_effects
+from headwise.analysis.circuits.prompt_batch import make_prefix_batches, without_prefix
 from headwise.analysis.circuits.shipped_tasks import SHIPPED_TASKS, make_shipped_task
 from headwise.analysis.circuits.task_templates import WORDS
 from headwise.errors import HeadwiseError
@@ -206,8 +207,85 @@ def test_sweep_with_skipped_blocks_equals_full_passes() -> None:
     base = live_row(nodes, "0.1", "2.kv0")
     candidates = [int(i) for i in np.flatnonzero(base)]
     rows = np.stack([base & (np.arange(len(nodes)) != node) for node in candidates])
-    assert evaluator.sweep(candidates, base) == pytest.approx(evaluator.evaluate(rows), abs=1e-10)
+    assert evaluator.sweep(candidates, base)[1] == pytest.approx(evaluator.evaluate(rows), abs=1e-10)
     assert evaluator._can_skip is True
+
+
+def with_prefix(pairs: list[PromptPair]) -> list[PromptPair]:
+    """Put 0 to 4 equal words before the clean and the corrupted prompts."""
+    words = [" ".join(WORDS[40 : 40 + i % 5]) for i in range(len(pairs))]
+    return [
+        replace(pair, clean=f"{word} {pair.clean}".strip(), corrupted=f"{word} {pair.corrupted}".strip())
+        for word, pair in zip(words, pairs, strict=True)
+    ]
+
+
+SHARING_SPECS = {
+    "rotary": AttentionSpec(width=24, heads=HEADS, kv_heads=KV_HEADS, head_dim=6, rotary=Rotary()),
+    "window": AttentionSpec(width=24, heads=HEADS, head_dim=6, rotary=Rotary(), window=3),
+    "alibi": AttentionSpec(width=24, heads=HEADS, head_dim=6, alibi=True),
+    "learned positions": AttentionSpec(width=24, heads=HEADS, head_dim=6),
+}
+
+
+@pytest.mark.parametrize("name", SHARING_SPECS)
+def test_shared_prefixes_equal_full_passes(name: str) -> None:
+    torch.manual_seed(3)
+    attention = SHARING_SPECS[name]
+    spec = ModelSpec(
+        vocab=len(WORDS) + 1, context=32, layers=NUM_LAYERS, attention=attention, mlp_width=32,
+        positions="learned" if name == "learned positions" else "none",
+    )  # fmt: skip
+    model = hw.Transformer(spec).double().eval()
+    model.tokenizer = TOKENIZER
+    prompts, nodes = encode(model, with_prefix(word_pairs(12))), ModelNodes.of(model)
+    base = live_row(nodes, "0.1", "2.3")
+    sets = np.random.default_rng(1).random((6, len(nodes))) < 0.5
+    shared, full = NodeEvaluator(model, nodes, prompts), NodeEvaluator(model, nodes, prompts)
+    full._prefix_batches = full.batches
+    assert shared.evaluate(sets) == pytest.approx(full.evaluate(sets), abs=1e-10)
+    assert exact_effects(shared, range(len(nodes)), base) == pytest.approx(
+        exact_effects(full, range(len(nodes)), base), abs=1e-10
+    )
+    prefixes = {batch.prefix_ids.shape[1] for batch in shared.prefix_batches()}
+    assert len(prefixes) > 1
+    tokens = [sum(batch.ids.numel() for batch in item.prefix_batches()) for item in (shared, full)]
+    assert tokens[0] < tokens[1]
+    for ablation in ("mean", "zero"):  # change the tokens of the prefix too
+        values = [item.evaluate(sets, ablation, NodeMeans(item)) for item in (shared, full)]
+        assert values[0] == pytest.approx(values[1], abs=1e-12)
+
+
+def test_prefixes_that_change_the_metrics_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    prompts, nodes = encode(model, with_prefix(word_pairs(12))), ModelNodes.of(model)
+    sets = np.random.default_rng(1).random((6, len(nodes))) < 0.5
+    expected = NodeEvaluator(model, nodes, prompts).evaluate(sets)
+
+    def ignore_prefix(model: hw.Transformer, prefix_ids: Tensor) -> Any:
+        return lambda ids, copies: model(ids.repeat(copies, 1), hidden=True)
+
+    monkeypatch.setattr(hw.Transformer, "prefix_forward", ignore_prefix)
+    evaluator = NodeEvaluator(model, nodes, prompts)
+    assert evaluator.evaluate(sets) == pytest.approx(expected, abs=1e-10)
+    assert evaluator.prefix_batches() is evaluator.batches
+
+
+def test_prefix_batches_have_all_prompts_once_and_few_tokens() -> None:
+    prompts = encode(model := small_model(), with_prefix(word_pairs(40)))
+    batches = make_prefix_batches(prompts, 64, model.device, None)
+    assert sorted(i for batch in batches for i in batch.indices) == list(range(40))
+    for batch in batches:
+        assert batch.ids.numel() <= 64
+        full = without_prefix(batch)
+        P = batch.prefix_ids.shape[1]
+        assert torch.equal(full.ids[:, :P], batch.prefix_ids)
+        assert torch.equal(full.corrupted_ids[:, :P], batch.prefix_ids)
+        assert torch.equal(full.ids[:, P:], batch.ids)
+        assert [(row, position - P) for row, position in full.reads] == list(batch.reads)
+    rows = [(*prompt.clean_rows, *prompt.corrupted_rows) for prompt in prompts]
+    needed = sum(len(a) - next(i for i in range(len(a)) if a[i] != b[i]) for a, b in rows)
+    assert sum(batch.ids.numel() for batch in batches) <= 1.2 * needed
 
 
 def test_answers_of_several_tokens_are_scored_by_their_log_probability() -> None:
@@ -379,15 +457,22 @@ def test_learned_gates_find_the_hand_built_circuit() -> None:
     assert np.isnan(result.scores[0].stability)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
-def test_random_model_has_no_circuit_better_than_random_sets(seed: int) -> None:
+def p_value_of_random_model(seed: int) -> float:
+    torch.manual_seed(seed)
     model = hw.Transformer(replace(hw.preset("nano"), vocab=len(WORDS) + 1, layers=3)).eval()
     model.tokenizer = TOKENIZER
     result = hw.find_circuit(
         model, word_pairs(24, seed=seed), size=8, random_sets=39, min_accuracy=0, alternative=False, seed=seed
     )
     assert result.circuit.random_sets is not None
-    assert result.circuit.random_sets.adjusted_p > 0.05
+    return result.circuit.random_sets.adjusted_p
+
+
+@pytest.mark.parametrize(("seeds", "limit"), [(3, 1), pytest.param(8, 2, marks=pytest.mark.slow)])
+def test_random_models_rarely_have_circuits_better_than_random_sets(seeds: int, limit: int) -> None:
+    """A p-value is at most 0.05 in one of 20 models. More than `limit` are expected in less than one of 100 tests."""
+    p_values = [p_value_of_random_model(seed) for seed in range(seeds)]
+    assert sum(p <= 0.05 for p in p_values) <= limit
 
 
 # Statistics.

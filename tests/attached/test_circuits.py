@@ -48,9 +48,46 @@ def test_circuit_values_attached_equal_native(name: str) -> None:
         assert difference < 1e-4, key  # transformers rotates in float32
 
 
+def prompts_with_prefixes() -> list[EncodedPrompt]:
+    """Prompts whose clean and corrupted versions share 0 to 5 first tokens. Some have answers of several tokens."""
+    rng, prompts = np.random.default_rng(2), []
+    for length, prefix in ((5, 0), (7, 3), (8, 3), (8, 5), (9, 5), (9, 5)):
+        clean = rng.integers(3, VOCAB, length).tolist()
+        corrupted = clean[:prefix] + [token - 1 for token in clean[prefix:]]
+        answers = ((4,), (9,)) if length % 2 else ((4, 6, 5), (9,))
+        rows = [tuple(tuple(ids) + answer[:-1] for answer in answers) for ids in (clean, corrupted)]
+        rows = [row[:1] if length % 2 else row for row in rows]
+        prompts.append(EncodedPrompt(PromptPair(""), length, rows[0], rows[1], answers, 1))
+    return prompts
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [("gpt2", 1e-10), ("llama", 1e-5), ("mistral", 1e-5), ("opt", 1e-10), ("bloom", 1e-5)]
+    + [pytest.param(name, 1e-5, marks=pytest.mark.slow) for name in ("gemma3", "gpt_neox", "falcon", "gptj")],
+)
+def test_shared_prefixes_in_attached_model_equal_full_passes(name: str, bound: float) -> None:
+    """Some models compute norms, rotations or biases in float32, in any dtype."""
+    attached = hw.attach(BY_NAME[name].build().double())
+    nodes, results = ModelNodes.of(attached), []
+    sets = np.random.default_rng(1).random((6, len(nodes))) < 0.5
+    base = sets[0].copy()
+    base[0] = True  # without the embedding, nothing of the prompt is left
+    for is_shared in (True, False):
+        evaluator = NodeEvaluator(attached, nodes, prompts_with_prefixes())
+        if not is_shared:
+            evaluator._prefix_batches = evaluator.batches
+        results.append((evaluator.evaluate(sets), exact_effects(evaluator, range(len(nodes)), base)))
+        prefixes = {batch.prefix_ids.shape[1] for batch in evaluator.prefix_batches()}
+        assert (max(prefixes) > 0) == is_shared, "the model does not share prefixes"
+    for shared, full in zip(*results, strict=True):
+        assert np.abs(shared - full).max() <= bound * np.abs(full).max()
+
+
 @torch.no_grad()
-def test_all_nodes_replaced_in_attached_model_gives_the_corrupted_prompt() -> None:
-    attached = hw.attach(BY_NAME["llama"].build().double())
+@pytest.mark.parametrize("name", ["llama", "opt"])  # the MLP of OPT flattens batch and tokens
+def test_all_nodes_replaced_in_attached_model_gives_the_corrupted_prompt(name: str) -> None:
+    attached = hw.attach(BY_NAME[name].build().double())
     evaluator = NodeEvaluator(attached, nodes := ModelNodes.of(attached), random_prompts())
     everything_replaced = evaluator.evaluate(np.zeros((1, len(nodes)), bool))[0]
     for prompt, value in zip(random_prompts(), everything_replaced, strict=True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
 from headwise.kernels.matmul_tuner import (
@@ -17,6 +18,7 @@ from headwise.kernels.matmul_tuner import (
     MAX_DECODE_ROWS,
     MatmulTuner,
     is_matmul_supported,
+    large_products,
     linear,
 )
 
@@ -168,3 +170,32 @@ def test_attention_strided_queries_use_flash_kernel() -> None:
     names = {event.key for event in profiler.key_averages()}
     assert any("flash_attention_for_cpu" in name for name in names)
     assert torch.allclose(got, hw.attention(q, k, v, mask=hw.causal(), backend="reference"), atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MATMUL_KERNELS)
+def test_large_products_equal_torch_in_any_layer(name: str) -> None:
+    torch.manual_seed(0)
+    linear_layer, conv, x = nn.Linear(24, 36), Conv1D(36, 24), torch.randn(5, 17, 24)
+    for layer in (linear_layer, conv):
+        expected, tuner = layer(x), MatmulTuner(name)
+        with large_products(tuner):
+            assert torch.allclose(layer(x), expected, atol=1e-5)
+            assert torch.equal(layer(x[:1, :3]), layer(x[:1, :3])), "a small product does not need a choice"
+        assert len(tuner.choices) == 1
+        layout = next(iter(tuner.choices)).weight_layout
+        assert next(iter(tuner.choices.values())) == (name if is_matmul_supported(name, 36, layout) else "torch")
+        assert torch.equal(layer(x), expected), "the context has ended"
+
+
+def test_large_products_leave_gradients_and_float64_to_torch() -> None:
+    layer, x, tuner = nn.Linear(24, 36), torch.randn(80, 24), MatmulTuner(AUTOTUNED)
+    with large_products(tuner):
+        layer(x).sum().backward()
+        with torch.no_grad():
+            layer.double()(x.double())
+    assert layer.weight.grad is not None
+    assert not tuner.choices
+    with torch.no_grad(), large_products(tuner):
+        layer.float()(x)
+    assert len(tuner.choices) == 1

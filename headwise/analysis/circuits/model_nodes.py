@@ -120,7 +120,8 @@ class ModelNodes:
                 opener = _edit_native_kv if model.is_native else _edit_projection
                 hooks += [NodeTensorHook(f"{layer}.{p}", layer, kv, partial(opener, attention, p)) for p in "kv"]
             mlp = add("mlp", layer, [str(MLPAddress(stack, layer))])
-            hooks.append(NodeTensorHook(f"{layer}.mlp", layer, mlp, partial(_edit_output, residual.layers[layer].mlp)))
+            term = residual.layers[layer]
+            hooks.append(NodeTensorHook(f"{layer}.mlp", layer, mlp, partial(_edit_output, term.mlp, term.block)))
         blocks = tuple(item.block for _, item in sorted(residual.layers.items()))
         return ModelNodes(tuple(names), tuple(kinds), tuple(layers), tuple(hooks), blocks)
 
@@ -178,15 +179,25 @@ def _edit_projection(attention: Any, projection: str, edit: NodeEdit) -> Iterato
 
 
 @contextmanager
-def _edit_output(module: nn.Module, edit: NodeEdit) -> Iterator[None]:
+def _edit_output(module: nn.Module, block: nn.Module, edit: NodeEdit) -> Iterator[None]:
+    shape: list[int] = []  # batch and tokens of the block, because some MLPs flatten them
+
+    def record_shape(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states: Tensor = args[0] if args else kwargs["hidden_states"]
+        shape[:] = states.shape[:2]
+
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        states = output[0] if isinstance(output, tuple) else output  # (B, T, D)
-        changed = edit(states[:, None])
+        states = output[0] if isinstance(output, tuple) else output  # (B, T, D) or (B·T, D)
+        changed = edit((states.unflatten(0, shape) if states.ndim == 2 else states)[:, None])
         if changed is None:
             return None
-        return (changed[:, 0], *output[1:]) if isinstance(output, tuple) else changed[:, 0]
+        changed = changed[:, 0].reshape(states.shape)
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
-    with _registered(module.register_forward_hook(hook)):
+    with (
+        _registered(block.register_forward_pre_hook(record_shape, with_kwargs=True)),
+        _registered(module.register_forward_hook(hook)),
+    ):
         yield
 
 

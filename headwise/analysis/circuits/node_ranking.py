@@ -43,7 +43,8 @@ def exact_effects(
         base: True at the nodes that compute their value otherwise, (N,).
         report: Called with the number of finished nodes and prompts, as a product.
     """
-    return evaluator.evaluate(base[None]) - evaluator.sweep(candidates, base, report)
+    with_base, without_node = evaluator.sweep(candidates, base, report)
+    return with_base - without_node
 
 
 def gradient_effects(
@@ -89,7 +90,7 @@ class _GradientEvaluator:
         self.evaluator, self.batch = evaluator, evaluator.batches[batch_index]
         self.nodes = evaluator.nodes
         self.live_mask = torch.from_numpy(base).to(evaluator.model.device)[None]  # (1, N)
-        self.corrupted = evaluator.corrupted_values(batch_index)
+        self.corrupted = evaluator.corrupted_values(self.batch)
         clean = evaluator.record(self.batch, corrupted=False)
         self.directions = {key: clean[key] - self.corrupted[key] for key in clean}  # (R, n, T, c) by hook
         self.z_directions = self._reader_changes() if qk_fix else {}
@@ -225,7 +226,8 @@ def _backward_gate_loss(
     evaluator: NodeEvaluator, batch_index: int, gates: LearnedGates, allowed: Tensor, target: np.ndarray, scale: float
 ) -> None:
     """Add the gradient of the loss of one batch to the gates, with other noise for each row."""
-    batch, values = evaluator.batches[batch_index], evaluator.corrupted_values(batch_index)
+    batch = evaluator.batches[batch_index]
+    values = evaluator.corrupted_values(batch)
     (sampled,) = gates.sample(len(batch.ids)).values()
     masks = sampled * allowed  # (R, N)
 

@@ -98,9 +98,7 @@ class TokenizedCorpus:
         self._make_samples = make_samples
         self._cached: list[TextSample] | None = None
         self._lookahead: Iterator[TextSample] | None = None
-        self._counts: tuple[int, int, str] | None = (
-            None  # samples, tokens, digest; set after the first full pass
-        )
+        self._counts: tuple[int, int, str] | None = None  # samples, tokens, digest; set after the first full pass
 
     @staticmethod
     def of(
@@ -150,9 +148,7 @@ class TokenizedCorpus:
             lookahead, self._lookahead = self._lookahead, None
             yield from lookahead
             return
-        cached: list[TextSample] | None = (
-            [] if self._counts is None else None
-        )  # counted but not cached: too large
+        cached: list[TextSample] | None = [] if self._counts is None else None  # counted but not cached: too large
         num_samples, num_tokens, held_tokens, digest = 0, 0, 0, hashlib.sha256()
         for sample in self._make_samples():
             digest.update(f"{', ' if num_samples else '['}{sample.ids!r}".encode())
