@@ -1,6 +1,6 @@
 """Forward passes over the last tokens of a batch, which share the keys and values of its first tokens.
 
-In a decoder, the tokens of a prefix do not depend on what follows. So passes that differ only after a common prefix compute
+In a decoder, the tokens of a prefix do not depend on later tokens. So passes that differ only after a common prefix compute
 it once.
 """
 

@@ -33,6 +33,7 @@ from headwise.analysis.circuits.circuit_result import CircuitEstimate, EdgeEffec
 from headwise.analysis.circuits.circuit_task import EncodedPrompt, MetricFunction
 from headwise.analysis.circuits.prompt_batch import make_prompt_batches
 from headwise.errors import ArgumentError
+from headwise.kernels.matmul_tuner import large_products
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 from headwise.model.resumable_forward import BlockOutputCache, final_hidden_states_of_copies
@@ -152,7 +153,7 @@ def circuit_edges(
     """
     table: list[tuple[tuple[int, ...], Tensor, Tensor]] = []
     edges: list[Edge] = []
-    with eval_mode(model):
+    with eval_mode(model), large_products(model.matmul_tuner):
         parts = DecoderParts(model)
         members = [parts.parse(node) for node in nodes]
         edges = edges_between(parts, members, circuit_receivers(parts, members))
