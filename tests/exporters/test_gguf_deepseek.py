@@ -226,3 +226,19 @@ def test_load_gguf_deepseek_reads_tokenizer(tmp_path: Path) -> None:
     loaded = hw.load(tmp_path / "m.gguf").tokenizer
     assert loaded is not None
     assert loaded.encode("The teacher's 1984 homework") == tokenizer().encode("The teacher's 1984 homework")
+
+
+@engine
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
+def test_export_gguf_deepseek_in_fewer_bits_runs_in_llama_cpp(dtype: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"width": 64, "head_dim": 64, "value_dim": 32, "latent": Latent(32, 32, 32)}
+    rotary = Rotary(500.0, "interleaved", dims=32, scaling=YARN)
+    model = make_model(deepseek_spec(None, 32, **sizes, rotary=rotary, scale=0.15))
+    exported = hw.export(model, tmp_path / "m.gguf", to="gguf", dtype=dtype, check=True)
+    assert exported.parity is not None
+    assert exported.parity.values > 100
+    assert exported.parity.max_difference < {"f16": 1e-2, "q8_0": 0.2}[dtype]
+    types = {tensor.name: tensor.tensor_type.name.lower() for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert types["blk.0.attn_k_b.weight"] == types["blk.0.attn_q_b.weight"] == dtype
+    assert types["blk.0.attn_kv_a_norm.weight"] == types["blk.0.attn_q_a_norm.weight"] == "f32"

@@ -13,7 +13,20 @@ from safetensors.torch import load_file, save_file
 
 import headwise as hw
 from headwise.weights import open_checkpoint
-from tests.parity.cases import LAYER_TYPES, NESTED, VOCAB, Case, bert, gpt2, gpt_neo, llama, modernbert, scaled_rope
+from tests.parity.cases import (
+    LAYER_TYPES,
+    NESTED,
+    VOCAB,
+    YARN_MSCALE,
+    Case,
+    bert,
+    deepseek,
+    gpt2,
+    gpt_neo,
+    llama,
+    modernbert,
+    scaled_rope,
+)
 
 ROPE = {"rope_type": "default", "rope_theta": 77.0}
 LLAMA: dict[str, Any] = {"rms_norm_eps": 1e-2, "rope_parameters": ROPE, "num_hidden_layers": 2}
@@ -70,6 +83,9 @@ SLOW_CASES = {
         "", "Gemma3ForCausalLM", **WIDE, head_dim=10, sliding_window=5, layer_types=LAYER_TYPES, rope_parameters=NESTED,
         query_pre_attn_scalar=7, final_logit_softcapping=4.0, rms_norm_eps=1e-2,
     ),
+    "deepseek_v2": deepseek(
+        "", rope_parameters=YARN_MSCALE, q_lora_rank=7, rms_norm_eps=1e-2, hidden_size=64, num_attention_heads=32
+    ),
     "modernbert": modernbert(
         "", "ModernBertForMaskedLM", norm_eps=1e-2, hidden_activation="relu", layer_types=LAYER_TYPES, rope_parameters=NESTED,
         classifier_activation="relu", num_attention_heads=6,
@@ -100,6 +116,8 @@ IGNORED_SETTINGS = {
         "mlp_dropout",
     ),
     *("sparse_pred_ignore_index", "sparse_prediction"),
+    # of experts, which a dense model does not have
+    *("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "output_router_logits", "routed_scaling_factor"),
 }
 IDS = torch.randint(VOCAB, (2, 23), generator=torch.Generator().manual_seed(3))
 
@@ -181,6 +199,25 @@ def test_load_missing_or_null_setting_equals_transformers(
     want = hf_logits(ALL_CASES[case], folder)
     if want is None:
         assert got is None, f"transformers refuses {key} {variant}"
+    else:
+        assert got is not None, f"transformers reads {key} {variant}"
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["left out", "null"])
+@pytest.mark.parametrize("key", [*YARN_MSCALE, "attention_factor"])
+def test_load_deepseek_missing_or_null_yarn_setting_equals_transformers(
+    key: str, variant: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = read_config(folders["deepseek_v2"])
+    rope = dict(config["rope_parameters"]) | {"attention_factor": 1.3}
+    rope.pop(key)
+    rope |= {key: None} if variant == "null" else {}
+    folder = write_checkpoint(folders["deepseek_v2"], config | {"rope_parameters": rope}, tmp_path)
+    got, want = load_logits(folder), hf_logits(ALL_CASES["deepseek_v2"], folder)
+    if want is None or (key == "rope_type" and variant == "left out"):
+        assert got is None or key == "rope_type"  # transformers then ignores the scaling
     else:
         assert got is not None, f"transformers reads {key} {variant}"
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

@@ -95,7 +95,9 @@ def _rotary_and_scale(config: Config, rotary_dims: int, head_dim: int) -> tuple[
     context = positive_int_setting(config, "max_position_embeddings", default=2048)
     scaling, mscale = read_scaling(config, rope, context), rope.get("mscale_all_dim")
     rotary = Rotary(theta=theta, layout="interleaved", dims=rotary_dims, scaling=scaling)
-    return rotary, scale_from_mscale(head_dim, scaling.factor, mscale) if scaling is not None and mscale else None
+    if scaling is None or not mscale:
+        return rotary, None
+    return rotary, scale_from_mscale(head_dim, required_setting(rope, "factor"), mscale)
 
 
 def scale_from_mscale(head_dim: int, factor: float, mscale: float) -> float | None:
