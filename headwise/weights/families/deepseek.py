@@ -113,7 +113,12 @@ def mscale_from_scale(attention: AttentionSpec) -> float | None:
         return 0.0
     if rotary is None or rotary.scaling is None or rotary.scaling.factor <= 1 or ratio <= 0:
         return None
-    return round((ratio**0.5 - 1) / (yarn_factor(rotary.scaling.factor, 1.0) - 1), 9)
+    factor = rotary.scaling.factor
+    exact = (ratio**0.5 - 1) / (yarn_factor(factor, 1.0) - 1)
+    for digits in (3, 6, 9):  # the shortest number that gives the same scale
+        if scale_from_mscale(attention.head_dim, factor, round(exact, digits)) == scale:
+            return round(exact, digits)
+    return exact
 
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
