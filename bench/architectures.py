@@ -159,7 +159,7 @@ def markdown_table(results: list[dict[str, Any]]) -> str:
     rows += [f"| {verdict} | {count} |" for verdict, count in count_verdicts(results).items()]
     prunable = [result for result in results if result["verdict"] == "right" and "prune" not in result["findings"]]
     layer_prunable = sum("prune layers" not in result["findings"] for result in prunable)
-    rows += [f"| right, and heads can be cut | {len(prunable)}, whole layers of {layer_prunable} |"]
+    rows += [f"| right, and heads can be pruned | {len(prunable)}, complete layers of {layer_prunable} |"]
     for verdict in ("right", "looking only", "wrong", "crash"):
         matching = sorted(result["name"] for result in results if result["verdict"] == verdict)
         if matching:
@@ -170,7 +170,34 @@ def markdown_table(results: list[dict[str, Any]]) -> str:
             refused.setdefault(refusal_category(result["reason"]), []).append(result["name"])
     rows += ["", "| refused because | architectures |", "|---|---|"]
     rows += [f"| {category} | {', '.join(sorted(names))} |" for category, names in sorted(refused.items())]
+    not_built: dict[str, list[str]] = {}
+    for result in results:
+        if result["verdict"] == "not built":
+            not_built.setdefault(build_failure_category(result["reason"]), []).append(result["name"])
+    rows += ["", "| not built because | architectures |", "|---|---|"]
+    rows += [f"| {category} | {', '.join(sorted(names))} |" for category, names in sorted(not_built.items())]
     return "\n".join(rows)
+
+
+def build_failure_category(message: str) -> str:
+    """Return the reason category of an architecture of which no tiny model was built and called."""
+    kinds = {
+        "library but it was not found": "a library is not installed (timm, natten, torchaudio, detectron2)",
+        "weights after shrinking": "the model stays too large with all rules for small sizes",
+        "takes more than": "building and calling it takes too long",
+        "the process ended": "building or calling it ended the process",
+        "what it reads is not known": "its inputs are not known",
+        "missing 1 required positional": "it needs inputs that are not made by rule",
+        "missing 2 required positional": "it needs inputs that are not made by rule",
+        "cannot be `None`": "it needs inputs that are not made by rule",
+        "You have to specify": "it needs inputs that are not made by rule",
+        "Exactly 1 of": "it needs inputs that are not made by rule",
+        "You must specify": "it needs inputs that are not made by rule",
+    }
+    return next(
+        (category for fragment, category in kinds.items() if fragment in message),
+        "its configuration or inputs do not fit together after the sizes were reduced by rule",
+    )
 
 
 def column_table(results: list[dict[str, Any]]) -> list[str]:

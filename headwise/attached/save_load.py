@@ -23,7 +23,7 @@ from headwise.attached.attach_support import copy_config
 from headwise.attached.discover import find_attention_modules
 from headwise.attached.head_slices import HEAD_COUNT_NAMES, KV_COUNT_NAMES, head_tensor_slices
 from headwise.attached.infer_spec import infer_spec
-from headwise.attached.layer import AttachedLayer, bias_of
+from headwise.attached.layer import AttachedLayer, bias_of, check_no_adapters
 from headwise.attached.masks import MaskConverter
 from headwise.attached.offload import copy_to_memory, is_offloaded
 from headwise.attached.per_head_packed_weights import PackedMatrix, is_packed
@@ -65,6 +65,8 @@ def save_attached(
         raise UnsupportedModelError(
             "model: plain transformers does not read weights quantized per head. Dequantize it first: hw.dequantize(model)."
         )
+    for name, module in model.named_modules():
+        check_no_adapters(module, name, "saved")  # names and values would be those of the projections without adapters
     if remote_code:
         check_remote_code(model, layers)  # before weights are copied or written
     from headwise.io.atomic_write import EXPORT_MARKER, atomic_folder

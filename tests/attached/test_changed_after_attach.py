@@ -64,6 +64,22 @@ def test_attached_adapter_added_later_raises() -> None:
             again.heads["1.1"].W_O  # pyright: ignore
 
 
+def test_save_model_with_adapters_raises_and_merged_model_loads(tmp_path: Path) -> None:
+    """Adapters of an MLP, too: their projections would be saved under names that no model reads."""
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(r=3, target_modules=["down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(BY_NAME["llama"].build(), options).eval()
+    attached, ids = hw.attach(adapted), torch.arange(3, 13)[None]
+    for save in (lambda: attached.save_pretrained(tmp_path / "a"), lambda: hw.export(attached, tmp_path / "b")):
+        with pytest.raises(hw.HeadwiseError, match=r"cannot be saved\. Merge them"):
+            save()
+    logits = attached(ids)
+    attached.detach()
+    merged = hw.attach(adapted.merge_and_unload())
+    merged.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(hw.load(tmp_path / "merged")(ids), logits, rtol=1e-4, atol=1e-4)
+
+
 def test_silenced_adapter_around_gated_output_raises() -> None:
     """z is edited at the input of W_O. An adapter around W_O would receive the unedited z."""
     peft = pytest.importorskip("peft")
