@@ -25,4 +25,4 @@ def empty_large(like: Tensor, *shape: int) -> Tensor:
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
     offset = -memory.ctypes.data % ALIGNMENT
     storage = torch.from_numpy(memory).untyped_storage()
-    return like.new_empty(0).set_(storage, offset // like.element_size(), shape)  # pyright: ignore[reportArgumentType]
+    return like.new_empty(0).set_(storage, offset // like.element_size(), shape)  # pyright: ignore[reportCallIssue]
