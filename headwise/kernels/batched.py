@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.kernels.empty_large import empty_large
 from headwise.kernels.rounding_tolerance import at_least_float32
 from headwise.kernels.score_params import ScoreParams, add_bias_and_mask, raw_scores, repeat_kv, softmax_weights
 from headwise.kernels.symbolic_sizes import full_range
 
 MAX_ENTRIES = 2**20  # larger maps are computed in blocks on a CPU, which stay in its cache until they are done
 BLOCK_ROWS = 64  # rows per block if a mask hides keys, which the block skips
-BLOCK_ENTRIES = 2**18  # approximate number of weights per block
+BLOCK_ENTRIES = 2**20  # approximate number of weights per block without a mask; a quarter of it with a mask
+ALIGNMENT = 64  # bytes; the last bit of a product can depend on the alignment of its inputs
 BlockIndex = tuple[slice, slice, slice]  # example, heads and rows
 
 
@@ -81,32 +81,33 @@ def attend_with_weights(
     (B, H, T, _), S = q.shape, k.shape[2]
     k, v = repeat_kv(k, params.kv_of_head), repeat_kv(v, params.kv_of_head)
     z = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)  # so that concatenating heads needs no copy
-    weights = empty_large(q, B, H, T, S) if keep_weights else None
-    for index, cols, block in _iter_weight_blocks(q, k, params):
+    weights = q.new_empty(B, H, T, S) if keep_weights else None
+    for index, cols, block in _iter_weight_blocks(q, k, params, weights):
         z[index] = block @ v[index[:2]][:, :, cols.start : cols.stop]
-        if weights is not None:
-            _write_weights(weights[index], cols, block)
     return z, weights
 
 
 def _weights_in_blocks(q: Tensor, k: Tensor, params: ScoreParams) -> Tensor:
     """Return the weights of all queries, (B, H, T, S), computed in blocks."""
-    weights = empty_large(q, *q.shape[:3], k.shape[2])
-    for index, cols, block in _iter_weight_blocks(q, k, params):
-        _write_weights(weights[index], cols, block)
+    weights = q.new_empty(*q.shape[:3], k.shape[2])
+    for _ in _iter_weight_blocks(q, k, params, weights):
+        pass
     return weights
 
 
-def _iter_weight_blocks(q: Tensor, k: Tensor, params: ScoreParams) -> Iterator[tuple[BlockIndex, range, Tensor]]:
-    """Yield the index, the keys and the weights, (1, h, R, C), of each block. k has a copy of each head's keys.
+def _iter_weight_blocks(
+    q: Tensor, k: Tensor, params: ScoreParams, out: Tensor | None
+) -> Iterator[tuple[BlockIndex, range, Tensor]]:
+    """Yield the index, the keys and the weights, (1, h, R, C), of each block, and write them to `out`, (B, H, T, S), or None.
 
-    The memory of a block is reused by the next.
+    k has a copy of each head's keys. The memory of a block may be reused by the next. A block is computed in `out` if its
+    memory there has the layout and alignment of the scratch memory, so `out` does not change the bits of its products.
     """
     (B, H, T, _), S = q.shape, k.shape[2]
     in_place = params.bias is None and params.softcap is None and params.sink is None
     in_place = in_place and not params.may_have_empty_rows(T, S)
     num_rows = min(T, BLOCK_ROWS if params.mask is not None else max(BLOCK_ROWS, BLOCK_ENTRIES // S))
-    num_heads = max(1, BLOCK_ENTRIES // (num_rows * S))
+    num_heads = max(1, BLOCK_ENTRIES // (num_rows * S * (1 if params.mask is None else 4)))
     head_groups = [slice(first, min(first + num_heads, H)) for first in range(0, H, num_heads)]
     params_by_group = [params.select_heads(heads, params.kv_of_head[heads]) for heads in head_groups]
     scratch = q.new_empty(min(num_heads, H) * num_rows * S if in_place else 0)
@@ -118,8 +119,21 @@ def _iter_weight_blocks(q: Tensor, k: Tensor, params: ScoreParams) -> Iterator[t
             cols = params.key_range(rows, T, S)
             for heads, group_params in zip(head_groups, params_by_group, strict=True):
                 inputs = (q[batch_slice, heads], k[batch_slice, heads], group_params, rows, cols, batch_slice)
-                block = _weight_block_in_place(scratch, *inputs) if in_place else _weight_block(*inputs)
+                target = None if out is None else out[batch_slice, heads, rows.start : rows.stop]  # (1, h, R, S)
+                if not in_place:
+                    block = _weight_block(*inputs)
+                elif target is not None and len(cols) == S and _has_layout_of(target, scratch):
+                    block = _weight_block_in_place(target.view(-1), *inputs)
+                else:
+                    block = _weight_block_in_place(scratch, *inputs)
+                if target is not None and block.data_ptr() != target.data_ptr():
+                    _write_weights(target, cols, block)
                 yield (batch_slice, heads, slice(rows.start, rows.stop)), cols, block
+
+
+def _has_layout_of(target: Tensor, scratch: Tensor) -> bool:
+    """Whether a block is contiguous and aligned like the scratch memory."""
+    return target.is_contiguous() and (target.data_ptr() - scratch.data_ptr()) % ALIGNMENT == 0
 
 
 def _weight_block_in_place(

@@ -43,11 +43,10 @@ def run_metric(metric: Metric, scores: torch.Tensor, norms: torch.Tensor | None 
     return accumulator
 
 
-@pytest.mark.parametrize("detail", ["full", "light"])
-def test_attention_to_tokens_uniform_head_matches_closed_form(detail: str) -> None:
+def test_attention_to_tokens_uniform_head_matches_closed_form() -> None:
     """Uniform causal attention: row i sees ⌊i/3⌋ marked tokens after the first one, out of i + 1."""
     norms = torch.arange(1.0, N + 1)
-    accumulator = run_metric(AttentionToTokens("third", every_third_token), torch.zeros(N, N), norms, detail=detail)
+    accumulator = run_metric(AttentionToTokens("third", every_third_token), torch.zeros(N, N), norms)
     rows = [i for i in range(N) if i >= 3]  # the first token is marked, but never a target
     expected = np.mean([(i // 3) / (i + 1) for i in rows])
     expected_value_weighted = np.mean([sum(j + 1 for j in range(3, i + 1, 3)) / sum(range(1, i + 2)) for i in rows])
@@ -57,14 +56,13 @@ def test_attention_to_tokens_uniform_head_matches_closed_form(detail: str) -> No
     assert accumulator.bucket_sums_and_counts("third")[1].sum() == len(rows)
 
 
-@pytest.mark.parametrize("detail", ["full", "light"])
-def test_attention_to_position_matches_closed_form(detail: str) -> None:
+def test_attention_to_position_matches_closed_form() -> None:
     """Score β two tokens back, 0 elsewhere: the weight is e^β / (e^β + i) in row i. The value-weighted score is proportional
     to norms."""
     beta, scores = 1.7, torch.zeros(N, N)
     scores[torch.arange(2, N), torch.arange(N - 2)] = beta
     norms = torch.arange(1.0, N + 1)
-    accumulator = run_metric(AttentionToPosition("two back", two_tokens_back), scores, norms, detail=detail)
+    accumulator = run_metric(AttentionToPosition("two back", two_tokens_back), scores, norms)
     rows = range(3, N)  # the target of row 2 would be the first token
     top = np.exp(beta)
     assert accumulator.mean("two back") == pytest.approx([np.mean([top / (top + i) for i in rows])])

@@ -133,7 +133,7 @@ def test_profile_tables_and_metadata_match_model(random_profile: Profile) -> Non
     assert random_profile.metadata == {
         "model": f"decoder of 2 layers with 4 heads, width {spec.width}, {spec.vocab} tokens",
         "texts": 60, "tokens": tokens, "documents": 60, "relations": "own", "layers": ["0", "1"], "control": None,
-        "seed": 0, "detail": "full", "row_stride": 1, "skipped": {}, "chosen_offsets": {},
+        "seed": 0, "row_stride": 1, "skipped": {}, "chosen_offsets": {},
         **dict.fromkeys(("corpus", "relations_corpus"), "the synthetic language (held-out, 60 documents, seed 0)"),
     }  # fmt: skip
     assert random_profile.family_size > 8

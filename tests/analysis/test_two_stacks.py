@@ -1,6 +1,5 @@
 """A profile of an encoder-decoder, which reads each text as source and as target."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from headwise.heads import Head
 from headwise.model import Transformer
 from headwise.text.annotated_document import Document
 from headwise.text.corpus import Corpus
-from tests.analysis.dense_reference import SumsAndCounts, assert_matches_dense, streaming_and_dense
+from tests.analysis.dense_reference import assert_matches_dense, streaming_and_dense
 from tests.analysis.test_profile_invariance import GROUPED, synthetic_model
 
 DOCUMENTS = [item for item in Corpus.synthetic("held-out", documents=16, seed=3).items() if isinstance(item, Document)]
@@ -46,12 +45,11 @@ def profiled_model() -> tuple[Transformer, Profile]:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("detail", ["full", "light"])
-def test_default_metrics_encoder_decoder_equal_dense_maps(side: str, detail: str) -> None:
+def test_default_metrics_encoder_decoder_equal_dense_maps(side: str) -> None:
     model = build_model()
     flags = token_class_flags(tokenizer_of(model), model.spec.vocab)
     samples = list(TokenizedCorpus.of(model, CORPUS_PARTS[0]))
-    accumulator, dense = streaming_and_dense(model, list(make_batches(samples, 400, side)), flags, detail=detail)
+    accumulator, dense = streaming_and_dense(model, list(make_batches(samples, 400, side)), flags)
     across = heads_of_stack(model)["cross"]
     positional = {
         metric_spec.name
@@ -62,15 +60,7 @@ def test_default_metrics_encoder_decoder_equal_dense_maps(side: str, detail: str
     for name in positional & dense.keys():  # distances between two texts are not defined
         sums, counts = dense[name]
         dense[name] = (np.where(across, 0, sums), np.where(across, 0, counts))
-    full_detail_only = (
-        "confidence",
-        "argmax",
-        "long range",
-        *(name for name in positional if name.startswith("distance ")),
-    )
-    assert_matches_dense(
-        accumulator, _filter_metrics(dense, lambda name: detail == "full" or not name.startswith(full_detail_only))
-    )
+    assert_matches_dense(accumulator, dense)
     assert np.isfinite(accumulator.mean("entropy")).all()
     for name in positional & accumulator.fields.keys():
         assert np.isnan(accumulator.mean(name)[across]).all()
@@ -166,7 +156,3 @@ def test_variability_encoder_decoder_equals_dense_maps() -> None:
     for name, value in values.items():
         p = recording[name].map().double()  # (B, T, S)
         assert value == pytest.approx(float((p - p.mean(0)).abs().sum() / (2 * p.sum())), abs=1e-5)
-
-
-def _filter_metrics(dense: SumsAndCounts, predicate: Callable[[str], bool]) -> SumsAndCounts:
-    return {name: totals for name, totals in dense.items() if predicate(name)}

@@ -34,7 +34,6 @@ from headwise.spec import Address
 from headwise.text.annotated_document import Document, Relation
 from headwise.text.annotated_documents import GAPExample
 from headwise.text.corpus import TextPair
-from tests.analysis.light_profile import light_profile
 from tests.contract.attached_models import ENCODER_DECODERS, TEXTS, batch, logits, sample_heads
 
 GOLD = [
@@ -96,7 +95,6 @@ ANALYSIS_FUNCTIONS: dict[str, ModelFunction] = {
     "profile": lambda model, name: _means(
         hw.profile(model, TEXTS, relations=GOLD, metrics=[RetrievalMetric()], causal=False)
     ),
-    "profile, light": lambda model, name: _means(light_profile(model, TEXTS, relations=False)),
     "profile, prompts": lambda model, name: _means(
         hw.profile(model, TEXTS, relations=False, prompts=True, causal=False)
     ),

@@ -53,7 +53,7 @@ ERROR_MESSAGES: dict[str, dict[str, str]] = {
     "prune_study": dict.fromkeys(NOT_PRUNABLE, "cannot be pruned"),
     "plan_streaming": dict.fromkeys((*ENCODERS, *ENCODER_DECODERS), "only in decoders"),
 }
-SLOW = ("profile, light", "importance, resample", "prune_study", "report")
+SLOW = ("importance, resample", "prune_study", "report")
 # All functions on one model of each kind, and one analysis and one pruning function on models attached in other ways.
 FULLY_TESTED = (*NATIVE, "gpt2", "llama", "mistral", "gpt_neox", "bert", "bart")
 FEW_FUNCTIONS = ("attention_maps", "prune")

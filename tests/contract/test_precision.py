@@ -25,13 +25,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 MODES = (*DTYPES, *(f"autocast {name}" for name in DTYPES))
 UNITS = 16
 JUMPING = {
-    "profile", "profile, light", "profile, prompts", "HeadHistory", "compare_heads", "linear_probe", "sensitivity",
+    "profile", "profile, prompts", "HeadHistory", "compare_heads", "linear_probe", "sensitivity",
     "coreference", "report", "prune_study", "curve", "plan_streaming", "allocate_bits", "generate, sampled", "describe",
     "find_circuit",
 }  # fmt: skip
 SLOW = {
     "profile",
-    "profile, light",
     "profile, prompts",
     "importance, resample",
     "report",

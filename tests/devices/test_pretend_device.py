@@ -16,7 +16,7 @@ from tests.devices.pretend_device import pretend_device
 MODELS = ("decoder", "encoder", "encoder-decoder", "llama", "gpt2", "bert")
 PAIR = ("decoder", "llama")
 CALLS = FUNCTIONS | PUBLIC_CALLS
-SLOW = EXPENSIVE | {"profile, light", "curve", "AttentionToPosition"}
+SLOW = EXPENSIVE | {"curve", "AttentionToPosition"}
 # Each call without float64, on alternating models; the selftest runs with float64.
 SAMPLE = {(PAIR[index % 2], call, False) for index, call in enumerate(CALLS) if call not in SLOW}
 # Calls that only an attached model or an encoder supports run on that.

@@ -61,12 +61,11 @@ class AttentionObserver(ABC):
     """Base class of objects that observe attention calls without computing a metric, for example to store examples.
 
     Attributes:
-        needs_full_detail: Whether the observer needs every attention weight. Such an observer is not called with
-            `detail="light"`.
+        follows_row_stride: Whether the observer gets only the blocks of rows that the row stride selects, not every block.
         supports_cross_attention: Whether the observer is called for cross-attention.
     """
 
-    needs_full_detail = False
+    follows_row_stride = False
     supports_cross_attention = True
 
     @abstractmethod

@@ -209,13 +209,10 @@ class Metric(BaseHeadMetric):
     Attributes:
         features: Token features that the metric needs.
         key_targets: Key targets that the metric needs.
-        needs_full_detail: Whether the metric needs every attention weight (`FullDetailRowStats`). Such a metric is not
-            computed with `detail="light"`.
     """
 
     features: tuple[TokenFeature, ...] = ()
     key_targets: tuple[KeyTarget, ...] = ()
-    needs_full_detail = False
 
     @property
     def supports_cross_attention(self) -> bool:
@@ -335,7 +332,7 @@ class AttentionToPosition(Metric):
         corpus_label: str = "",
     ) -> None:
         self.all_rows = all_rows
-        self.key_targets, self.needs_full_detail = (KeyTarget(name, positions, hits),), hits
+        self.key_targets = (KeyTarget(name, positions, hits),)
         label = label or (f"largest weight on {name}" if hits else f"weight on {name}")
         metric_spec = MetricSpec(
             name, label, high_means=high_means, hue=hue, positional=True, in_table=True, merge=merge,

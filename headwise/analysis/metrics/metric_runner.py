@@ -13,7 +13,6 @@ from torch import Tensor
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.attention_call import AttentionCallContext, AttentionObserver, BlockListener
 from headwise.analysis.metrics.batch_context import BatchContext, TokenFeatureColumns
-from headwise.analysis.metrics.fused_row_stats import fused_row_stats
 from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.metric import Metric, MetricSpec
 from headwise.analysis.metrics.row_blocks import iter_row_blocks, nan_output_gram
@@ -32,11 +31,7 @@ class MetricRunner:
     Args:
         accumulator: Destination of the sums and counts.
         metrics: Metrics to compute.
-        row_stride: With `detail="full"`, read one block of rows out of `row_stride`.
-        detail: `full` computes every attention weight of the rows it reads. `light` computes statistics of all rows with the
-            fused kernel, without attention maps; metrics and observers with `needs_full_detail` (confidence, argmax, far
-            distances, long range, top contexts) are left out. Block metrics that do not need full detail get every block in
-            both modes.
+        row_stride: Row statistics read one block of rows out of `row_stride`. Block metrics get every block.
         observers: Objects that see the same calls and blocks and add nothing to the accumulator.
         layers: Layers to measure; the accumulator has the heads of these only. None measures all that the inputs reach.
     """
@@ -46,14 +41,11 @@ class MetricRunner:
         accumulator: Accumulator,
         metrics: Iterable[Metric] = (),
         row_stride: int = 1,
-        detail: str = "full",
         observers: Iterable[AttentionObserver] = (),
         layers: Container[LayerAddress] | None = None,
     ) -> None:
-        self.accumulator, self.row_stride, self.full_detail = accumulator, row_stride, detail == "full"
-        self.layers = layers
-        self.observers = [observer for observer in observers if self.full_detail or not observer.needs_full_detail]
-        self.metrics = [metric for metric in metrics if self.full_detail or not metric.needs_full_detail]
+        self.accumulator, self.row_stride, self.layers = accumulator, row_stride, layers
+        self.observers, self.metrics = list(observers), list(metrics)
         self.layout = TokenFeatureColumns.of(self.metrics)
         self._grams: dict[HookPoint, tuple[tuple[int, int], Tensor]] = {}
         self._unknown_grams: dict[HookPoint, tuple[Tensor, bool]] = {}  # gram, and whether it contains NaN
@@ -90,17 +82,17 @@ class MetricRunner:
         is_cross = call.is_cross_attention
         observers = [observer for observer in self.observers if observer.supports_cross_attention or not is_cross]
         metrics = [metric for metric in self.metrics if metric.supports_cross_attention or not is_cross]
-        block_listeners = [(observer.needs_full_detail, observer.on_call(call)) for observer in observers]
+        block_listeners = [(observer.follows_row_stride, observer.on_call(call)) for observer in observers]
         accumulators = [(metric, metric.make_accumulator(call)) for metric in metrics]
         row_metrics = [metric for metric, block_accumulator in accumulators if block_accumulator is None]
         block_listeners += [
-            (metric.needs_full_detail, block_accumulator.add_block)
+            (False, block_accumulator.add_block)
             for metric, block_accumulator in accumulators
             if block_accumulator is not None
         ]
-        all_blocks = self.full_detail and self.row_stride == 1  # the row statistics pass visits every block
+        all_blocks = self.row_stride == 1  # the row statistics pass visits every block
         shared_listeners, own_listeners = (
-            [listener for full, listener in block_listeners if listener and (all_blocks or full) == is_shared]
+            [listener for strided, listener in block_listeners if listener and (all_blocks or strided) == is_shared]
             for is_shared in (True, False)
         )
         if row_metrics:
@@ -127,7 +119,7 @@ class MetricRunner:
         self, metrics: Sequence[Metric], call: AttentionCallContext, listeners: Sequence[BlockListener]
     ) -> None:
         """Compute the row statistics of a call once and pass them to all metrics."""
-        rows = blockwise_row_stats(call, self.row_stride, listeners) if self.full_detail else fused_row_stats(call)
+        rows = blockwise_row_stats(call, self.row_stride, listeners)
         for metric in metrics:
             self._add(metric, call, metric.compute(rows))
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from headwise.analysis.metrics.batch_context import ALL, FIRST, WINDOW
 from headwise.analysis.metrics.metric import Metric, MetricSpec, RoleTarget
-from headwise.analysis.metrics.row_stats import DISTANCE_EDGES, FullDetailRowStats, RowStats
+from headwise.analysis.metrics.row_stats import DISTANCE_EDGES, RowStats
 
 OFFSETS = tuple(range(WINDOW - 1, -WINDOW, -1))  # farthest back first, in the order of the diagonals
 _LOCAL_COLUMNS = [OFFSETS.index(offset) for offset in (3, 2, 1, -1, -2, -3)]
@@ -89,7 +89,6 @@ class ArgmaxOffsetMetric(Metric):
     """Fraction of rows with the largest weight at each offset. Ties are divided equally."""
 
     metric_specs = ARGMAX_SPECS
-    needs_full_detail = True
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
         """Compute the hits at each offset."""
@@ -103,11 +102,9 @@ class DistanceBinMetric(Metric):
     """Weight in distance bins outside the window, by powers of two, over the rows that have tokens that far away."""
 
     metric_specs = DISTANCE_SPECS
-    needs_full_detail = True
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
         """Compute the sums of each bin, (B, H, bins), and the number of rows, (B, 1, bins)."""
-        assert isinstance(rows, FullDetailRowStats)
         far = rows.far_bins
         remainder = rows.feature_sum(ALL) - rows.near.sum(-1) - far.sum(-1)  # (B, H, n)
         has_remainder = rows.remainder_bin >= 0
@@ -123,11 +120,9 @@ class LongRangeMetric(Metric):
     """Weight outside the window, without the first token and repeated tokens."""
 
     metric_specs = LONG_RANGE_SPECS
-    needs_full_detail = True
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
         """Compute the weight, the baseline and the value-weighted score, (B, H, 3)."""
-        assert isinstance(rows, FullDetailRowStats)
         back, ahead = _count_tokens_before_after(rows)
         norms, first = rows.value_output_norms, rows.batch_context.batch.first_token_positions
         far_first = ((back >= WINDOW) & rows.counted).to(norms)[

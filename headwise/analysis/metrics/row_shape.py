@@ -5,7 +5,7 @@ from torch import Tensor
 
 from headwise.analysis.metrics.batch_context import ALL, FIRST, POSITION
 from headwise.analysis.metrics.metric import Metric, MetricSpec
-from headwise.analysis.metrics.row_stats import FullDetailRowStats, RowStats
+from headwise.analysis.metrics.row_stats import RowStats
 from headwise.heads.per_head_output import output_norms
 
 ENTROPY = MetricSpec("entropy", "entropy of a row", "nats", "attends evenly to more tokens", 215)
@@ -67,11 +67,9 @@ class ConfidenceMetric(Metric):
     """Largest weight of a row. Special tokens are excluded both as queries and as keys."""
 
     metric_specs = (CONFIDENCE,)
-    needs_full_detail = True
 
     def compute(self, rows: RowStats) -> tuple[Tensor, Tensor]:
         """Compute the largest weight, (B, H, 1)."""
-        assert isinstance(rows, FullDetailRowStats)
         ordinary = rows.counted & rows.batch_context.non_special_mask[:, rows.positions]  # (B, n)
         # (B, H, n): rows that see an ordinary token
         counts = (ordinary[:, None] & (rows.max_non_special > 0)).to(rows.max_non_special)

@@ -17,7 +17,6 @@ from headwise.analysis.metrics.row_blocks import (
     iter_row_blocks,
     visible_blocks,
 )
-from headwise.errors import HeadwiseError
 from headwise.heads.hook_point import AttentionCall
 from headwise.kernels.score_params import ScoreParams
 
@@ -50,6 +49,14 @@ class RowStats:
         near: e at each offset of the window, farthest back first, (B, H, n, o).
         distance_ahead: Σ e · (j − i) over the later keys, (B, H, n), or None if rows see none.
         target_weights: e at each key target, (B, H, n).
+        max_non_special: Largest e at a key that is not a special token, (B, H, n).
+        far_bins: Σ e in distance bins outside the window, by powers of two, (B, H, n, bins).
+        remainder_bin: Bin of the weight that is in no other bin and not in the window, (n,). -1 if there is none.
+        repeat_counts: Number of keys outside the window that repeat the token of the query or follow such a key, (B, 1, n).
+        repeat_weights: e on these keys, and e times the norm of their value outputs, (2, B, H, n).
+        max_ties: Number of keys with the largest e, (B, H, n). None if no metric needs hits.
+        value_weighted_max: Largest e times norm of the value output, and number of keys with it, (2, B, H, n). None if no
+            metric needs hits.
     """
 
     NORM: ClassVar[str] = NORM
@@ -72,6 +79,13 @@ class RowStats:
     near: Tensor
     distance_ahead: Tensor | None
     target_weights: dict[str, Tensor]
+    max_non_special: Tensor
+    far_bins: Tensor
+    remainder_bin: Tensor
+    repeat_counts: Tensor
+    repeat_weights: Tensor
+    max_ties: Tensor | None
+    value_weighted_max: Tensor | None
 
     def normalize(self, summed: Tensor) -> Tensor:
         """Divide sums of e by the row total, (B, H, n, …). The result is 0 for padding and rows without visible keys."""
@@ -104,11 +118,18 @@ class RowStats:
 
     @cached_property
     def target_hits(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """For each key target, whether it has the largest weight and the largest value-weighted weight, (B, H, n) each."""
-        raise HeadwiseError(
-            'target_hits: needs every attention weight, which detail="light" does not compute. Use detail="full", or set '
-            'needs_full_detail = True in the metric, so that detail="light" skips this metric.'
-        )
+        """For each key target, whether it has the largest weight and the largest value-weighted weight, (B, H, n) each.
+        Ties are divided equally."""
+        assert self.max_ties is not None
+        assert self.value_weighted_max is not None
+        max_weighted, tied = self.value_weighted_max
+        return {
+            name: (
+                e.floor() / self.max_ties.clamp(min=1),
+                (e * self._value_norms_at(name) >= max_weighted) * (max_weighted > 0) / tied.clamp(min=1),
+            )
+            for name, e in self.target_weights.items()
+        }
 
     @cached_property
     def inverse_value_weighted_total(self) -> Tensor:
@@ -128,48 +149,9 @@ class RowStats:
         return self.value_output_norms.gather(-1, target.expand(-1, self.value_output_norms.shape[1], -1))
 
 
-@dataclass(frozen=True, eq=False)
-class FullDetailRowStats(RowStats):
-    """Row statistics that also include those which need every attention weight.
-
-    Attributes:
-        max_non_special: Largest e at a key that is not a special token, (B, H, n).
-        far_bins: Σ e in distance bins outside the window, by powers of two, (B, H, n, bins).
-        remainder_bin: Bin of the weight that is in no other bin and not in the window, (n,). -1 if there is none.
-        repeat_counts: Number of keys outside the window that repeat the token of the query or follow such a key, (B, 1, n).
-        repeat_weights: e on these keys, and e times the norm of their value outputs, (2, B, H, n).
-        max_ties: Number of keys with the largest e, (B, H, n). None if no metric needs hits.
-        value_weighted_max: Largest e times norm of the value output, and number of keys with it, (2, B, H, n). None if no
-            metric needs hits.
-    """
-
-    max_non_special: Tensor
-    far_bins: Tensor
-    remainder_bin: Tensor
-    repeat_counts: Tensor
-    repeat_weights: Tensor
-    max_ties: Tensor | None
-    value_weighted_max: Tensor | None
-
-    @cached_property
-    def target_hits(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """For each key target, whether it has the largest weight and the largest value-weighted weight, (B, H, n) each.
-        Ties are divided equally."""
-        assert self.max_ties is not None
-        assert self.value_weighted_max is not None
-        max_weighted, tied = self.value_weighted_max
-        return {
-            name: (
-                e.floor() / self.max_ties.clamp(min=1),
-                (e * self._value_norms_at(name) >= max_weighted) * (max_weighted > 0) / tied.clamp(min=1),
-            )
-            for name, e in self.target_weights.items()
-        }
-
-
 def blockwise_row_stats(
     call: AttentionCallContext, row_stride: int = 1, listeners: Sequence[BlockListener] = ()
-) -> FullDetailRowStats:
+) -> RowStats:
     """Compute the statistics of a call block by block.
 
     Args:
@@ -225,7 +207,7 @@ def blockwise_row_stats(
             _add_max_value_weighted(block, norms, value_weighted_max[:, :, heads, slot])
         for listener in listeners:
             listener(block)
-    return FullDetailRowStats(
+    return RowStats(
         attention_call, batch_context, call.output_gram, norms, **visibility, sees_future_keys=ahead, total=total,
         energy=energy,
         feature_sums=features, square=square.square_(), near=near, distance_ahead=beyond, target_weights=target_weights,

@@ -46,7 +46,7 @@ class TopContexts(AttentionObserver):
     """Collect the rows with the largest weights of every head. Rows that attend to the first token or to themselves are
     left out."""
 
-    needs_full_detail = True
+    follows_row_stride = True
 
     def __init__(self, heads: int, contexts_per_head: int = CONTEXTS_PER_HEAD) -> None:
         self.weights = np.zeros((heads, contexts_per_head))

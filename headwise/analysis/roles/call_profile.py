@@ -67,7 +67,7 @@ def collect_calls(
     hook_points, spec = model.gathered_hook_points(), model.spec
     addresses = tuple(address for hook_point in hook_points for address in hook_point.head_addresses)
     accumulator, top_contexts = Accumulator(len(addresses)), TopContexts(len(addresses))
-    runner = MetricRunner(accumulator, metrics, options.row_stride, options.detail, observers=[top_contexts])
+    runner = MetricRunner(accumulator, metrics, options.row_stride, observers=[top_contexts])
     examples = tokens = 0
     for index, call in enumerate(calls):
         options.progress("calls", index, len(calls))
@@ -79,7 +79,7 @@ def collect_calls(
     options.progress("calls", len(calls), len(calls))
     metadata = {
         "texts": examples, "tokens": tokens, "documents": 0, "relations": "", "control": None, "seed": options.seed,
-        "layers": [str(hook_point.address) for hook_point in hook_points], "detail": options.detail,
+        "layers": [str(hook_point.address) for hook_point in hook_points],
         "row_stride": options.row_stride, "corpus": f"{len(calls)} calls", "relations_corpus": "",
         "model": f"torch module, {len(hook_points)} attention layers with up to {spec.attention.heads} heads, width "
         f"{spec.width}",

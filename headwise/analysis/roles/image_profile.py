@@ -87,7 +87,7 @@ def collect_images(
     options.progress("pictures", count, count)
     metadata = {
         "texts": count, "tokens": count * len(grid), "documents": 0, "relations": "", "control": options.control,
-        "seed": options.seed, "layers": [str(hook_point.address) for hook_point in hook_points], "detail": options.detail,
+        "seed": options.seed, "layers": [str(hook_point.address) for hook_point in hook_points],
         "row_stride": options.row_stride, "corpus": "the pictures given", "relations_corpus": "",
         "image_grid": [grid.rows, grid.columns],
         "model": f"reader of pictures, {spec.layers} layers with {spec.attention.heads} heads, width {spec.width}, "

@@ -120,7 +120,7 @@ def check_mergeable(first: ProfileSums, second: ProfileSums) -> None:
             f"other: profiles with different heads cannot be merged. Got {len(first.addresses)} and "
             f"{len(second.addresses)} heads. Use profile.diff(other) to compare them."
         )
-    for key in ("control", "seed", "detail", "row_stride"):
+    for key in ("control", "seed", "row_stride"):
         if first.metadata[key] != second.metadata[key]:
             raise ArgumentError(
                 f"other: profiles with different {key} cannot be merged. Got {first.metadata[key]!r} and "

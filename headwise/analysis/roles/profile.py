@@ -136,7 +136,7 @@ def profile(
         torch.no_grad(),
         open_process_group(model.device, single_process=model.is_sharded) as process_group,
     ):
-        selection = select_metrics(model, metrics, options.detail, seed)
+        selection = select_metrics(model, metrics, seed)
         check_roles(roles, selection.metric_specs.values())
         sums, samples = collect(model, corpus, selection, options, process_group)
         scores = score(sums.accumulator, sums.relation_metric, (*DEFAULT_ROLES, *roles))

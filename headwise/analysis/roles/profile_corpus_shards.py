@@ -178,7 +178,7 @@ def _prepare_shards(
 ) -> list[CorpusRange]:
     """Return the shards of a folder: the existing ones if the settings are equal, or new ones."""
     settings = {
-        **asdict(options), "detail": "full", "model": model, "corpus": corpus.fingerprint,
+        **asdict(options), "model": model, "corpus": corpus.fingerprint,
         "shard_characters": characters, **final_options,
         "relations": relations if relations in (None, False) else Corpus.of(relations).fingerprint,
     }  # fmt: skip

@@ -67,7 +67,6 @@ class CollectOptions:
         max_length: Plain text is split into chunks of this many tokens.
         batch_tokens: Maximum number of tokens per batch.
         row_stride: One of every `row_stride` blocks of 64 query rows is measured.
-        detail: `full` computes all attention weights. `light` uses only the statistics of the fused kernel.
         keep_texts: Store the texts that the causal test needs.
         seed: Seed of repeated tokens, shuffling and tasks.
         layers: Layers to measure. None measures all.
@@ -79,18 +78,14 @@ class CollectOptions:
     max_length: int | None = None
     batch_tokens: int = 2048
     row_stride: int = 1
-    detail: str = "full"
     keep_texts: bool = False
     seed: int = 0
     layers: frozenset[LayerAddress] | None = None
     progress: Progress = ignore_progress
 
     def __post_init__(self) -> None:
-        if self.detail not in ("full", "light") or self.row_stride < 1:
-            raise ArgumentError(
-                f"detail, row_stride: detail must be 'full' or 'light', and row_stride at least 1. "
-                f"Got detail={self.detail!r}, row_stride={self.row_stride}."
-            )
+        if self.row_stride < 1:
+            raise ArgumentError(f"row_stride: must be at least 1. Got {self.row_stride}. Use 1 to measure every row.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,16 +105,12 @@ class MetricSelection:
     metric_specs: dict[str, MetricSpec]
 
 
-def select_metrics(
-    model: ModelProtocol, metrics: Sequence[Metric | TaskMetric] = (), detail: str = "full", seed: int = 0
-) -> MetricSelection:
+def select_metrics(model: ModelProtocol, metrics: Sequence[Metric | TaskMetric] = (), seed: int = 0) -> MetricSelection:
     """Return the default metrics and the additional ones."""
     defaults = default_metrics(token_class_flags(tokenizer_of(model), model.spec.vocab))
     tasks = [metric for metric in metrics if isinstance(metric, TaskMetric)]
     given_metrics = [metric for metric in metrics if not isinstance(metric, TaskMetric)]
-    corpus_metrics = [
-        metric for metric in (*defaults, *given_metrics) if detail == "full" or not metric.needs_full_detail
-    ]
+    corpus_metrics = [*defaults, *given_metrics]
     induction = InductionMetric(make_repeated_sequences(model, NUM_REPEATED_SEQUENCES, REPEATED_LENGTH, seed))
     metric_specs = metric_specs_by_name([*corpus_metrics, *tasks, induction, VariabilityMetric()])
     return MetricSelection(tuple(corpus_metrics), induction, tuple(tasks), metric_specs)
@@ -204,7 +195,7 @@ def collect(
             text_listeners += document_listeners
     read_batches = partial(_iterate_local_batches, model.device, options, process_group)
     observers = (sampler, top_contexts)
-    runner = MetricRunner(accumulator, text_metrics, options.row_stride, options.detail, observers, options.layers)
+    runner = MetricRunner(accumulator, text_metrics, options.row_stride, observers, options.layers)
     is_shuffled = options.control == "shuffled"
     text_samples = (_shuffle_tokens(sample, options.seed) for sample in texts) if is_shuffled else texts
     runner.run(model, read_batches(text_samples, text_listeners, texts.count_if_small(), "texts"))
@@ -226,7 +217,7 @@ def collect(
     metadata = {
         "texts": texts.num_samples, "tokens": texts.num_tokens,
         "layers": [str(hook_point.address) for hook_point in hook_points],
-        "model": _describe_model(model), "control": options.control, "seed": options.seed, "detail": options.detail,
+        "model": _describe_model(model), "control": options.control, "seed": options.seed,
         "row_stride": options.row_stride, "corpus": corpus_display_name(texts.corpus),
         "relations_corpus": "" if relation_corpus is None else corpus_display_name(relation_corpus.corpus),
         "documents": samples.num_documents,
