@@ -82,6 +82,20 @@ class LayerCache(ABC):
             request: Mask, bias and layer of the call.
         """
 
+    def attend_one(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> Tensor:
+        """Append one new token and attend to all visible keys, as `attend` does, without inputs for listeners.
+
+        Args:
+            q: (B, H, 1, d), after positions.
+            k: (B, K, 1, d), after positions.
+            v: (B, K, 1, e).
+            request: Request of the layer from `MultiHeadAttention.single_query_request`, with a kernel.
+
+        Returns:
+            z, (B, H, 1, e).
+        """
+        return self.attend(q, k, v, request).z
+
     @abstractmethod
     def snapshot(self) -> CacheState:
         """Return the contents before a step, for `restore` if the step fails."""
@@ -155,6 +169,10 @@ class SharedKVCache(LayerCache):
             )
         return attend_to(q, *self.append(k, v), request)
 
+    def attend_one(self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> Tensor:
+        assert request.kernel is not None
+        return request.kernel(q, *self.append(k, v))
+
     def reorder(self, rows: Tensor) -> None:
         if self._k is not None and self._v is not None:
             self._k, self._v = self._k.index_select(0, rows), self._v.index_select(0, rows)
@@ -189,10 +207,11 @@ class SharedKVCache(LayerCache):
     def _write(self, k: Tensor, v: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """Write new tokens after the stored ones and return all of them."""
         stored_k, stored_v = self._reserve(k, v, capacity)
-        start, self.length = self.length, self.length + k.shape[2]
-        stored_k.narrow(2, start, k.shape[2]).copy_(k.detach() if k.requires_grad else k)
-        stored_v.narrow(2, start, v.shape[2]).copy_(v.detach() if v.requires_grad else v)
-        return stored_k.narrow(2, 0, self.length), stored_v.narrow(2, 0, self.length)
+        start, T = self.length, k.shape[2]
+        self.length = length = start + T
+        stored_k.narrow(2, start, T).copy_(k.detach() if k.requires_grad else k)
+        stored_v.narrow(2, start, T).copy_(v.detach() if v.requires_grad else v)
+        return stored_k.narrow(2, 0, length), stored_v.narrow(2, 0, length)
 
 
 class DynamicCache(SharedKVCache):
@@ -286,5 +305,5 @@ class CrossAttentionCache(SharedKVCache):
 def attend_to(q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest) -> AttendResult:
     """Run the kernel of the layer over all these keys and values."""
     layer = request.required_layer
-    params = layer.score_params(q, k, v, request) if request.params is None else request.params
+    params = layer.score_params(q, k, v, request)
     return AttendResult(run_kernel(q, k, v, params, layer.backend), lambda: (k, v, params))

@@ -36,6 +36,7 @@ from headwise.kernels import (
     make_score_params,
     window,
 )
+from headwise.kernels.fused import bind_single_query
 from headwise.kernels.masks import and_masks
 from headwise.spec import AttentionSpec, LayerAddress
 
@@ -462,8 +463,21 @@ class MultiHeadAttention(nn.Module):
         if self.partition is not None or not spec.uses_default_score_params or spec.dropout:
             return None
         params = default_score_params(spec.head_dim, spec.scale, spec.kv_of_head, None, spec.softcap)
+        is_fused = self.backend in ("auto", "fused")
+        kernel = bind_single_query(params, len(spec.kv_head_ids), spec.head_dim, spec.value_dim) if is_fused else None
         policies = spec.cache_policies if spec.cache else ()
-        return ScoreRequest(CausalMask(), policies=policies, layer=self, params=params)
+        return ScoreRequest(CausalMask(), policies=policies, layer=self, kernel=kernel)
+
+    def attend_one(
+        self, q: Tensor, k: Tensor, v: Tensor, request: ScoreRequest, gate: Tensor | None, cache: LayerCache
+    ) -> Tensor:
+        """Run `attend_projected` for one new token, with the request of `single_query_request` and without hooks."""
+        if request.kernel is None or request.policies:
+            return self.attend_projected(q, k, v, request, gate, cache)
+        z = cache.attend_one(q, k, v, request)
+        return (
+            z if gate is None and self.gate is None and not self.head_dropout.max_rate else self._apply_gates(z, gate)
+        )
 
     def _bind(self, request: ScoreRequest) -> ScoreRequest:
         """Return a request for this layer. It shares the memo of the given one."""

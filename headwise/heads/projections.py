@@ -164,27 +164,28 @@ class QKVProjection(nn.Module):
         return bind_quantized_linear(tuner, (q, k, v), rows, bias)
 
     def split_and_rotate(self, product: Tensor, rotary_table: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the product of all projections, (B, T, rows): q (B, H, T, d), k (B, K, T, d), v (B, K, T, e)."""
-        if rotary_table is not None:
-            return self._rotate_qk(product, rotary_table)
-        pieces = product.split([self._rows(projection) for projection in "qkv"], -1)
-        return tuple(map(self._split_heads, pieces, "qkv"))  # pyright: ignore[reportReturnType]
+        """Split the product of one token, (B, rows): q (B, H, 1, d), k (B, K, 1, d), v (B, K, 1, e), and rotate q and k."""
+        (H, d), (K, e), B = self.sizes["q"], self.sizes["v"], product.shape[0]
+        rotated_rows = (H + K) * d
+        qk = product.narrow(1, 0, rotated_rows).view(B, H + K, 1, d)
+        rotated = qk if rotary_table is None else rotary_table.rotate(qk)
+        v = product.narrow(1, rotated_rows, K * e).view(B, K, 1, e)
+        return rotated.narrow(1, 0, H), rotated.narrow(1, H, K), v
 
     def _split_heads(self, product: Tensor, projection: str) -> Tensor:
         return product.reshape(*product.shape[:2], *self.sizes[projection]).transpose(1, 2)
 
     def _rotate_qk(self, product: Tensor, rotary_table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
         """Rotate q and k as the heads of one tensor: (B, T, rows) → (B, H, T, d) (B, K, T, d) (B, K, T, e)."""
-        (H, d), (K, e) = self.sizes["q"], self.sizes["v"]
-        B, T, _ = product.shape
+        (H, d), (K, _), rows = self.sizes["q"], self.sizes["k"], self._rows("v")
         rotated_rows = (H + K) * d
-        qk, v = product.narrow(-1, 0, rotated_rows), product.narrow(-1, rotated_rows, K * e)
-        if T == 1:  # the axes of heads and tokens can be exchanged without a transposed view
-            qk, v = qk.view(B, H + K, 1, d), v.view(B, K, 1, e)
-        else:
-            qk, v = qk.view(B, T, H + K, d).transpose(1, 2), v.reshape(B, T, K, e).transpose(1, 2)
+        qk = product.narrow(-1, 0, rotated_rows).view(*product.shape[:2], H + K, d).transpose(1, 2)
         rotated = rotary_table.rotate(qk)  # narrow and view have less Python overhead than split
-        return rotated.narrow(1, 0, H), rotated.narrow(1, H, K), v
+        return (
+            rotated.narrow(1, 0, H),
+            rotated.narrow(1, H, K),
+            self._split_heads(product.narrow(-1, rotated_rows, rows), "v"),
+        )
 
     def _project_slices(self, x: Tensor, projection: str) -> Tensor:
         """Project the slice of the residual stream that belongs to each head, as a grouped 1×1 convolution."""

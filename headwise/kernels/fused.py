@@ -4,7 +4,8 @@ A sink becomes an additional key with an additional channel. If d and e differ, 
 without a flag in the flash kernel is passed in blocks of rows, so that the mask never needs n² memory.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,24 @@ def fused(q: Tensor, k: Tensor, v: Tensor, params: ScoreParams) -> Tensor:
     if torch.compiler.is_exporting():  # sizes may be symbolic, so the number of blocks is unknown
         return _masked_rows(q, k, v, params, full_range(T), full_range(S), T, S)
     return run_blocks(_masked_rows, q, k, v, params, HeadRowBlockShape(rows_per_block(params, T, S), q.shape[1]))
+
+
+def bind_single_query(
+    params: ScoreParams, K: int, head_dim: int, value_dim: int
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Return `fused` for a single query that sees all keys, or None if the inputs of torch's kernel must be rewritten.
+
+    Args:
+        params: Score params without mask, bias and dropout.
+        K: Number of KV heads.
+        head_dim: Channels of queries and keys.
+        value_dim: Channels of values.
+    """
+    H = len(params.kv_of_head)
+    needs_rewrite = params.sink is not None or params.softcap is not None or head_dim != value_dim or not H
+    if needs_rewrite or not _has_even_groups(params.kv_of_head, K):
+        return None
+    return partial(F.scaled_dot_product_attention, scale=params.scale, enable_gqa=K != H)
 
 
 def rows_per_block(params: ScoreParams, T: int, S: int) -> int:

@@ -118,7 +118,7 @@ class ScoreRequest:
         num_keys: Number of keys if k and v contain only the new tokens. None means the number of keys in k.
         layer: The layer that attends. None in a request that several layers share.
         has_listeners: True if a listener will read the keys and values of this call.
-        params: Score params of the call, if they are known already. The layer must be set.
+        kernel: Kernel with the score params of a single query that sees all keys, if they do not depend on the call.
         memo: Values derived from this request. The layers of a model share it for one step.
     """
 
@@ -129,7 +129,7 @@ class ScoreRequest:
     num_keys: int | None = None
     layer: ScoringLayerProtocol | None = None
     has_listeners: bool = False
-    params: ScoreParams | None = None
+    kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -7,6 +7,7 @@ edits of hook points work as in every other call. Other steps run the modules: s
 gradients, traced or compiled steps, other dtypes and devices, and models split over processes.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -83,14 +84,16 @@ class DecodeForward:
             for buffer in module.buffers(recurse=False)
         ]
         self._versions = [buffer._version for buffer in self._quantized]
+        self._backends = [block.attention.backend for block in blocks]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._dropouts = [block.dropout for block in blocks if block.dropout.p > 0]
 
     def is_current(self) -> bool:
-        """Return False if a module or a tensor was replaced, or quantized weights were changed in place."""
+        """Return False if a module, a tensor or a backend was replaced, or quantized weights were changed in place."""
         return (
             all(members.get(name) is member for members, name, member in self._members)
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and [block.attention.backend for block in self.blocks] == self._backends
             and [buffer._version for buffer in self._quantized] == self._versions
         )
 
@@ -141,9 +144,11 @@ class _BlockForward:
         table = context.rotary_tables[self.position_kind]
         if self.qkv_product is None or cache is NO_CACHE:
             return attention.compute_z(normed[:, None], request=request, positions=table, gate=gate, cache=cache)
-        q, k, v = self.qkv.split_and_rotate(self.qkv_product(normed)[:, None], table)
+        q, k, v = self.qkv.split_and_rotate(self.qkv_product(normed), table)
         if table is not None and table.query_factor is not None:
             q = table.scale_queries(q)
+        if request is self.plain_request:
+            return attention.attend_one(q, k, v, request, gate, cache)
         return attention.attend_projected(q, k, v, request, gate, cache)
 
 
@@ -164,13 +169,18 @@ def _is_plain_attention(attention: MultiHeadAttention) -> bool:
 
 
 def _bind_norm(norm: nn.Module) -> RowFunction:
-    if type(norm) is nn.RMSNorm:
-        return partial(_rms_norm, norm.normalized_shape, norm.weight, norm.eps)
-    return norm
+    """Return a norm as a function: (B, D) → (B, D)."""
+    if type(norm) is not nn.RMSNorm or norm.weight is None or norm.weight.dtype != torch.float32:
+        return norm
+    eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+    width, zero = norm.weight.numel(), torch.zeros((), dtype=torch.float32, device="cpu")
+    return partial(_rms_norm, norm.weight, math.sqrt(width), torch.full_like(zero, math.sqrt(width * eps)), zero)
 
 
-def _rms_norm(shape: tuple[int, ...], weight: Tensor, eps: float | None, x: Tensor) -> Tensor:
-    return torch.rms_norm(x, shape, weight, eps)
+def _rms_norm(weight: Tensor, root_width: float, offset: Tensor, zero: Tensor, x: Tensor) -> Tensor:
+    """Compute x · √D / √(‖x‖² + D · eps) · weight in four operations, half of those of `torch.rms_norm` on a CPU."""
+    length = torch.linalg.vector_norm(x, 2, -1, True)  # (B, 1)
+    return torch.addcdiv(zero, x, torch.hypot(length, offset), value=root_width).mul_(weight)
 
 
 def _bind_mlp(mlp: nn.Module, tuner: MatmulTuner, rows: int) -> RowFunction:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.kernels import BACKENDS
 from headwise.kernels.matmul_tuner import AUTOTUNED, MatmulTuner
 from headwise.model.decode_forward import DecodeForward
 
@@ -158,6 +159,16 @@ def test_decode_step_after_change_uses_new_weights(change: object) -> None:
     after = decode(model)
     assert_close(after, model(IDS))
     assert not torch.equal(after, before)
+
+
+@torch.no_grad()
+def test_decode_step_other_backend_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = make_model(), []
+    want, original = decode(model), BACKENDS["reference"]
+    monkeypatch.setitem(BACKENDS, "reference", lambda *inputs: calls.append(inputs) or original(*inputs))
+    model.blocks[1].attention.backend = "reference"  # pyright: ignore
+    assert_close(decode(model), want)
+    assert len(calls) == IDS.shape[1]
 
 
 @torch.no_grad()
