@@ -6,6 +6,7 @@ picture on the page of each claim are written. `--check` writes nothing and fail
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from headwise.experiments.registry import all_claims
@@ -48,6 +49,32 @@ SENTENCES = {
     "distillation": (".3f", "Students of attention maps end {mean} nats per token above students of logits"),
 }
 
+# Axis label of the primary quantity. The names in the data files are kept as they were when the seeds were measured.
+LABELS = {
+    "one-head-blends": "fraction of positions at which one head has all four lookups right",
+    "specialization": "fraction of the heads with a role",
+    "input-slices": "loss added by slices at equal parameters (nats per token)",
+    "output-mixing": "deviation of two heads' effects from their sum, relative to single effects",
+    "pruning": "fraction of the heads that can be pruned for less than 1% more loss",
+    "depth": "loss with fewer heads − loss with one layer less (nats per token)",
+    "gradients": "cosine of W_V W_O gradients of different heads, end of training",
+    "stability": "loss of one head − loss of 8 heads, high learning rates (nats per token)",
+    "quantization": "standard deviation of the heads' quantization costs, relative to their mean",
+    "distillation": "loss of students of maps − loss of students of logits (nats per token)",
+}
+
+# Names in the data files that a verdict repeats, and their words on the pages.
+READABLE = {
+    "little models": "small models",
+    "look-ups": "lookups",
+    "different of its weights at": "different for all weights at",
+    "of what it moves at": "for W_V W_O at",
+    "shown: ": "shown are ",
+    "open: ": "open are ",
+    "undecided: ": "undecided; ",
+    "depends: on": "depends on",
+}
+
 
 def is_final(result: ClaimResult) -> bool:
     """Return whether all planned seeds are finished."""
@@ -86,23 +113,37 @@ def seeds_text(result: ClaimResult) -> str:
     return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ranges)
 
 
+def stacked(values: Sequence[float]) -> list[float]:
+    """Return a height for each dot, so that dots within 1.5% of the range of the picture do not hide each other."""
+    width = 0.015 * (max(values) - min(values)) or 1.0
+    placed: dict[int, int] = {}
+    heights = []
+    for value in values:
+        column = round(value / width)
+        heights.append(0.09 * placed.get(column, 0))
+        placed[column] = placed.get(column, 0) + 1
+    return heights
+
+
 def draw_seeds(result: ClaimResult) -> FigureWithData:
     """Plot the primary quantity: one dot per seed, the mean with its interval, and the threshold."""
     primary = result.claim.primary
     assert primary is not None
     statistic, (low, high) = result.statistics[primary.key], primary_interval(result)
-    figure = make_figure(6.4, 1.9)
+    figure = make_figure(6.4, 2.1)
     axes = figure.subplots()
     style_axes(axes)
-    axes.axvline(primary.threshold, color=LINE_COLORS[1], linestyle="--", label=f"threshold {primary.threshold:g}")
-    axes.plot(statistic.values, [0] * len(statistic.values), "o", color=MUTED_COLOR, alpha=0.6, label="seeds")
-    axes.plot([low, high], [1, 1], color=LINE_COLORS[0], linewidth=3, label="95% CI")
-    axes.plot([statistic.mean], [1], "o", color=LINE_COLORS[0], label="mean")
-    axes.set_ylim(-0.6, 1.6)
+    heights = stacked([*statistic.values, primary.threshold])[:-1]
+    side = f"claim: {primary.direction} {primary.threshold:g}"
+    axes.axvline(primary.threshold, color=LINE_COLORS[1], linestyle="--", label=side)
+    axes.plot(statistic.values, heights, "o", color=MUTED_COLOR, alpha=0.6, markersize=4.5, label="one seed")
+    axes.plot([low, high], [2, 2], color=LINE_COLORS[0], linewidth=3, label="95% CI of the mean")
+    axes.plot([statistic.mean], [2], "o", color=LINE_COLORS[0], label="mean")
+    axes.set_ylim(-0.4, 2.5)
     axes.set_yticks([])
-    where = "" if primary.condition is None else f" ({primary.condition})"
-    axes.set_xlabel(f"{primary.statistic}{where}")
-    axes.set_title(f"{result.claim.name}: {result.verdict.word}, {len(result.seeds)} seeds", fontsize=10)
+    axes.set_xlabel(LABELS[result.claim.name])
+    preliminary = "" if is_final(result) else "preliminary: "
+    axes.set_title(f"{result.claim.name}: {preliminary}{result.verdict.word}, {len(result.seeds)} seeds", fontsize=10)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     rows = [{"seed": seed, "value": value} for seed, value in zip(result.seeds, statistic.values, strict=True)]
     return FigureWithData(figure, rows)
@@ -134,6 +175,8 @@ def section(result: ClaimResult) -> str:
     secondary = ""
     if "Secondary quantities: " in result.verdict.detail:
         earlier = result.verdict.detail.split("Secondary quantities: ")[1]
+        for name, words in READABLE.items():
+            earlier = earlier.replace(name, words)
         secondary = f"The rule of the earlier run, with these seeds: {earlier}."
     parts = [BEGIN, f"{verdict} {sentence_of(result)}", f"![{result.claim.name}, seeds]({picture})", secondary, END]
     return "\n\n".join(part for part in parts if part)
