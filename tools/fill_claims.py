@@ -130,7 +130,7 @@ def draw_seeds(result: ClaimResult) -> FigureWithData:
     primary = result.claim.primary
     assert primary is not None
     statistic, (low, high) = result.statistics[primary.key], primary_interval(result)
-    figure = make_figure(6.4, 2.1)
+    figure = make_figure(5.2, 2.6)
     axes = figure.subplots()
     style_axes(axes)
     heights = stacked([*statistic.values, primary.threshold])[:-1]
@@ -141,10 +141,10 @@ def draw_seeds(result: ClaimResult) -> FigureWithData:
     axes.plot([statistic.mean], [2], "o", color=LINE_COLORS[0], label="mean")
     axes.set_ylim(-0.4, 2.5)
     axes.set_yticks([])
-    axes.set_xlabel(LABELS[result.claim.name])
+    axes.set_xlabel(LABELS[result.claim.name], fontsize=9)
     preliminary = "" if is_final(result) else "preliminary: "
     axes.set_title(f"{result.claim.name}: {preliminary}{result.verdict.word}, {len(result.seeds)} seeds", fontsize=10)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=4, columnspacing=1.2, frameon=False)
     rows = [{"seed": seed, "value": value} for seed, value in zip(result.seeds, statistic.values, strict=True)]
     return FigureWithData(figure, rows)
 
@@ -191,6 +191,7 @@ def fill_page(text: str, result: ClaimResult) -> str:
 
 def fill_summary(text: str, final: dict[int, ClaimResult]) -> str:
     """Return the summary page with the table of verdicts."""
+    star = r"\*"  # a bare one would begin emphasis
     rows = ["| verdict | claims |", "|---|---|"]
     claims = {claim.number: claim for claim in all_claims()}
     for verdict, earlier in EARLIER.items():
@@ -199,11 +200,13 @@ def fill_summary(text: str, final: dict[int, ClaimResult]) -> str:
             | {number for number, result in final.items() if result.verdict.word == verdict}
         )
         links = [
-            f"[{n} {claims[n].name}](research/claims/{n:02}-{claims[n].name}.md){'*' if n in final else ''}"
+            f"[{n} {claims[n].name}](research/claims/{n:02}-{claims[n].name}.md){star if n in final else ''}"
             for n in numbers
         ]
         rows.append(f"| {verdict} ({len(numbers)}) | {', '.join(links)} |")
-    block = "\n".join([BEGIN, *rows, "", "\\* judged with the seeds from 500, the others with seeds 100 to 103.", END])
+    block = "\n".join(
+        [BEGIN, *rows, "", f"{star} judged with the seeds from 500, the others with seeds 100 to 103.", END]
+    )
     return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
 
 
