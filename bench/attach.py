@@ -21,7 +21,7 @@ from headwise.analysis.metrics.default_metrics import default_metrics
 from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.top_contexts import TopContexts
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.ui.terminal_table import make_table
 
 LENGTHS = (512, 2048)

@@ -50,7 +50,7 @@ from bench.distil import DATA
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval
 from headwise.compression import StreamingRequest
 from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 
 SINK_TOKENS, WINDOW = 4, 128
 CHUNK = 512  # tokens of a prompt per call

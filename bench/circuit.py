@@ -33,7 +33,7 @@ from headwise.analysis.circuits.circuit_task import EncodedPrompt, PromptPair
 from headwise.analysis.circuits.model_nodes import ModelNodes
 from headwise.analysis.circuits.node_evaluator import NodeEvaluator
 from headwise.analysis.circuits.node_ranking import exact_effects, gradient_effects
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.ui.terminal_table import make_table
 
 PROMPTS, LENGTH, VOCAB, SEED = 12, 16, 50257, 0

@@ -18,7 +18,7 @@ from headwise.analysis.circuits.node_evaluator import NodeEvaluator
 from headwise.analysis.circuits.node_ranking import exact_effects
 from headwise.analysis.circuits.shipped_tasks import make_shipped_task
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ from bench.measure import machine
 from bench.prune import DATA, paragraphs
 from headwise.compression.recovery_finetune import recover
 from headwise.exporters.engine_parity import compare_generated
-from headwise.exporters.llama_cpp import benchmark, generate
+from headwise.exporters.llama_cpp_runner import benchmark, generate
 from headwise.model import Transformer
 from headwise.ui.terminal_table import make_table
 

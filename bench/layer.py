@@ -32,7 +32,7 @@ from bench.measure import (
     process_peak_memory,
     ratio_text,
 )
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 
 SIZES = [(8, 128, 512, 8), (4, 512, 768, 12), (1, 2048, 768, 12), (1, 8192, 768, 12)]  # (B, T, width, heads)
 LENGTHS = [1024, 2048, 4096, 8192]

@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config
 
 import headwise as hw
 from bench.measure import BenchmarkReport, add_json_option, machine
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.io.resolve_path import resolve_model_path
 
 SMOLLM2 = {

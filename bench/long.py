@@ -24,7 +24,7 @@ import headwise as hw
 from bench.distil import DATA
 from headwise.analysis.recording.batching import forward_batch, make_batches
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.model import eval_mode
 from headwise.ui.terminal_table import make_table
 

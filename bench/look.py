@@ -34,7 +34,7 @@ from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.token_classes import CLASSES
 from headwise.analysis.metrics.top_contexts import TopContexts
 from headwise.analysis.recording.batching import TextSample, TokenBatch
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.heads.hook_point import AttentionCall
 
 LENGTHS = (512, 2048, 4096)

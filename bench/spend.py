@@ -45,7 +45,7 @@ from bench.measure import machine
 from headwise.cache import ModelCache, PerHeadCache, SharedKVCache
 from headwise.compression import StreamingRequest
 from headwise.compression.passkey_test import make_passkey_cases, run_passkeys
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.experiments.engine.statistic import Statistic
 from headwise.io.atomic_write import write_atomic
 from headwise.model import Transformer

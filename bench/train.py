@@ -26,9 +26,9 @@ from transformers.utils import logging
 
 import headwise as hw
 from bench.measure import BenchmarkReport, add_json_option, interleaved_timing, machine, process_peak_memory
-from headwise.distributed.parallelize_model import ParallelStrategy
+from headwise.distributed.parallel_strategies import ParallelStrategy
 from headwise.distributed.process_group import ProcessGroup
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.text.build_tokenizers import make_tokenizer
 from headwise.text.corpus import Corpus
 from headwise.training.batch_samplers import ShuffledWindowSampler, causal_inputs_and_targets

@@ -143,7 +143,7 @@ CLASS_NOUNS = frozenset(
     signal size slice spec spread state states statistic stats steering step store strategy stream streamer study sum
     summary sums suppression sweep table target targets task tensor term test text timer timing token tokenizer tokens
     totals trace trajectory transform transformer trend trial tuner verdict verifier view visibility weight weights
-    widget word writer columns contrast handle holder matches modules notes repair requirements status
+    widget word writer columns contrast handle holder matches modules notes repair defaults requirements status
     """.split()  # noqa: SIM905
 )
 

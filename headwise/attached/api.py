@@ -6,9 +6,9 @@ from torch import nn
 
 from headwise.attached.attach_support import check_supported, is_transformers_model, unwrap_peft
 from headwise.attached.attached_model import AttachedModel
-from headwise.attached.attached_torch_module import AttachedTorchModule, CallFunction, active_module_handle
+from headwise.attached.attached_torch_model import AttachedTorchModel, CallFunction, active_module_handle
 from headwise.attached.attachment import active_handle
-from headwise.attached.save_load import make_attached_layers
+from headwise.attached.save_load_transformers_folder import make_attached_layers
 from headwise.attached.tokenizer import wrap_tokenizer
 from headwise.errors import ArgumentError
 from headwise.io.images import ImagePreprocessor
@@ -74,7 +74,7 @@ def attach(
     return handle
 
 
-def _attach_module(model: nn.Module, tokenizer: Any, forward: CallFunction | None, example: Any) -> AttachedTorchModule:
+def _attach_module(model: nn.Module, tokenizer: Any, forward: CallFunction | None, example: Any) -> AttachedTorchModel:
     """Attach to a torch module, or return its existing handle."""
     if tokenizer is not None:
         raise ArgumentError(
@@ -83,7 +83,7 @@ def _attach_module(model: nn.Module, tokenizer: Any, forward: CallFunction | Non
         )
     handle = active_module_handle(model)
     if handle is None:
-        return AttachedTorchModule.attach_module(model, forward, example)
+        return AttachedTorchModel.attach_module(model, forward, example)
     if forward is not None or example is not None:
         raise ArgumentError(
             "forward, example: the module is already attached, and these cannot be changed. Detach it first."

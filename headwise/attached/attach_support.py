@@ -15,7 +15,7 @@ from torch import nn
 
 from headwise.attached.cache_step import has_pending_cache_step, set_cache_step
 from headwise.attached.discover import AttentionModuleInfo, check_no_sinks_or_softcap, config_of, find_attention_modules
-from headwise.attached.interface import SDPA_NAME, has_third_party_sdpa
+from headwise.attached.hooked_sdpa import SDPA_NAME, has_third_party_sdpa
 from headwise.attached.layer import AttachedLayer, layer_of
 from headwise.attached.non_sdpa_hooks import has_eager_function
 from headwise.attached.offload import is_offloaded

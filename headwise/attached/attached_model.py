@@ -45,7 +45,7 @@ from headwise.attached.quantize_in_place import (
 )
 from headwise.attached.residual_stream import find_residual_stream
 from headwise.attached.resumable_forward import make_resumable_forward, why_not_resumable
-from headwise.attached.save_load import (
+from headwise.attached.save_load_transformers_folder import (
     CACHE_ATTRIBUTE,
     PLANS_ATTRIBUTE,
     is_loadable_by_transformers,

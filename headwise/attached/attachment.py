@@ -13,7 +13,7 @@ from weakref import finalize, ref
 from torch import nn
 
 from headwise.attached.attach_support import ModelForwardGuard
-from headwise.attached.interface import (
+from headwise.attached.hooked_sdpa import (
     ACTIVE,
     register_hooked_sdpa,
     restore_sdpa,

@@ -22,13 +22,13 @@ from headwise.model import eval_mode
 from headwise.spec import Address
 
 if TYPE_CHECKING:
-    from headwise.attached.attached_torch_module import AttachedTorchModule
+    from headwise.attached.attached_torch_model import AttachedTorchModel
 
 ReplaceLayers = Callable[[list[AttachedLayer]], None]
 
 
 def prune_module(
-    handle: "AttachedTorchModule", layers: list[AttachedLayer], pruned: Sequence[Address], replace_layers: ReplaceLayers
+    handle: "AttachedTorchModel", layers: list[AttachedLayer], pruned: Sequence[Address], replace_layers: ReplaceLayers
 ) -> None:
     """Prune heads. If the result differs from silenced heads on the example call, raise an error and restore the module.
 
@@ -87,7 +87,7 @@ def _prune_torch_layer(layer: TorchMHALayer, pruned: Sequence[Address]) -> Torch
     return TorchMHALayer(info, layer.mask_converter)
 
 
-def _silenced_example_outputs(handle: "AttachedTorchModule", pruned: Sequence[Address]) -> list[Tensor] | None:
+def _silenced_example_outputs(handle: "AttachedTorchModel", pruned: Sequence[Address]) -> list[Tensor] | None:
     """Return the outputs of the example call with these heads silenced, or None without an example."""
     if handle.example is None:
         return None
@@ -95,7 +95,7 @@ def _silenced_example_outputs(handle: "AttachedTorchModule", pruned: Sequence[Ad
         return flatten_tensors(handle.run_call(handle.example))
 
 
-def _check_outputs(handle: "AttachedTorchModule", expected: list[Tensor], layers: Sequence[AttachedLayer]) -> None:
+def _check_outputs(handle: "AttachedTorchModel", expected: list[Tensor], layers: Sequence[AttachedLayer]) -> None:
     names = ", ".join(layer.info.name for layer in layers[:2])
     reason = "its outputs differ from those with silenced heads"
     outputs: list[Tensor] = []

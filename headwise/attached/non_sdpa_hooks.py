@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode
 
 from headwise.attached.cache_step import has_pending_cache_step, hide_evicted_keys
-from headwise.attached.interface import apply_hooks, eager_with_hooks
+from headwise.attached.hooked_sdpa import apply_hooks, eager_with_hooks
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.masks import mask_dtype_min
 from headwise.attached.uncopied_hook import UncopiedHook

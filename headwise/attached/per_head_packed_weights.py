@@ -3,7 +3,7 @@
 A module keeps its identity, hooks and forward method. Its class becomes a subclass in which `weight` is a property that
 dequantizes. The module then multiplies by it: the reference, dequantize and multiply.
 
-    Linear.weight (out, in)   →   PackedMatrix: parts (matrices, rows, inputs) with a QuantizedWeight each, and other rows
+    Linear.weight (out, in)   →   PerHeadQuantizedMatrix: parts (matrices, rows, inputs) with a QuantizedWeight each, others
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +17,10 @@ from headwise.heads.quantized_layers import QuantizedWeight
 from headwise.kernels.quantization import fake_quantize
 from headwise.spec.weight_bits import FULL_PRECISION
 
-PACKED = "headwise_packed"  # attribute of a module that stores its PackedMatrix
+PACKED = "headwise_packed"  # attribute of a module that stores its PerHeadQuantizedMatrix
 
 
-class PackedMatrix(nn.Module):
+class PerHeadQuantizedMatrix(nn.Module):
     """A weight (out, in) whose rows, or columns in an output projection, are quantized per head.
 
     Args:
@@ -179,7 +179,7 @@ def _new_packed(base: type[nn.Module]) -> nn.Module:
     return packed_class.__new__(packed_class)
 
 
-def packed_weight_of(module: Any) -> PackedMatrix:
+def packed_weight_of(module: Any) -> PerHeadQuantizedMatrix:
     """Return the packed weight of a module. A tied output projection refers to that of the embedding."""
     shared = module.__dict__.get(PACKED)
     return module._modules[PACKED] if shared is None else shared[0]
@@ -190,7 +190,7 @@ def is_packed(module: nn.Module) -> bool:
     return isinstance(module, DequantizeOnAccessMixin)
 
 
-def pack_weight(module: nn.Module, packed: PackedMatrix, *, is_owner: bool = True) -> Callable[[], None]:
+def pack_weight(module: nn.Module, packed: PerHeadQuantizedMatrix, *, is_owner: bool = True) -> Callable[[], None]:
     """Replace the weight of a module by a packed one. Returns a function that restores the module.
 
     Args:
@@ -228,6 +228,6 @@ def _remove_packed_weight(module: nn.Module, base: type[nn.Module]) -> None:
 def packed_dtype_and_device(module: nn.Module) -> tuple[torch.dtype, torch.device] | None:
     """Return dtype and device of the first packed weight inside a module, or None."""
     for part in module.modules():
-        if isinstance(part, PackedMatrix):
+        if isinstance(part, PerHeadQuantizedMatrix):
             return part.other_rows.dtype, part.other_rows.device
     return None

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from headwise.attached.discover import is_conv1d
 from headwise.attached.layer import AttachedLayer, check_no_adapters
-from headwise.attached.per_head_packed_weights import PackedMatrix, is_packed, pack_weight, unpack_weight_in_place
+from headwise.attached.per_head_packed_weights import (
+    PerHeadQuantizedMatrix,
+    is_packed,
+    pack_weight,
+    unpack_weight_in_place,
+)
 from headwise.attached.train_mode_and_checkpointing_mixin import blocks_with_attention
 from headwise.errors import UnsupportedModelError
 from headwise.spec import ModelSpec
@@ -20,7 +25,7 @@ from headwise.spec.weight_bits import FULL_PRECISION, LayerBits, WeightRule
 
 QUANTIZATION_ATTRIBUTE = "_headwise_quantization"  # attribute of a model: its weight rules and activation bits
 ROUTER_NAMES = ("gate", "router", "wg", "shared_expert_gate", "classifier")  # linear layers that choose experts
-Packing = tuple[nn.Module, Callable[[], PackedMatrix]]
+Packing = tuple[nn.Module, Callable[[], PerHeadQuantizedMatrix]]
 
 
 def quantization_of(model: Any) -> tuple[tuple[WeightRule, ...], int]:
@@ -135,11 +140,11 @@ def _check_plain(module: nn.Module, name: str) -> None:
 
 def _make_row_packing_function(
     layer: AttachedLayer, module: nn.Module, parts: dict[str, list[int]], bits: LayerBits
-) -> Callable[[], PackedMatrix]:
-    def make_packed() -> PackedMatrix:
+) -> Callable[[], PerHeadQuantizedMatrix]:
+    def make_packed() -> PerHeadQuantizedMatrix:
         weight = _matrix(module)
         size = (weight.shape[0], weight.shape[1])
-        packed = PackedMatrix(size, transposed=is_conv1d(module), activation_bits=bits.activation_bits)
+        packed = PerHeadQuantizedMatrix(size, transposed=is_conv1d(module), activation_bits=bits.activation_bits)
         numbers = torch.arange(size[0], device="cpu")
         for projection, part_bits in parts.items():
             rows = layer.qkv.split_heads(projection, numbers)  # (heads, channels): rows of each head
@@ -156,11 +161,11 @@ def _make_row_packing_function(
 
 def _make_output_packer(
     layer: AttachedLayer, module: nn.Module, head_bits: list[int], bits: LayerBits
-) -> Callable[[], PackedMatrix]:
-    def make_packed() -> PackedMatrix:
+) -> Callable[[], PerHeadQuantizedMatrix]:
+    def make_packed() -> PerHeadQuantizedMatrix:
         weight = _matrix(module)
         size = (weight.shape[0], weight.shape[1])
-        packed = PackedMatrix(
+        packed = PerHeadQuantizedMatrix(
             size, columns_by_head=True, transposed=is_conv1d(module), activation_bits=bits.activation_bits
         )
         by_head = weight.unflatten(1, (len(layer.spec.head_ids), layer.spec.value_dim)).permute(1, 0, 2)  # (H, D, e)
@@ -173,10 +178,10 @@ def _make_output_packer(
 
 def _make_whole_matrix_packer(
     module: nn.Module, bits: int, group_size: int, activation_bits: int
-) -> Callable[[], PackedMatrix]:
-    def make_packed() -> PackedMatrix:
+) -> Callable[[], PerHeadQuantizedMatrix]:
+    def make_packed() -> PerHeadQuantizedMatrix:
         weight = _matrix(module)
-        packed = PackedMatrix(
+        packed = PerHeadQuantizedMatrix(
             (weight.shape[0], weight.shape[1]), transposed=is_conv1d(module), activation_bits=activation_bits
         )
         packed.quantize_rows_or_columns("weight", weight[None], [bits], group_size)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.attached.interface import in_backward
+from headwise.attached.hooked_sdpa import in_backward
 from headwise.attached.layer import AttachedLayer
 from headwise.attached.non_sdpa_hooks import mask_and_bias
 from headwise.attached.pruned_mha import (
@@ -229,7 +229,7 @@ class HookedEncoderLayer(ReplacedForward):
         layer = self._layer
         if not layer.hook_point.is_active:
             return self._original(*args, **kwargs)
-        has_bias = any(_has_finite_values(mask) for mask in (*args[1:], *kwargs.values()))
+        has_bias = any(_has_additive_bias(mask) for mask in (*args[1:], *kwargs.values()))
         if layer.hook_point.has_edits and not has_bias:
             return self._run_in_python(*args, **kwargs)
         num_calls = layer.num_calls
@@ -272,7 +272,7 @@ def install_torch_mha_hooks(model: nn.Module, layers: list[TorchMHALayer]) -> li
     ]
 
 
-def _has_finite_values(mask: Any) -> bool:
+def _has_additive_bias(mask: Any) -> bool:
     """Return whether a mask adds numbers other than 0 and minus infinity to scores."""
     if not isinstance(mask, Tensor) or not mask.is_floating_point():
         return False
@@ -281,7 +281,7 @@ def _has_finite_values(mask: Any) -> bool:
 
 def _as_hidden_key_mask(mask: Tensor | None) -> Tensor | None:
     """Return a mask that is True at hidden keys."""
-    return mask if mask is None or not mask.is_floating_point() or _has_finite_values(mask) else mask == -torch.inf
+    return mask if mask is None or not mask.is_floating_point() or _has_additive_bias(mask) else mask == -torch.inf
 
 
 def _batch_first(module: Any, call: TorchMHACall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -115,8 +115,8 @@ def _status_folder(folder: Path | None) -> Path:
 def _show_status(names: list[str], folder: Path, *, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from headwise.experiments.seed_runs import seed_status
+    from headwise.experiments.seed_runs import planned_and_finished_seeds
     from headwise.ui.print_experiments import show_seed_status
 
-    rows = seed_status(folder, names)
+    rows = planned_and_finished_seeds(folder, names)
     print(json.dumps([asdict(row) for row in rows], indent=2)) if as_json else show_seed_status(rows, str(folder))

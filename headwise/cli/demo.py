@@ -196,9 +196,9 @@ def _quantization_and_llama_cpp_demo(
 
 def _training_demo(stages: "StagePrinter", out: Path, quick: bool, seed: int, device: str) -> dict[str, Any]:
     """Train a small decoder and show its learning, its roles and its pruning."""
-    from headwise.ui.demo_training import run_train_prune_demo
     from headwise.ui.print_demo import show_demo_pruning, show_demo_roles, show_demo_training
     from headwise.ui.progress import show_progress
+    from headwise.ui.train_and_prune_demo import run_train_prune_demo
 
     console = stages.console
     stages.print_stage(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.compression.rankers import get_ranker
-from headwise.compression.select_heads import kept_head_count
+from headwise.compression.select_heads import head_count_for_fraction
 from headwise.errors import ArgumentError
 from headwise.heads.head import HeadPattern
 from headwise.model import ModelProtocol
@@ -74,7 +74,7 @@ class PruneRequest:
         if not self.has_heads_to_prune:
             raise ArgumentError(PRUNE_USAGE)
         if self.keep is not None:
-            kept_head_count(len(model.spec.head_addresses), self.keep)
+            head_count_for_fraction(len(model.spec.head_addresses), self.keep)
         if self.corpus is None and self.needs_corpus:
             reason = "folding the mean outputs of heads" if self.fold_mean else f"the ranking method {self.ranking!r}"
             needed = "pairs of a source and a text" if model.spec.kind == "encoder-decoder" else "texts"

@@ -9,7 +9,7 @@ import numpy as np
 from headwise.analysis.ablation.recorded_head_outputs import MeanActivations, eval_corpus, mean_activations
 from headwise.compression.paired_evaluation import LossEstimate, PairedEvaluator, nan_to_none
 from headwise.compression.rankers import RANKERS, Scores, get_ranker
-from headwise.compression.select_heads import compute_folded_biases, kept_head_count, lowest_scoring, rank_heads
+from headwise.compression.select_heads import compute_folded_biases, head_count_for_fraction, lowest_scoring, rank_heads
 from headwise.errors import ArgumentError
 from headwise.model import ModelProtocol
 from headwise.progress import ProgressOption, callback_of, shows_progress
@@ -125,7 +125,7 @@ def pruning_curve(
         )
     total = len(model.spec.head_addresses)
     # Several fractions may round to the same number of heads.
-    counts = sorted({kept_head_count(total, keep) for keep in keep_fractions}, reverse=True)
+    counts = sorted({head_count_for_fraction(total, keep) for keep in keep_fractions}, reverse=True)
     corpus = eval_corpus(model, corpus)
     if fold_mean and means is None:
         means = mean_activations(model, corpus)

@@ -54,7 +54,7 @@ def select_heads_to_prune(
     With `rounds`, a part of the heads is pruned at a time and the remaining heads are ranked again in the smaller model.
     """
     all_heads = model.spec.head_addresses
-    kept_count = kept_head_count(len(all_heads), keep)
+    kept_count = head_count_for_fraction(len(all_heads), keep)
     pruned: tuple[Address, ...] = ()
     scores: Scores = {}
     layers = len(model.spec.layer_addresses) if model.spec.shared_layers else 1
@@ -117,10 +117,10 @@ def lowest_scoring(heads: tuple[Address, ...], scores: Scores, count: int) -> tu
     return tuple(sorted(heads, key=lambda head: scores[head])[:count])
 
 
-def kept_head_count(total: int, keep: float) -> int:
+def head_count_for_fraction(total: int, keep: float) -> int:
     """Return the number of heads that a fraction keeps, at least one.
 
-    >>> kept_head_count(270, 0.5), kept_head_count(270, 0.001), kept_head_count(270, 1)
+    >>> head_count_for_fraction(270, 0.5), head_count_for_fraction(270, 0.001), head_count_for_fraction(270, 1)
     (135, 1, 270)
     """
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:

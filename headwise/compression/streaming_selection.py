@@ -19,7 +19,7 @@ from headwise.analysis.metrics.induction import make_repeated_sequences
 from headwise.analysis.metrics.listen_at_hook_points import listen_at_hook_points
 from headwise.analysis.metrics.retrieval import make_needle_texts
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.compression.duo_attention_pattern_file import read_attention_pattern
+from headwise.compression.duo_attention_pattern_reader import read_attention_pattern
 from headwise.compression.l0_gates import ANNEAL_FRACTION, LearnedGates, add_sparsity_gradient, gate_training
 from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
 from headwise.heads.hook_point import AttentionCall

@@ -25,7 +25,7 @@ from headwise.distributed.distributed_checkpoint_reader import MODEL_PREFIX
 from headwise.distributed.head_partition import HeadPartition
 from headwise.distributed.model_partition import RankPartition, partition_model
 from headwise.distributed.model_shard import ShardedTransformer
-from headwise.distributed.parallelize_model import local_offset, local_tensor
+from headwise.distributed.parallel_strategies import local_offset, local_tensor
 from headwise.distributed.process_group import ProcessGroup, call_collective
 from headwise.distributed.shard_axes import LAYER_KEY
 from headwise.errors import HeadwiseError

@@ -179,7 +179,7 @@ def merge_seeds(tables: Sequence[Sequence[Sequence[Any]]]) -> StatisticTable:
     return merged
 
 
-def seed_status(folder: str | Path, names: Sequence[str] = ()) -> list[ClaimSeedStatus]:
+def planned_and_finished_seeds(folder: str | Path, names: Sequence[str] = ()) -> list[ClaimSeedStatus]:
     """Return for each claim the planned number of seeds and the seeds with figures.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.exporters.llama_cpp import EngineToken
+from headwise.exporters.llama_cpp_runner import EngineToken
 from headwise.kernels.rounding_tolerance import to_float64
 from headwise.model import ModelProtocol, eval_mode
 

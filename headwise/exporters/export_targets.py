@@ -225,7 +225,7 @@ def _check_transformers(
 def _check_llama_cpp(
     model: ModelProtocol, path: Path, prompts: Sequence[Sequence[int]]
 ) -> ParityReport | EncoderParityReport:
-    from headwise.exporters import llama_cpp as engine
+    from headwise.exporters import llama_cpp_runner as engine
 
     if model.spec.kind == "encoder":
         return compare_hidden_states(model, prompts, engine.hidden_states(path, prompts))

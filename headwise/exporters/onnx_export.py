@@ -10,7 +10,7 @@ from typing import Any
 
 from headwise.errors import MissingDependencyError
 from headwise.exporters.engine_parity import greedy_decode
-from headwise.exporters.llama_cpp import EngineToken
+from headwise.exporters.llama_cpp_runner import EngineToken
 from headwise.exporters.traceable_modules import bypass_empty_layers, check_exportable, export_graphs
 from headwise.io.atomic_write import EXPORT_MARKER, atomic_folder
 

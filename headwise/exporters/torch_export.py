@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.exporters.engine_parity import greedy_decode
-from headwise.exporters.llama_cpp import EngineToken
+from headwise.exporters.llama_cpp_runner import EngineToken
 from headwise.exporters.traceable_modules import EncoderModule, bypass_empty_layers, check_exportable
 from headwise.model import Transformer
 

@@ -8,7 +8,7 @@ import torch
 
 from headwise.errors import MissingDependencyError
 from headwise.exporters.engine_parity import greedy_decode
-from headwise.exporters.llama_cpp import EngineToken
+from headwise.exporters.llama_cpp_runner import EngineToken
 
 
 def generate(

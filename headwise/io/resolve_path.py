@@ -29,7 +29,7 @@ def resolve_model_path(source: str | Path) -> Path:
         return _find_model_in_bundle_package(name)
     path = Path(name).expanduser()
     if path.exists():
-        return _model_of_run(path) if (path / "run.json").is_file() else path
+        return _final_model_of_run(path) if (path / "run.json").is_file() else path
     parts = name.split("/")
     if len(parts) == 2 and all(parts) and not name.startswith((".", "~")):
         return _download_from_hub(name)
@@ -43,7 +43,7 @@ def resolve_model_path(source: str | Path) -> Path:
     )
 
 
-def _model_of_run(folder: Path) -> Path:
+def _final_model_of_run(folder: Path) -> Path:
     """Return the final model in the folder of a training run."""
     if not (folder / "model").is_dir():
         raise ArgumentError(f"{folder}: this training run is not finished. Resume it: headwise train --resume {folder}")

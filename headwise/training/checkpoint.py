@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headwise.distributed.distributed_checkpoint_reader import MODEL_PREFIX, tensor_names
-from headwise.distributed.parallelize_model import local_tensor
+from headwise.distributed.parallel_strategies import local_tensor
 from headwise.distributed.process_group import ProcessGroup
 from headwise.distributed.sharded_checkpoint import (
     LOSS_PREFIX,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headwise.distributed.parallelize_model import ParallelStrategy, clip_gradients, reshard, unique_row_mask
+from headwise.distributed.parallel_strategies import ParallelStrategy, clip_gradients, reshard, unique_row_mask
 from headwise.distributed.process_group import explain_peer_errors, open_process_group
 from headwise.errors import ArgumentError, FileFormatError, HeadwiseError
 from headwise.heads.head_dropout import set_training_progress

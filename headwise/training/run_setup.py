@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.distributed.parallelize_model import ParallelStrategy
+from headwise.distributed.parallel_strategies import ParallelStrategy
 from headwise.distributed.process_group import ProcessGroup
 from headwise.errors import ArgumentError, FileFormatError, UnsupportedModelError
 from headwise.io.aligned_safetensors import align

@@ -25,7 +25,7 @@ from headwise.compression.head_compression_cost import cache_bytes_and_kv_head
 from headwise.compression.plan import apply, plan_pruning
 from headwise.compression.plan_report import PlanReport, report
 from headwise.compression.recovery_finetune import recover
-from headwise.exporters import export, llama_cpp
+from headwise.exporters import export, llama_cpp_runner
 from headwise.io.atomic_write import atomic_folder
 from headwise.io.result_store import ResultStore
 from headwise.model import ModelProtocol
@@ -237,7 +237,7 @@ def compare_with_llama_cpp(
     model: ModelProtocol, plan: Plan, folder: Path, prompt: str, max_new_tokens: int
 ) -> EngineTextComparison | None:
     """Export the pruned model and continue the prompt with llama.cpp. Return None if it is not installed."""
-    if not llama_cpp.is_available() or find_spec("gguf") is None:
+    if not llama_cpp_runner.is_available() or find_spec("gguf") is None:
         return None
     small, tokenizer = apply(plan, model), model.tokenizer
     assert tokenizer is not None
@@ -245,7 +245,7 @@ def compare_with_llama_cpp(
     file = folder / "small.gguf"
     export(small, file, to="gguf", dtype="q8_0")
     ids = tokenizer.encode(prompt)
-    engine_ids = [token.id for token in llama_cpp.generate(file, [ids], max_new_tokens)[0]]
+    engine_ids = [token.id for token in llama_cpp_runner.generate(file, [ids], max_new_tokens)[0]]
     native_ids = [int(step[0]) for step in small.stream(prompt, max_new_tokens)]
     pairs = zip(engine_ids, native_ids, strict=False)
     num_equal = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(engine_ids), len(native_ids)))

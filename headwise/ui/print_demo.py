@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headwise.compression.paired_evaluation import LossEstimate
     from headwise.compression.plan_report import PlanReport
     from headwise.spec import Plan
-    from headwise.ui.demo_training import DemoTrainResult
+    from headwise.ui.train_and_prune_demo import DemoTrainResult
 
 MAX_STAGE_LINES = 25  # of one stage, at 80 columns
 MAX_ROLES, MAX_EMERGENCE_ROWS = 6, 6  # table rows

@@ -8,7 +8,7 @@ from rich.text import Text
 from headwise.analysis.head_facts import HeadFacts
 from headwise.analysis.metrics.far_attention import OUTSIDE_WINDOW, STREAMING_POLICY
 from headwise.analysis.metrics.offsets import OFFSET_SPECS
-from headwise.analysis.metrics.role_example_positions import RoleExample
+from headwise.analysis.metrics.role_example_positions import ObservedAttentionExample
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_result import Profile
 from headwise.analysis.roles.prompt_role_definitions import STREAMING_THRESHOLD, streaming_candidate_mask
@@ -237,13 +237,13 @@ def _unmeasured_arcs_note(profile: Profile) -> str:
     return f" {num_left_out:,} of {num_used + num_left_out:,} relation arcs left out because their words share a token."
 
 
-def _hit_count(examples: Sequence[RoleExample]) -> str:
+def _hit_count(examples: Sequence[ObservedAttentionExample]) -> str:
     return (
         f"{sum(example.hit for example in examples)} hits in {len(examples)} examples, the rate on the held-out texts"
     )
 
 
-def _format_example(example: RoleExample) -> Text:
+def _format_example(example: ObservedAttentionExample) -> Text:
     """Return hit or miss, the weight on the target and the text. For a miss, add the most attended token."""
     miss = "" if example.hit else f"  (*{example.attended}* {example.max_weight:.2f})"
     return Text.assemble(

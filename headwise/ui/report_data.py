@@ -11,7 +11,7 @@ from headwise.analysis.ablation.quantization_sensitivity import SensitivityResul
 from headwise.analysis.head_facts import HeadFacts, OVSummary, collect_facts, round6
 from headwise.analysis.metrics.directed_relations import HITS, DirectedRelation
 from headwise.analysis.metrics.offsets import OFFSET_SPECS
-from headwise.analysis.metrics.role_example_positions import RoleExample
+from headwise.analysis.metrics.role_example_positions import ObservedAttentionExample
 from headwise.analysis.metrics.top_contexts import AttentionContext
 from headwise.analysis.recording.text_hash_split import REPORTING
 from headwise.analysis.roles.best_relation_heads import BestHead, best_relation_heads
@@ -181,7 +181,7 @@ def _metric_labels(profile: Profile) -> dict[str, dict[str, str]]:
     }
 
 
-def _role_examples(evidence: RoleEvidence, role_examples: Sequence[RoleExample]) -> dict[str, Any]:
+def _role_examples(evidence: RoleEvidence, role_examples: Sequence[ObservedAttentionExample]) -> dict[str, Any]:
     names = ("hit", "weight", "attended", "max_weight", "segments")
     examples = [{name: getattr(example, name) for name in names} for example in role_examples]
     return {

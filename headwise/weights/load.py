@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.attached import AttachedModel
-from headwise.attached.save_load import METADATA_FILE, can_attach
+from headwise.attached.save_load_transformers_folder import METADATA_FILE, can_attach
 from headwise.attached.whisper_io import load_ggml_whisper
 from headwise.distributed.distributed_checkpoint_reader import DistributedCheckpointReader
 from headwise.distributed.model_shard import ShardedTransformer, build_shard, partitions_and_group_ops
@@ -72,7 +72,7 @@ GGUF_MODEL_TYPES = {name: layout.model_type for name, layout in DECODER_FORMATS.
 
 
 @dataclass(frozen=True)
-class PretrainedCheckpoint:
+class UnloadedCheckpoint:
     """A model that was located, but whose weights are not loaded yet.
 
     Attributes:
@@ -207,7 +207,7 @@ def load_shard(
     return _set_metadata(shard, checkpoint)
 
 
-def _set_metadata(model: T, checkpoint: PretrainedCheckpoint) -> T:
+def _set_metadata(model: T, checkpoint: UnloadedCheckpoint) -> T:
     """Set tokenizer, family and plans, and switch to eval mode."""
     model.tokenizer = checkpoint.tokenizer
     model.family = None if checkpoint.family is None else checkpoint.family.name
@@ -215,7 +215,7 @@ def _set_metadata(model: T, checkpoint: PretrainedCheckpoint) -> T:
     return model.eval()
 
 
-def _named_tensors(checkpoint: PretrainedCheckpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(checkpoint: UnloadedCheckpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor under its native name, lazily."""
     return _native_state(checkpoint, model) if checkpoint.family is None else _mapped_state(checkpoint, model)
 
@@ -241,7 +241,7 @@ def _dtype_of(state: dict[str, Tensor], quantized: set[str]) -> torch.dtype:
     )
 
 
-def _default_dtype(checkpoint: PretrainedCheckpoint, stored: torch.dtype, device: torch.device | str) -> torch.dtype:
+def _default_dtype(checkpoint: UnloadedCheckpoint, stored: torch.dtype, device: torch.device | str) -> torch.dtype:
     """Return the dtype of the weights if the caller does not name one, and report it on stderr if it is a surprise."""
     if checkpoint.reader.default_dtype is not None:
         return checkpoint.reader.default_dtype
@@ -258,7 +258,7 @@ def _report_dtype(source: Path, stored: torch.dtype, dtype: torch.dtype) -> None
         print(f"{source}: the weights are {name}, {reason}. Set dtype (--dtype) for another type.", file=sys.stderr)
 
 
-def _load_plans(checkpoint: PretrainedCheckpoint) -> tuple[Plan, ...]:
+def _load_plans(checkpoint: UnloadedCheckpoint) -> tuple[Plan, ...]:
     """Return the plans by which a model in our own format was pruned."""
     if checkpoint.family is not None or not (file := safe_child(checkpoint.source, PLANS_FILE)).is_file():
         return ()
@@ -315,7 +315,7 @@ def _load_attached(
     return attached
 
 
-def open_checkpoint(source: str | Path) -> PretrainedCheckpoint:
+def open_checkpoint(source: str | Path) -> UnloadedCheckpoint:
     """Locate a model and read its spec, without reading its weights."""
     path = resolve_model_path(source)
     if path.is_file():
@@ -338,7 +338,7 @@ def open_checkpoint(source: str | Path) -> PretrainedCheckpoint:
     )
 
 
-def _open_file(path: Path) -> PretrainedCheckpoint:
+def _open_file(path: Path) -> UnloadedCheckpoint:
     if path.suffix == ".gguf":
         return _open_gguf(path)
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
@@ -353,7 +353,7 @@ def _open_file(path: Path) -> PretrainedCheckpoint:
     raise ArgumentError(f"{path}: not a weight file. Supported file types: .safetensors, .gguf, .bin, .pt, .pth.")
 
 
-def _open_native(folder: Path) -> PretrainedCheckpoint:
+def _open_native(folder: Path) -> UnloadedCheckpoint:
     file = safe_child(folder, "spec.json")
     fields, version = migrate_spec(read_json(file), file)
     spec, storage = ModelSpec.from_dict(fields), "qkv"
@@ -364,17 +364,17 @@ def _open_native(folder: Path) -> PretrainedCheckpoint:
         storage = reader.metadata.get("storage", storage)
     if version == 1:
         reader = RenamedReader(reader, migrate_tensor_name)
-    return PretrainedCheckpoint(folder, spec, reader, _tokenizer(folder), storage=storage, format=version)
+    return UnloadedCheckpoint(folder, spec, reader, _tokenizer(folder), storage=storage, format=version)
 
 
-def _open_hugging_face(folder: Path, files: list[Path]) -> PretrainedCheckpoint:
+def _open_hugging_face(folder: Path, files: list[Path]) -> UnloadedCheckpoint:
     config = read_json(safe_child(folder, "config.json"))
     family = family_of(config.get("model_type"), config)
     reader = SafetensorsReader(files) if files[0].suffix == ".safetensors" else TorchReader(files)
     spec = family.adjust(
         _parse_spec(family.spec_from_config, config, folder / "config.json"), set(reader.shapes), config
     )
-    return PretrainedCheckpoint(folder, spec, reader, _tokenizer(folder), family, family.mappings, family.storage)
+    return UnloadedCheckpoint(folder, spec, reader, _tokenizer(folder), family, family.mappings, family.storage)
 
 
 def _parse_spec(to_spec: Callable[[Config], ModelSpec], config: Config, file: Path) -> ModelSpec:
@@ -389,7 +389,7 @@ def _parse_spec(to_spec: Callable[[Config], ModelSpec], config: Config, file: Pa
         ) from None
 
 
-def _open_meta(folder: Path) -> PretrainedCheckpoint:
+def _open_meta(folder: Path) -> UnloadedCheckpoint:
     files = sorted(folder.glob("consolidated*.pth")) or sorted(folder.glob("consolidated*.safetensors"))
     if len(files) != 1:
         raise UnsupportedModelError(
@@ -401,12 +401,12 @@ def _open_meta(folder: Path) -> PretrainedCheckpoint:
     family = family_of("llama")
     params = safe_child(folder, "params.json")
     spec = _parse_spec(partial(spec_from_meta, shapes=reader.shapes), read_json(params), params)
-    return PretrainedCheckpoint(
+    return UnloadedCheckpoint(
         folder, spec, reader, _tokenizer(folder), family, family.other_mappings["meta"], family.storage
     )
 
 
-def _open_gguf(file: Path) -> PretrainedCheckpoint:
+def _open_gguf(file: Path) -> UnloadedCheckpoint:
     reader = GGUFReader(file)
     fields = reader.fields()
     name = fields.get("general.architecture")
@@ -424,7 +424,7 @@ def _open_gguf(file: Path) -> PretrainedCheckpoint:
     mappings = gguf_mappings(name) if is_decoder else _other_gguf_mappings(family, fields, reader)
     has_tokenizer = fields.get("tokenizer.ggml.model") not in (None, PLACEHOLDER_TOKENIZER)
     tokenizer = partial(tokenizer_from_gguf, fields) if has_tokenizer else None
-    return PretrainedCheckpoint(file, spec, reader, tokenizer, family, mappings, family.storage, fuse_qkv=True)
+    return UnloadedCheckpoint(file, spec, reader, tokenizer, family, mappings, family.storage, fuse_qkv=True)
 
 
 def _other_gguf_mappings(family: ModelFamilySpec, fields: Config, reader: WeightReader) -> Sequence[TensorMapping]:
@@ -447,7 +447,7 @@ def _tokenizer(folder: Path) -> Callable[[], Tokenizer] | None:
     return Tokenizer.deferred_load(folder) if has_tokenizer else None
 
 
-def _mapped_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
+def _mapped_state(checkpoint: UnloadedCheckpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """Yield external tensors under native names, as views, transposed if the family stores them transposed."""
     reader, family = checkpoint.reader, checkpoint.family
     assert family is not None
@@ -478,7 +478,7 @@ def _mapped_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Itera
         yield entry.native_name, tensor
 
 
-def _check_tied(checkpoint: PretrainedCheckpoint, embedding: Tensor) -> None:
+def _check_tied(checkpoint: UnloadedCheckpoint, embedding: Tensor) -> None:
     """Raise an error if the output is tied to the embedding but the file contains different output weights.
 
     Other libraries disagree on which of the two to use.
@@ -510,7 +510,7 @@ def _external_shape(mapped: MappedTensor, parameter: Tensor) -> tuple[int, ...]:
     return shape[::-1] if mapped.mapping.transposed else shape
 
 
-def _native_state(checkpoint: PretrainedCheckpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
+def _native_state(checkpoint: UnloadedCheckpoint, model: Transformer) -> Iterator[tuple[str, Tensor]]:
     empty = model.state_dict()
     if checkpoint.spec.tied:
         empty.pop("output.vocabulary.weight", None)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.attached.infer_spec import infer_spec
-from headwise.attached.save_load import build_on_meta
+from headwise.attached.save_load_transformers_folder import build_on_meta
 from headwise.io.resolve_path import resolve_model_path, safe_child
 from headwise.spec import ModelSpec
 from headwise.spec.presets import PRESETS, preset

@@ -10,7 +10,7 @@ from headwise.analysis.metrics.default_metrics import default_metrics
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.task_metric import sample_from_ids
 from headwise.analysis.recording.batching import TokenBatch, make_batch
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.model import Transformer, eval_mode
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import word_tokenizer

@@ -13,7 +13,7 @@ import torch
 
 import headwise as hw
 from headwise.analysis.recording import tokenized_corpus
-from headwise.experiments.engine.peak_memory import STATUS_FILE, peak_memory
+from headwise.experiments.engine.peak_process_memory import STATUS_FILE, peak_memory
 from headwise.model import Transformer
 from headwise.text.build_tokenizers import word_tokenizer
 from headwise.text.synthetic import VOCABULARY

@@ -16,14 +16,7 @@ from headwise.analysis.ablation.recorded_head_outputs import as_head_outputs, me
 from headwise.analysis.metrics.statistics import holm_correction
 from headwise.analysis.metrics.task_metric import sample_from_ids
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.causal_test import (
-    CausalEffectEstimator,
-    ablation_effects,
-    causal_test,
-    loss_increase_by_head,
-)
-from headwise.analysis.roles.causal_test_results import RANDOM_TOKENS, RUNNING_TEXT, CausalEffect
-from headwise.analysis.roles.causal_trials import (
+from headwise.analysis.roles.build_causal_trials import (
     LIST_LENGTH,
     MAX_LISTS,
     REPEATED_TEXT_TOKENS,
@@ -34,6 +27,13 @@ from headwise.analysis.roles.causal_trials import (
     repeated_list_trial,
     repeated_text_trial,
 )
+from headwise.analysis.roles.causal_test import (
+    CausalEffectEstimator,
+    ablation_effects,
+    causal_test,
+    loss_increase_by_head,
+)
+from headwise.analysis.roles.causal_test_results import RANDOM_TOKENS, RUNNING_TEXT, CausalEffect
 from headwise.analysis.roles.head_causal_test import run_head_causal_test, with_head_evidence
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_result import Profile

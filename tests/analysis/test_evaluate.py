@@ -22,7 +22,7 @@ lm_eval: Any = pytest.importorskip("lm_eval")
 transformers: Any = pytest.importorskip("transformers")
 
 from headwise.analysis.evaluation.evaluate import MetricResult, _differences  # noqa: E402
-from headwise.analysis.evaluation.minimal_pairs_and_perplexity import minimal_pairs, read_articles  # noqa: E402
+from headwise.analysis.evaluation.local_harness_tasks import minimal_pairs, read_articles  # noqa: E402
 
 WORDS = sorted({word for pair in minimal_pairs() for word in f"{pair['good']} {pair['bad']}".split()})
 CONTEXT = 24

@@ -11,7 +11,7 @@ import torch
 import headwise as hw
 from headwise.analysis.finding.gold_pair_scores import candidate_gold_masks, score_pairs
 from headwise.analysis.finding.head_search_result import HeadSearchResult
-from headwise.analysis.finding.job_examples import JobExample, assign_halves, read_examples
+from headwise.analysis.finding.job_examples import LabeledExample, assign_halves, read_examples
 from headwise.analysis.finding.monotonic_alignment_scores import monotonic_path_weight
 from headwise.analysis.finding.prepared_example import prepare_example
 from headwise.errors import HeadwiseError
@@ -242,7 +242,7 @@ def test_head_search_plot_saves_picture_and_data(result: HeadSearchResult, tmp_p
 
 
 def test_find_heads_words_may_be_given_as_text() -> None:
-    example = JobExample(text="w1 w2 w1", unit="word", pairs=(("w2", ("w1",)),))
+    example = LabeledExample(text="w1 w2 w1", unit="word", pairs=(("w2", ("w1",)),))
     prepared = prepare_example(lookup_model(), example)
     with pytest.raises(HeadwiseError, match="occurs 2 times"):
         candidate_gold_masks(prepared, 3, 3, causal=False, allow_self=False)
@@ -432,7 +432,7 @@ def test_find_heads_classes_wrong_labels_raise_clear_errors(model: hw.Transforme
         hw.find_heads(model, [*rows, rows[0] | {"label": not rows[0]["label"]}], job="classes")
 
 
-def read_partner(output: torch.Tensor, example: JobExample) -> float:
+def read_partner(output: torch.Tensor, example: LabeledExample) -> float:
     """Mean activation of the partner's channel at the queries, in the output of the encoder."""
     words = example.text.split()
     return float(np.mean([output[int(query), WORDS.index(words[int(query)]) ^ 1].item() for query, _ in example.pairs]))
@@ -534,10 +534,10 @@ def test_job_example_key_depends_on_the_content_of_images_and_inputs(tmp_path: P
     first, second = tmp_path / "a.png", tmp_path / "b.png"
     for path in (first, second):
         path.write_bytes(b"one")
-    assert JobExample(image=str(first)).key == JobExample(image=second).key
+    assert LabeledExample(image=str(first)).key == LabeledExample(image=second).key
     second.write_bytes(b"two")
-    assert JobExample(image=str(first)).key != JobExample(image=second).key
-    arrays = [JobExample(inputs={"x": np.array([[i]])}).key for i in range(3)]
+    assert LabeledExample(image=str(first)).key != LabeledExample(image=second).key
+    arrays = [LabeledExample(inputs={"x": np.array([[i]])}).key for i in range(3)]
     assert len(set(arrays)) == 3
 
 
@@ -563,7 +563,7 @@ def test_find_heads_causal_test_resumes_after_interrupt(model: hw.Transformer, t
     rows, out = partner_examples(30), tmp_path / "causal.jsonl"
     calls = 0
 
-    def counted(output: Any, example: JobExample) -> float:
+    def counted(output: Any, example: LabeledExample) -> float:
         nonlocal calls
         calls += 1
         return read_partner(output, example)

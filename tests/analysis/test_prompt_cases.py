@@ -13,8 +13,8 @@ from headwise.analysis.metrics import name_suppression
 from headwise.analysis.metrics.name_movers import NAMES, NameSentencePair, make_name_prompts, make_name_sentence_pairs
 from headwise.analysis.metrics.prompt_metric import HeadResponses, run_prompts
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
+from headwise.analysis.roles.build_causal_trials import LIST_LENGTH, TrialPrompt
 from headwise.analysis.roles.causal_test import causal_test, loss_increase_by_head
-from headwise.analysis.roles.causal_trials import LIST_LENGTH, TrialPrompt
 from headwise.analysis.roles.profile import profile
 from headwise.analysis.roles.profile_corpus_shards import profile_shards
 from headwise.analysis.roles.profile_result import Profile

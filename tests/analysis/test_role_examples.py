@@ -13,7 +13,7 @@ from headwise.analysis.metrics.role_example_positions import (
     EXAMPLES_PER_ROLE,
     ExamplePosition,
     ExampleStore,
-    RoleExample,
+    ObservedAttentionExample,
     render_marks,
     split_text_at_marks,
 )
@@ -33,7 +33,7 @@ def constructed_profile() -> tuple[Transformer, tuple[Document, ...], Profile]:
     return model, texts, profile(model, list(texts), causal=False)
 
 
-def summarize_examples(examples: tuple[RoleExample, ...]) -> list[tuple[bool, str, str, str]]:
+def summarize_examples(examples: tuple[ObservedAttentionExample, ...]) -> list[tuple[bool, str, str, str]]:
     return [(example.hit, example.token, example.expected, example.text) for example in examples]
 
 

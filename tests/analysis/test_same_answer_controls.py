@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.causal_trials import relation_trial
+from headwise.analysis.roles.build_causal_trials import relation_trial
 from headwise.text.annotated_document import Document, Relation
 from tests.analysis.constructed_heads import blank_model
 from tests.analysis.test_causal import add_closer_logits

@@ -22,12 +22,12 @@ from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
 from headwise.analysis.roles.head_profile import HeadProfile
 from headwise.analysis.roles.profile_corpus_shards import profile_shards
 from headwise.errors import HeadwiseError
-from headwise.experiments.engine.peak_memory import STATUS_FILE
+from headwise.experiments.engine.peak_process_memory import STATUS_FILE
 from headwise.model import Transformer
 from headwise.text.annotated_document import Document
 from headwise.text.corpus import Corpus
+from headwise.text.corpus_shards import file_sources, split_shards
 from headwise.text.synthetic import VOCABULARY, SyntheticLanguage
-from headwise.text.text_shard import file_sources, split_shards
 from tests.analysis.stream_script import MEMORY_MARGIN, WORDS, make_model
 from tests.analysis.stream_script import write_words as write_words
 

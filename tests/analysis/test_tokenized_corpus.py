@@ -21,7 +21,7 @@ from headwise.analysis.roles.unopened_bracket_sentences import CONTROL_SENTENCES
 from headwise.compression import PruneRequest
 from headwise.compression.plan_report import report
 from headwise.compression.pruning_curve import pruning_curve
-from headwise.experiments.engine.peak_memory import STATUS_FILE
+from headwise.experiments.engine.peak_process_memory import STATUS_FILE
 from headwise.model import Transformer
 from headwise.text.build_tokenizers import byte_tokenizer
 from headwise.text.corpus import Corpus

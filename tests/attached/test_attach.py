@@ -102,7 +102,7 @@ def test_attach_transformers_4_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_attention_interface_argument_sdpa_drops_raises() -> None:
-    from headwise.attached.interface import sdpa_with_hooks
+    from headwise.attached.hooked_sdpa import sdpa_with_hooks
 
     attached = hw.attach(BY_NAME["llama"].build())
     module = attached.attention_layers()[0].module

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.attached.interface import ACTIVE, sdpa_with_hooks
+from headwise.attached.hooked_sdpa import ACTIVE, sdpa_with_hooks
 from headwise.attached.layer import layer_of
 from tests.attached.models import BY_NAME, Case, main_output, transformers
 

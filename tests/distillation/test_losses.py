@@ -16,7 +16,7 @@ from headwise.distillation.distill_losses import relation_head_count, split_rela
 from headwise.distillation.distillation_loss import DistillationLoss
 from headwise.distillation.teacher_logits_cache import top_k_log_probs
 from headwise.distributed import run_in_subprocess
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.model import Transformer
 from tests.distillation.tiny import VOCAB, make_model
 from tests.distillation.tiny import make_batch as some_rows

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
-from headwise.distributed import parallelize_model as team_layout
+from headwise.distributed import parallel_strategies as team_layout
 from headwise.distributed.parallel_strategy_cost import ParallelStrategyCost, forward_flops_per_token, layout
 from headwise.distributed.process_group import ProcessGroup
 from headwise.errors import HeadwiseError

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import headwise as hw
 from headwise.distributed.model_shard import ShardedTransformer, shard_of
-from headwise.distributed.parallelize_model import local_tensor
+from headwise.distributed.parallel_strategies import local_tensor
 from headwise.distributed.sharded_checkpoint import TensorShard, moment_shards, weight_shards
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
 from headwise.training import Recipe, TrainResult, loop, train

@@ -1,7 +1,7 @@
 import torch
 
 from headwise.distributed import run_in_subprocess
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 
 MB = 2**18  # numbers of float32
 

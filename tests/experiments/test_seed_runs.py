@@ -11,7 +11,7 @@ from headwise.experiments import seed_runs
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.registry import find_claims
 from headwise.experiments.run_claims import ClaimResult, claims
-from headwise.experiments.seed_runs import judge_seeds, load_seed_files, run_seeds, seed_status
+from headwise.experiments.seed_runs import judge_seeds, load_seed_files, planned_and_finished_seeds, run_seeds
 from headwise.experiments.trained_model_provider import ExperimentSize
 from tests.runner import run_command
 
@@ -51,7 +51,7 @@ def test_seeds_are_written_resumed_and_judged_together(measured: list[tuple[str,
     assert ["right", 8, 0.5, "proportion"] in data["claims"]["depth"]["rows"]
     run_seeds(["depth", "specialization"], folder, seeds=1, first_seed=500)
     assert measured[3:] == [("specialization", 500)]
-    progress = {row.name: row for row in seed_status(folder)}
+    progress = {row.name: row for row in planned_and_finished_seeds(folder)}
     assert progress["depth"].finished == (500, 501, 502)
     assert progress["specialization"].finished == (500,)
     assert progress["pruning"].finished == ()

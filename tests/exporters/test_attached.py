@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.exporters.llama_cpp import is_available
+from headwise.exporters.llama_cpp_runner import is_available
 from tests.exporters.llamas import TEXTS, tokenizer
 
 transformers: Any = pytest.importorskip("transformers")
@@ -60,7 +60,7 @@ def test_export_gguf_attached_bfloat16(tmp_path: Path) -> None:
     pruned = hw.prune(attached, heads="0.1,1.*", corpus=TEXTS)
     hw.export(pruned, tmp_path / "m.gguf", to="gguf")
     from headwise.exporters.engine_parity import compare_generated
-    from headwise.exporters.llama_cpp import generate
+    from headwise.exporters.llama_cpp_runner import generate
 
     prompts = [tokenizer().encode(text) for text in TEXTS]
     answers = generate(tmp_path / "m.gguf", prompts, 8)

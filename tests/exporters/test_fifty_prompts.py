@@ -14,7 +14,7 @@ import pytest
 import headwise as hw
 from headwise.compression.recovery_finetune import recover
 from headwise.exporters.engine_parity import compare_generated
-from headwise.exporters.llama_cpp import generate, is_available
+from headwise.exporters.llama_cpp_runner import generate, is_available
 from headwise.model import Transformer
 
 pytestmark = [

@@ -13,7 +13,7 @@ from tokenizers import normalizers
 import headwise as hw
 from headwise.exporters.engine_parity import compare_generated
 from headwise.exporters.gguf_tensors import padded_layers_and_biases
-from headwise.exporters.llama_cpp import EngineToken, generate, is_available, tokenize
+from headwise.exporters.llama_cpp_runner import EngineToken, generate, is_available, tokenize
 from headwise.spec import Rotary, RotaryScaling
 from tests.exporters.llamas import (
     SPEC,

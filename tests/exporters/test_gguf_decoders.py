@@ -9,7 +9,7 @@ import torch
 
 import headwise as hw
 from headwise.errors import UnsupportedModelError
-from headwise.exporters.llama_cpp import is_available
+from headwise.exporters.llama_cpp_runner import is_available
 from headwise.spec import AttentionSpec, ModelSpec, QKNorm, QueryScaling, Rotary, RotaryScaling
 from tests.exporters.llamas import tokenizer
 

@@ -11,7 +11,7 @@ import torch
 import headwise as hw
 from headwise.errors import HeadwiseError, UnsupportedModelError
 from headwise.exporters.gguf_tensors import GgufFile
-from headwise.exporters.llama_cpp import is_available
+from headwise.exporters.llama_cpp_runner import is_available
 from headwise.spec import Latent, ModelSpec, Rotary, RotaryScaling
 from headwise.weights.families import family_of
 from headwise.weights.families.gguf_deepseek import deepseek_spec_from_gguf

@@ -11,7 +11,7 @@ import headwise as hw
 from headwise.errors import UnsupportedModelError
 from headwise.exporters.engine_parity import EncoderParityReport
 from headwise.exporters.gguf_export import BERT, GPT2, LLAMA, MODERN_BERT
-from headwise.exporters.llama_cpp import embeddings, is_available, tokenize
+from headwise.exporters.llama_cpp_runner import embeddings, is_available, tokenize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.text.build_tokenizers import bpe_tokenizer

@@ -13,7 +13,7 @@ import headwise as hw
 from headwise.errors import FileFormatError, UnsupportedModelError
 from headwise.exporters.engine_parity import EncoderParityReport
 from headwise.exporters.gguf_tensors import GgufFile
-from headwise.exporters.llama_cpp import embeddings, is_available, tokenize
+from headwise.exporters.llama_cpp_runner import embeddings, is_available, tokenize
 from headwise.model import Transformer
 from headwise.spec import AttentionSpec, ModelSpec, Rotary, RotaryScaling
 from headwise.text.build_tokenizers import bpe_tokenizer

@@ -14,7 +14,7 @@ import headwise as hw
 from headwise.errors import UnsupportedModelError
 from headwise.exporters.engine_parity import EncoderParityReport
 from headwise.exporters.gguf_tensors import GgufFile
-from headwise.exporters.llama_cpp import is_available
+from headwise.exporters.llama_cpp_runner import is_available
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.weights.families import family_of
 from headwise.weights.families.gguf_t5 import t5_spec_from_gguf

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 import headwise as hw
 from headwise.errors import UnsupportedModelError
 from headwise.exporters.gguf_tokenizer import WHITE_SPACE, tokenizer_fields
-from headwise.exporters.llama_cpp import is_available, tokenize
+from headwise.exporters.llama_cpp_runner import is_available, tokenize
 from headwise.text.gguf_tokenizer import tokenizer_from_gguf
 from tests.exporters.charsmap import build_charsmap
 from tests.exporters.test_gguf_t5 import t5_spec

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headwise.errors import HeadwiseError
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.text import Corpus, Tokenizer, file_formats
 from headwise.text.build_tokenizers import bpe_tokenizer, byte_tokenizer, character_tokenizer
 from headwise.text.file_formats import read_text_chunks

@@ -11,7 +11,7 @@ import pytest
 
 import headwise as hw
 from headwise.errors import HeadwiseError
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.text import file_formats
 from headwise.text.file_formats import file_kind, read_corpus_file
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
 from headwise.errors import HeadwiseError
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.text import Corpus, Tokenizer
 from headwise.text.build_tokenizers import bpe_tokenizer, byte_tokenizer, character_tokenizer, make_tokenizer
 from headwise.text.corpus import TextChunk, TextPair

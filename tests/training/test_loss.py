@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from headwise.errors import HeadwiseError
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.model import Transformer
 from headwise.model import chunked_cross_entropy as model_loss
 from headwise.model.chunked_cross_entropy import IGNORE_INDEX

@@ -15,7 +15,7 @@ from headwise.analysis.metrics.image_patches import image_metrics, patch_offsets
 from headwise.analysis.metrics.metric_runner import MetricRunner
 from headwise.analysis.metrics.query_focused_retrieval import FACTS
 from headwise.analysis.metrics.retrieval import RetrievalMetric
-from headwise.analysis.metrics.role_example_positions import ExampleStore, RoleExample
+from headwise.analysis.metrics.role_example_positions import ExampleStore, ObservedAttentionExample
 from headwise.analysis.recording.batching import make_batch
 from headwise.analysis.recording.read_images import InputImage, image_sample
 from headwise.analysis.roles.causal_test_results import CausalEffect
@@ -251,7 +251,7 @@ def ranked_heads() -> Summaries:
     }
     suppressor = replace(base, role="copy suppression", evidence_level="value-weighted", probe=SUPPRESSION_PROBE)
     suppressor = suppressor.with_effects([CausalEffect(0.125, 0.01, corpus_label="texts that repeat a token")], 1)
-    example = RoleExample(True, 0.8, "x", "y", "y", 0.8, "*y* [x]", ())
+    example = ObservedAttentionExample(True, 0.8, "x", "y", "y", 0.8, "*y* [x]", ())
     heads = {name: replace(head, roles=ranking) for name, ranking in roles.items()}
     effect = CausalEffect(
         1.5,

@@ -12,10 +12,10 @@ from rich.console import Console
 import headwise as hw
 from headwise.analysis.roles.roles import RoleEvidence
 from headwise.compression import PruneRequest
-from headwise.ui.demo_training import MAX_LOSS_INCREASE, DemoTrainResult, run_train_prune_demo
 from headwise.ui.head_summary import summary_lines
 from headwise.ui.pretrained_model_demo import PretrainedDemoRunner, search_atom_mapping_heads
 from headwise.ui.print_demo import MAX_STAGE_LINES, StagePrinter, show_demo_head, show_demo_roles, show_demo_search
+from headwise.ui.train_and_prune_demo import MAX_LOSS_INCREASE, DemoTrainResult, run_train_prune_demo
 from tests.runner import run_command
 
 
@@ -77,7 +77,7 @@ def test_demo_training_interrupted_writes_nothing(tmp_path: Path, monkeypatch: p
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headwise.ui.demo_training.train", interrupt)
+    monkeypatch.setattr("headwise.ui.train_and_prune_demo.train", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_train_prune_demo(tmp_path / "demo", quick=True)
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ from headwise.analysis.attribution.copy_logit_effect import CopyLogitEffect, dir
 from headwise.analysis.attribution.head_output_scores import TokenEffects
 from headwise.analysis.head_facts import AblationSummary, ComposedHead, HeadFacts, OVSummary, measure_head_facts
 from headwise.analysis.metrics.far_attention import STREAMING_POLICY
-from headwise.analysis.metrics.role_example_positions import RoleExample
+from headwise.analysis.metrics.role_example_positions import ObservedAttentionExample
 from headwise.analysis.roles.causal_test_results import CausalEffect
 from headwise.analysis.roles.roles import RoleEvidence
 from headwise.compression.head_compression_cost import HeadCompressionCost, measure_head_compression_cost
@@ -98,7 +98,7 @@ def test_head_summary_contains_every_number(profile):
         make_evidence("same phrase", "attention", 0.5, is_relation=True, detail="<"),
         make_evidence("digit", "attention", 0.4, gain=0.25),
     )  # fmt: skip
-    example = RoleExample(True, 0.8, "ship", "sea", "sea", 0.8, "[ship] at *sea*", (("token", "ship"),))
+    example = ObservedAttentionExample(True, 0.8, "ship", "sea", "sea", 0.8, "[ship] at *sea*", (("token", "ship"),))
     head = replace(head, role="induction", evidence_level="causal",
                    roles=(first, second, third, fourth),
                    examples=(example, replace(example, hit=False)),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.ablation.decoder_parts import Part
-from headwise.analysis.ablation.path_patching import path_patched
+from headwise.analysis.ablation.path_patching import path_patch_context
 from headwise.analysis.ablation.recorded_head_outputs import (
     HeadOutputs,
     MeanActivations,
@@ -179,7 +179,7 @@ def patched(
     if path is not None:
         if not is_model(model):
             raise ArgumentError("path: needs a model. Got a single layer. Use hw.patched(layer, heads, other).")
-        with path_patched(model, path, _other_ids(model, other), positions):
+        with path_patch_context(model, path, _other_ids(model, other), positions):
             yield
         return
     assert heads is not None, "checked above"

@@ -73,7 +73,7 @@ class StreamDifference:
 
 
 @contextmanager
-def path_patched(
+def path_patch_context(
     model: ModelProtocol, path: Sequence[Any], other_ids: Tensor, positions: Sequence[int] | None = None
 ) -> Iterator[None]:
     """Patch one path while the context is open. `patched(path=…)` documents it.

@@ -330,7 +330,7 @@ class TokenizedInput:
 
 
 @dataclass(frozen=True, eq=False)
-class ForwardCapture:
+class ForwardActivations:
     """Activations that one forward pass recorded.
 
     Attributes:
@@ -370,7 +370,7 @@ def _token_text(model: ModelProtocol, token: int) -> str:
     return tokenizer.backend.decode([token], skip_special_tokens=False) or tokenizer.token(token)
 
 
-def _run_forward(model: ModelProtocol, inputs: TokenizedInput) -> ForwardCapture:
+def _run_forward(model: ModelProtocol, inputs: TokenizedInput) -> ForwardActivations:
     residual, note = None, ""
     with eval_mode(model), torch.no_grad(), ExitStack() as stack:
         try:
@@ -383,10 +383,12 @@ def _run_forward(model: ModelProtocol, inputs: TokenizedInput) -> ForwardCapture
             None if residual is None else stack.enter_context(capture_residual(model, residual, inputs.position))
         )
         hidden = model(**inputs.repeat(1), hidden=True)[0, inputs.position]
-    return ForwardCapture(hidden, recording, residual, components, note)
+    return ForwardActivations(hidden, recording, residual, components, note)
 
 
-def _predict(model: ModelProtocol, inputs: TokenizedInput, forward: ForwardCapture, answer: str | int | None) -> Scan:
+def _predict(
+    model: ModelProtocol, inputs: TokenizedInput, forward: ForwardActivations, answer: str | int | None
+) -> Scan:
     common = (inputs.text, inputs.tokens, inputs.source_tokens, inputs.position)
     if model.output is None:
         if answer is not None:
@@ -411,7 +413,7 @@ def _log_probs(model: ModelProtocol, hidden: Tensor) -> Tensor:
         return to_float64(model.output(hidden[:, None])[:, 0]).log_softmax(-1)
 
 
-def _attribute(model: ModelProtocol, forward: ForwardCapture, result: Scan) -> Scan:
+def _attribute(model: ModelProtocol, forward: ForwardActivations, result: Scan) -> Scan:
     """Add the logit lens and the direct contributions."""
     residual, components = forward.residual, forward.components
     if result.answer is None:
@@ -476,7 +478,7 @@ def _residual_after_each_layer(
 
 
 def _examine_heads(
-    model: ModelProtocol, inputs: TokenizedInput, forward: ForwardCapture, result: Scan, max_heads: int,
+    model: ModelProtocol, inputs: TokenizedInput, forward: ForwardActivations, result: Scan, max_heads: int,
     profile: Profile | None, progress: Progress | None,
 ) -> Scan:  # fmt: skip
     """Add the heads: where they attend, the loss without them, and their roles."""

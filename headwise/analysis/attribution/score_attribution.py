@@ -22,7 +22,7 @@ from headwise.analysis.attribution.qk_norm_rotary import (
     native_qk_transform,
 )
 from headwise.analysis.attribution.residual_parts import ResidualParts, num_roundings_before_layer
-from headwise.analysis.attribution.score_path_trace import AttentionPathStep, trace_path
+from headwise.analysis.attribution.score_path_trace import AttentionPathStep, trace_part_to_origin
 from headwise.analysis.recording.attention_maps import TokenGroups, Word
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.errors import ArgumentError, UnsupportedModelError
@@ -349,7 +349,7 @@ def _trace_pair_to_sources(
         # (d, d): rows are channels before rotation
         rotated = transform.apply(projection, index, identity, [position])[:, 0]
         direction = scale * weight @ (rotated @ other)  # (D,)
-        steps += trace_path(residual_parts, side, name, layer, position, direction)
+        steps += trace_part_to_origin(residual_parts, side, name, layer, position, direction)
     return steps
 
 

@@ -33,7 +33,7 @@ class AttentionPathStep(NamedTuple):
     source_score: float | None = None
 
 
-def trace_path(
+def trace_part_to_origin(
     residual_parts: ResidualParts, side: str, part: str, layer: int, position: int, direction: Tensor
 ) -> list[AttentionPathStep]:
     """Follow a part of a layer's input back to an embedding, an MLP or the biases.

@@ -211,7 +211,7 @@ def _load_tasks(
     """Load tasks as the harness does for `simple_evaluate`, without changing the global random states."""
     from lm_eval.tasks import TaskManager
 
-    from headwise.analysis.evaluation.minimal_pairs_and_perplexity import local_task
+    from headwise.analysis.evaluation.local_harness_tasks import local_task
 
     configs = [local_task(name) for name in names]
     is_local = [config is not None for config in configs]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwise.analysis.ablation.ablate import AblationMethod, ablated
 from headwise.analysis.ablation.recorded_head_outputs import HeadOutputs, MeanActivations, mean_of_outputs
-from headwise.analysis.finding.job_examples import JobExample
+from headwise.analysis.finding.job_examples import LabeledExample
 from headwise.analysis.finding.prepared_example import PreparedExample
 from headwise.analysis.recording.batching import tokenizer_of
 from headwise.errors import ArgumentError, UnsupportedModelError, suggest_names
@@ -24,7 +24,7 @@ from headwise.model import ModelProtocol
 
 METRICS, ABLATIONS = ("loss", "answer"), ("mean", "zero")
 MAX_MASKED = 32  # masked tokens per example of a masked language model
-OutputMetric = Callable[[Any, JobExample], float]
+OutputMetric = Callable[[Any, LabeledExample], float]
 Metric = OutputMetric | str
 
 

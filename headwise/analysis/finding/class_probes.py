@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from headwise.analysis.finding.gold_pair_scores import check_layers_called, listening, selected_map_rows
-from headwise.analysis.finding.job_examples import JobExample
+from headwise.analysis.finding.job_examples import LabeledExample
 from headwise.analysis.finding.per_input_scores import PerInputScores
 from headwise.analysis.finding.prepared_example import PreparedExample
 from headwise.analysis.recording.text_hash_split import REPORTING, SELECTION
@@ -118,7 +118,7 @@ def _span_attention(call: AttentionCall, prepared: PreparedExample) -> np.ndarra
 
 
 def fit_class_probes(
-    examples: Sequence[JobExample],
+    examples: Sequence[LabeledExample],
     features: Sequence[ExampleFeatures],
     half_of: dict[str, int],
     seed: int = 0,

@@ -235,7 +235,7 @@ class _Search:
                     row = score_monotonic_alignment(self.model, item, self.hook_points)
                 else:
                     row = score_pairs(self.model, item, self.hook_points, causal=causal, allow_self=allow_self)
-                row = _select_columns(row, self.columns)
+                row = _select_heads(row, self.columns)
                 self.file.append_example_scores(index, row)
             rows.append(row)
         self.progress("examples", len(self.prepared), len(self.prepared))
@@ -367,7 +367,7 @@ def _is_self_pair(item: PreparedExample) -> bool:
     return not item.is_cross and any(query in keys for query, keys in item.example.pairs)
 
 
-def _select_columns(row: ExampleScores, columns: Sequence[int]) -> ExampleScores:
+def _select_heads(row: ExampleScores, columns: Sequence[int]) -> ExampleScores:
     """Keep the scores of the selected heads."""
     keep = {name: [getattr(row, name)[c] for c in columns] for name in ("scores", "value_weighted", "weights")}
     return replace(row, **keep, baselines={name: [v[c] for c in columns] for name, v in row.baselines.items()})

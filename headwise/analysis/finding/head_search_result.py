@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headwise.analysis.finding.job_examples import JobExample
-from headwise.analysis.finding.per_input_scores import JobEvidence, PerInputScores, RandomHeadComparison
+from headwise.analysis.finding.job_examples import LabeledExample
+from headwise.analysis.finding.per_input_scores import BestHeadComparison, JobEvidence, PerInputScores
 from headwise.analysis.metrics.statistics import bootstrap_difference_interval, max_t_test
 from headwise.analysis.recording.text_hash_split import REPORTING
 from headwise.errors import ArgumentError, FileFormatError
@@ -22,7 +22,7 @@ from headwise.io.resolve_path import read_json
 from headwise.spec import Address
 
 if TYPE_CHECKING:
-    from headwise.analysis.finding.job_profile_metric import HeadJobMetric
+    from headwise.analysis.finding.example_job_metric import HeadJobMetric
     from headwise.analysis.roles.roles import Role
     from headwise.ui.figures.head_search_plot import FigureWithData
 
@@ -97,9 +97,9 @@ class HeadSearchResult:
 
     metadata: dict[str, Any]
     heads: tuple[JobEvidence, ...]
-    control: RandomHeadComparison
+    control: BestHeadComparison
     table: PerInputScores
-    examples: tuple[JobExample, ...] = ()
+    examples: tuple[LabeledExample, ...] = ()
 
     @property
     def job(self) -> str:
@@ -210,7 +210,7 @@ class HeadSearchResult:
         Args:
             name: Unique name of the metric.
         """
-        from headwise.analysis.finding.job_profile_metric import HeadJobMetric
+        from headwise.analysis.finding.example_job_metric import HeadJobMetric
 
         if not self.examples:
             raise ArgumentError("metric: a result that was loaded from a file has no examples. Run find_heads again.")
@@ -278,7 +278,7 @@ class HeadSearchResult:
         try:
             if data.pop("version") != VERSION:
                 raise ValueError
-            units, control = data.pop("units"), _restore(data.pop("control"), RandomHeadComparison)
+            units, control = data.pop("units"), _restore(data.pop("control"), BestHeadComparison)
             heads = tuple(_restore(item, JobEvidence) for item in data.pop("heads"))
             data.pop("layers")
             data.pop("supported_heads")

@@ -28,7 +28,7 @@ AudioConverter = Callable[[dict[str, Any], str], dict[str, Any]]  # example, its
 
 
 @dataclass(frozen=True, eq=False)
-class JobExample:
+class LabeledExample:
     """One example of a job.
 
     Attributes:
@@ -94,8 +94,8 @@ def _content_bytes(value: Any) -> bytes:
     return repr(value).encode("utf-8", "surrogatepass")
 
 
-def read_examples(examples: Any, job: str, convert_audio: AudioConverter | None = None) -> list[JobExample]:
-    """Read examples from a JSON Lines file, from dicts, or from `JobExample` objects, and check them for a job.
+def read_examples(examples: Any, job: str, convert_audio: AudioConverter | None = None) -> list[LabeledExample]:
+    """Read examples from a JSON Lines file, from dicts, or from `LabeledExample` objects, and check them for a job.
 
     `convert_audio` replaces the fields `audio` and `times` of an example by the inputs of a model.
     """
@@ -103,7 +103,7 @@ def read_examples(examples: Any, job: str, convert_audio: AudioConverter | None 
         raise ArgumentError(f"job={job!r}: unknown job; {suggest_names(str(job), JOBS)}")
     parsed = [
         replace(item, where=where)
-        if isinstance(item, JobExample)
+        if isinstance(item, LabeledExample)
         else _parse_example(_with_inputs(item, where, convert_audio), where)
         for where, item in _iterate(examples)
     ]
@@ -127,7 +127,7 @@ def assign_halves(keys: Sequence[str]) -> dict[str, int]:
     return {key: rank % 2 for rank, key in enumerate(sorted(set(keys)))}
 
 
-def split_examples(examples: Sequence[JobExample]) -> dict[str, int]:
+def split_examples(examples: Sequence[LabeledExample]) -> dict[str, int]:
     """Assign examples to halves. Each class is split on its own, so that both halves contain both classes."""
     labels = {example.label for example in examples}
     return {
@@ -162,7 +162,7 @@ def _iterate(examples: Any) -> Iterable[tuple[str, Any]]:
         yield f"examples[{number}]", item
 
 
-def _parse_example(item: Any, where: str) -> JobExample:
+def _parse_example(item: Any, where: str) -> LabeledExample:
     if not isinstance(item, Mapping):
         raise ArgumentError(f"{where}: must be an object with fields such as text and pairs. Got {item!r:.60}.")
     unknown = [name for name in item if name not in FIELDS and not str(name).startswith("_")]
@@ -184,7 +184,7 @@ def _parse_example(item: Any, where: str) -> JobExample:
         listed = item.get(name)
         if listed is not None and not all(isinstance(word, str) for word in listed):
             raise ArgumentError(f"{where}: {name} must be a list of texts. Got {listed!r:.60}.")
-    return JobExample(
+    return LabeledExample(
         text=item.get("text") or "", source=item.get("source"), words=_tuple_or_none(item.get("words")),
         source_words=_tuple_or_none(item.get("source_words")), image=item.get("image"),
         inputs=_parse_model_kwargs(item.get("inputs"), where),
@@ -255,7 +255,7 @@ def _parse_span(span: Any, where: str) -> tuple[int, int] | None:
     return (span[0], span[1])
 
 
-def _check_example(example: JobExample, job: str) -> None:
+def _check_example(example: LabeledExample, job: str) -> None:
     where = example.where
     if not example.text and example.image is None and example.inputs is None:
         raise ArgumentError(f"{where}: has no input. Give text, image or inputs.")
@@ -275,8 +275,8 @@ def _check_example(example: JobExample, job: str) -> None:
         raise ArgumentError(f"{where}: unit='frame' needs inputs, the arguments of an attached model.")
 
 
-def _check_count(examples: Sequence[JobExample], job: str) -> None:
-    groups: dict[bool | None, Sequence[JobExample]] = {None: examples}
+def _check_count(examples: Sequence[LabeledExample], job: str) -> None:
+    groups: dict[bool | None, Sequence[LabeledExample]] = {None: examples}
     if job == "classes":
         groups = {label: [item for item in examples if item.label is label] for label in (False, True)}
     for label, members in groups.items():
@@ -294,7 +294,7 @@ def _check_count(examples: Sequence[JobExample], job: str) -> None:
         raise ArgumentError("examples: some have an image and others do not. Use one kind of input.")
 
 
-def examples_digest(examples: Sequence[JobExample]) -> str:
+def examples_digest(examples: Sequence[LabeledExample]) -> str:
     """Return a digest of inputs and gold data of all examples."""
     hasher = hashlib.sha256()
     for example in examples:

@@ -115,7 +115,7 @@ class JobEvidence:
 
 
 @dataclass(frozen=True)
-class RandomHeadComparison:
+class BestHeadComparison:
     """Scores of the other heads on the reporting half, as a control for the head that was chosen on the selection half.
 
     Attributes:
@@ -184,7 +184,7 @@ class AllHeadsTestResult:
 
     evidence: list[JobEvidence]
     family_size: int
-    control: RandomHeadComparison
+    control: BestHeadComparison
     details: list[str] = field(default_factory=list)
 
 
@@ -255,7 +255,7 @@ def _value_weighted_p(table: PerInputScores, baselines: np.ndarray, units: np.nd
 
 def _compare_best_with_other_heads(
     table: PerInputScores, addresses: Sequence[object], selection_gain: np.ndarray, seed: int
-) -> RandomHeadComparison:
+) -> BestHeadComparison:
     """Compare the head with the largest gain on the selection half with the mean of the other heads."""
     best = int(np.nan_to_num(selection_gain, nan=-np.inf).argmax())
     others = np.arange(len(addresses)) != best
@@ -264,13 +264,13 @@ def _compare_best_with_other_heads(
     low, high = bootstrap_interval(table.scores[units, best], counts, seed=seed)
     if not others.any():
         nan = float("nan")
-        return RandomHeadComparison(
+        return BestHeadComparison(
             str(addresses[best]), float(score[best]), (float(low), float(high)), nan, NO_INTERVAL, nan, nan, ""
         )
     mean_of_others = table.scores[units][:, others].mean(1)
     difference = bootstrap_difference_interval(table.scores[units, best], counts, mean_of_others, counts, seed=seed)
     second = int(np.where(others, score, -np.inf).argmax())
-    return RandomHeadComparison(
+    return BestHeadComparison(
         str(addresses[best]), float(score[best]), (float(low), float(high)), float(score[others].mean()),
         (float(difference[0]), float(difference[1])), float(np.median(score[others])), float(score[second]),
         str(addresses[second]),

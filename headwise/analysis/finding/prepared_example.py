@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.analysis.finding.job_examples import JobExample, Unit
+from headwise.analysis.finding.job_examples import LabeledExample, Unit
 from headwise.analysis.recording.batching import forward_batch, make_batch, tokenizer_of
 from headwise.analysis.recording.read_images import image_sample, read_image
 from headwise.errors import ArgumentError, UnsupportedModelError
@@ -64,7 +64,7 @@ class PreparedExample:
         where: Name of the argument, for errors.
     """
 
-    example: JobExample
+    example: LabeledExample
     ids: Tensor
     source: Tensor | None
     image: Any
@@ -84,7 +84,7 @@ class PreparedExample:
         return model(self.ids, hidden=hidden) if source is None else model(self.ids, source=source, hidden=hidden)
 
 
-def prepare_example(model: ModelProtocol, example: JobExample) -> PreparedExample:
+def prepare_example(model: ModelProtocol, example: LabeledExample) -> PreparedExample:
     """Tokenize one example and find the tokens of its units."""
     where = example.where
     empty = torch.zeros(1, 0, dtype=torch.long, device="cpu")
@@ -115,7 +115,7 @@ def prepare_example(model: ModelProtocol, example: JobExample) -> PreparedExampl
     return PreparedExample(example, _as_ids(ids, model), _as_ids(source_ids, model), None, queries, keys, True, where)
 
 
-def _prepare_with_position_units(example: JobExample, empty: Tensor, where: str) -> PreparedExample:
+def _prepare_with_position_units(example: LabeledExample, empty: Tensor, where: str) -> PreparedExample:
     """Use positions as units. Their number is known only when the model runs, so it is checked there."""
     is_cross = example.unit == "frame"
     highest = max(

@@ -26,7 +26,7 @@ HEAD_ARRAYS = (*ARRAY_NAMES["arcs"], "maps")  # arrays whose second axis are hea
 
 
 @dataclass(frozen=True)
-class RoleExample:
+class ObservedAttentionExample:
     """Attention of one head at one position, compared with the target of a role.
 
     Attributes:
@@ -137,7 +137,7 @@ class ExampleStore:
 
     def examples_for_head(
         self, target: RoleTarget | None, bucket_mask: np.ndarray, head: int, hit_rate: float | None
-    ) -> tuple[RoleExample, ...]:
+    ) -> tuple[ObservedAttentionExample, ...]:
         """Return examples of a role for one head, with hits and misses in their true proportion.
 
         Args:
@@ -296,13 +296,13 @@ class _HeadExample(NamedTuple):
     expected: int
 
 
-def _make_example(candidate: _HeadExample) -> RoleExample:
+def _make_example(candidate: _HeadExample) -> ObservedAttentionExample:
     position, expected = candidate.position, candidate.best if candidate.hit else candidate.expected
     segments = split_text_at_marks(
         position.names, {expected: "meant", candidate.best: "attended", position.source: "token"}
     )
     token, expected_name, attended = (position.names[i] for i in (position.source, expected, candidate.best))
-    return RoleExample(
+    return ObservedAttentionExample(
         candidate.hit,
         candidate.weight,
         token,

@@ -2,7 +2,7 @@
 
 The answers are tokens that depend on the role: the second copy of a list for heads that attend to the first copy, the closing
 bracket for heads that attend to the opening one, and so on. Controls are the same tokens in texts in which they follow for
-another reason (causal_trials.py). The ablated head outputs its z of another case of the same kind (resample ablation): common
+another reason (build_causal_trials.py). The ablated head outputs its z of another case of the same kind (resample ablation): common
 information, such as that a list is repeated, is preserved, and only the information about the current case is removed.
 
 A head is causal if its cost (the loss increase of the answers)
@@ -36,8 +36,7 @@ from headwise.analysis.ablation.ablation_sweep import ablation_sweep
 from headwise.analysis.ablation.recorded_head_outputs import HeadOutputs, mean_of_outputs, record_z
 from headwise.analysis.metrics.statistics import bootstrap_interval, holm_correction, sign_flip_test
 from headwise.analysis.recording.batching import TextSample, make_batch
-from headwise.analysis.roles.causal_test_results import RANDOM_TOKENS, RUNNING_TEXT, CausalEffect
-from headwise.analysis.roles.causal_trials import (
+from headwise.analysis.roles.build_causal_trials import (
     CausalTrial,
     TrialPrompt,
     relation_trial,
@@ -45,6 +44,7 @@ from headwise.analysis.roles.causal_trials import (
     repeated_text_trial,
     target_batches,
 )
+from headwise.analysis.roles.causal_test_results import RANDOM_TOKENS, RUNNING_TEXT, CausalEffect
 from headwise.analysis.roles.prompt_trials import name_lead_trial, prompt_trial
 from headwise.analysis.roles.roles import (
     LEAD,
@@ -113,7 +113,7 @@ def causal_test(
         heads_by_probe = {key: items for key, items in selected.items() if items}
     for index, (key, candidates) in enumerate(heads_by_probe.items()):
         progress("ablations", index, len(heads_by_probe))
-        trials = _build_trials(model, documents, texts, *key, seed)
+        trials = _trials_by_token_set(model, documents, texts, *key, seed)
         sets[key] = len(trials)
         heads = list(dict.fromkeys(head for head, _ in candidates))  # a head can have two roles with the same trial
         for tokens, trial in trials.items():
@@ -169,7 +169,7 @@ def _correct(effects: Sequence[list[CausalEffect]], num_tests: int | None = None
         of_head[i] = replace(of_head[i], p=float(p))
 
 
-def _build_trials(
+def _trials_by_token_set(
     model: ModelProtocol, related: Iterable[TextSample], texts: Sequence[TextSample], probe: str, role: str, seed: int
 ) -> dict[str, CausalTrial]:
     """Return the trials of a role by token set. A role with its own cases has one trial, with an empty name."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headwise.analysis.metrics.role_example_positions import RoleExample
+from headwise.analysis.metrics.role_example_positions import ObservedAttentionExample
 from headwise.analysis.metrics.top_contexts import AttentionContext
 from headwise.analysis.recording.text_hash_split import REPORTING
 from headwise.analysis.roles.roles import RoleEvidence
@@ -50,8 +50,8 @@ class HeadProfile:
     evidence: tuple[RoleEvidence, ...]
     idle_pattern: tuple[str, ...]
     corpus_label: str
-    examples: tuple[RoleExample, ...]
-    examples_by_role: dict[str, tuple[RoleExample, ...]]
+    examples: tuple[ObservedAttentionExample, ...]
+    examples_by_role: dict[str, tuple[ObservedAttentionExample, ...]]
     top_contexts: tuple[AttentionContext, ...]
     metrics: dict[str, float]
 
@@ -116,7 +116,7 @@ def head_profile(profile: "Profile", index: int) -> HeadProfile:
     )
 
 
-def _examples(profile: "Profile", evidence: RoleEvidence, head: int) -> tuple[RoleExample, ...]:
+def _examples(profile: "Profile", evidence: RoleEvidence, head: int) -> tuple[ObservedAttentionExample, ...]:
     """Return the examples of one role. They are sampled at the hit rate if this is the score of the role."""
     scores = profile.scores.get((evidence.role, evidence.detail))
     if scores is None:  # the offset was selected on prompts

@@ -31,7 +31,7 @@ from headwise.model import ModelProtocol, eval_mode
 from headwise.model.weights_digest import weights_digest
 from headwise.progress import Progress, ProgressOption, callback_of, shows_progress
 from headwise.text.corpus import Corpus
-from headwise.text.text_shard import CorpusRange, file_sources, split_shards
+from headwise.text.corpus_shards import CorpusRange, file_sources, split_shards
 from headwise.weights import load
 
 SHARD_CHARACTERS = 1 << 20  # characters per shard: about 250,000 tokens of English

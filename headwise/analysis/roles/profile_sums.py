@@ -34,8 +34,8 @@ from headwise.analysis.recording.batching import (
 )
 from headwise.analysis.recording.model_calls import reads_calls
 from headwise.analysis.recording.tokenized_corpus import TokenizedCorpus
-from headwise.analysis.roles.causal_trials import MAX_TEXTS as MAX_ANSWER_TEXTS
-from headwise.analysis.roles.causal_trials import DocumentSample
+from headwise.analysis.roles.build_causal_trials import MAX_TEXTS as MAX_ANSWER_TEXTS
+from headwise.analysis.roles.build_causal_trials import DocumentSample
 from headwise.analysis.roles.profile_result import OWN_RELATIONS, ProfileSums
 from headwise.distributed.model_shard import ShardedTransformer, check_same_across_processes
 from headwise.distributed.process_group import ProcessGroup

@@ -3,7 +3,7 @@
 The answer is the word that completes a prompt: the other name, or the next day of the week. The control is a list of such
 words, `Anna, Tom, Mary, Anna, Tom,`, drawn at random without the words of the prompt. There, the same word follows
 because the list is repeated, not because of the role. Copy suppression has no prompts here: it is tested on the repeated
-lists of induction (causal_trials.py), where the loss of an answer must *decrease* without the head.
+lists of induction (build_causal_trials.py), where the loss of an answer must *decrease* without the head.
 
 Roles about two names (name mover, name suppression) are measured by the lead of the correct name over the other name.
 They have two controls: repeated lists, and single-name prompts, `Then Mary went home. Somebody gave a book to`. A name
@@ -23,7 +23,7 @@ from headwise.analysis.metrics.statistics import MIN_UNITS
 from headwise.analysis.metrics.successor import list_prompt, single_token_words
 from headwise.analysis.metrics.task_metric import sample_from_ids
 from headwise.analysis.recording.batching import tokenizer_of
-from headwise.analysis.roles.causal_trials import (
+from headwise.analysis.roles.build_causal_trials import (
     LIST_LENGTH,
     CausalTrial,
     TrialPrompt,

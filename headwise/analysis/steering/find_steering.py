@@ -37,7 +37,7 @@ from headwise.analysis.steering.contrast_texts import (
 )
 from headwise.analysis.steering.resumable_steps import ResumableStepRunner
 from headwise.analysis.steering.steering import Steering
-from headwise.analysis.steering.steering_result import MeanEstimate, SideEffect, SteeringPoint, SteeringResult
+from headwise.analysis.steering.steering_result import MeanEstimate, SideEffects, SteeringPoint, SteeringResult
 from headwise.analysis.steering.text_embedding_margin import (
     TextEmbeddingContrast,
     embedding_axis,
@@ -399,7 +399,7 @@ def _side_effect(search: SteeringSearch, half: int, change: Any) -> list[list[fl
     return rows
 
 
-def _mean_side_effect(search: SteeringSearch, rows: Sequence[Sequence[float]]) -> SideEffect:
+def _mean_side_effect(search: SteeringSearch, rows: Sequence[Sequence[float]]) -> SideEffects:
     table = np.array(rows).reshape(-1, 3)
     zeros, ones = np.zeros(len(table)), np.ones(len(table))
 
@@ -407,7 +407,7 @@ def _mean_side_effect(search: SteeringSearch, rows: Sequence[Sequence[float]]) -
         low, high = bootstrap_difference_interval(table[:, column], table[:, 2], zeros, ones)
         return MeanEstimate(float(table[:, column].sum() / table[:, 2].sum()), float(low), float(high))
 
-    return SideEffect(distance=mean_of(1)) if search.axis is not None else SideEffect(mean_of(0), mean_of(1))
+    return SideEffects(distance=mean_of(1)) if search.axis is not None else SideEffects(mean_of(0), mean_of(1))
 
 
 def _evaluate_strengths(search: SteeringSearch, steering: Steering) -> list[SteeringPoint]:

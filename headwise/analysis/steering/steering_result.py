@@ -30,7 +30,7 @@ class MeanEstimate:
 
 
 @dataclass(frozen=True)
-class SideEffect:
+class SideEffects:
     """Changes on other text. A decoder has a loss and a KL divergence, an encoder a distance.
 
     Attributes:
@@ -72,7 +72,7 @@ class SteeringPoint:
     selection_effect: MeanEstimate
     selection_divergence: float
     effect: MeanEstimate
-    side_effect: SideEffect
+    side_effect: SideEffects
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -101,7 +101,7 @@ class SteeringResult:
     steering: Steering
     points: tuple[SteeringPoint, ...]
     effect: MeanEstimate
-    side_effect: SideEffect
+    side_effect: SideEffects
     random_effects: tuple[float, ...]
     p_value: float
     above_random: MeanEstimate

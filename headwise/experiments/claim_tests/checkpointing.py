@@ -15,7 +15,7 @@ from headwise.distributed import run_in_subprocess
 from headwise.errors import UnsupportedModelError
 from headwise.experiments.claim import Claim, PlotSpec, Verdict, statistic_key_selector
 from headwise.experiments.engine.paired_timing import interleaved_timing
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.experiments.engine.single_thread import one_thread
 from headwise.experiments.engine.statistic import Statistic, StatisticTable
 from headwise.experiments.trained_model_provider import TrainedModelProvider

@@ -73,7 +73,7 @@ def loop_slowdowns(
     }
     ratios = {}
     for part, (single, looped) in pairs.items():
-        for pass_name, make_step in zip(PASSES, (_forward, _backward), strict=True):
+        for pass_name, make_step in zip(PASSES, (_make_forward_step, _backward), strict=True):
             calls = {"one": make_step(single, layer, x), "loop": make_step(looped, loop, x)}
             with one_thread():
                 ratios[f"{part} {pass_name}"] = interleaved_timing(calls, "one", rounds, min_seconds)["loop"]
@@ -85,7 +85,7 @@ def _per_head_parameters(weight: Tensor) -> nn.ParameterList:
     return nn.ParameterList(nn.Parameter(head_weight.detach().clone()) for head_weight in weight)
 
 
-def _forward(function: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -> Callable[[], None]:
+def _make_forward_step(function: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -> Callable[[], None]:
     def step() -> None:
         with torch.inference_mode():
             function(x)

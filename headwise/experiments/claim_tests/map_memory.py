@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.distributed import run_in_subprocess
 from headwise.experiments.claim import Claim, PlotSpec, Verdict
-from headwise.experiments.engine.peak_memory import peak_memory
+from headwise.experiments.engine.peak_process_memory import peak_memory
 from headwise.experiments.engine.statistic import StatisticTable
 from headwise.experiments.trained_model_provider import TrainedModelProvider
 from headwise.kernels import attention, causal

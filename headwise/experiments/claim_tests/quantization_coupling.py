@@ -88,7 +88,7 @@ def _even_odd_slices(n: int) -> tuple[slice, slice]:
     return slice(0, n, 2), slice(1, n, 2)
 
 
-def cost_spread(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
+def cost_variation_between_heads(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
     """Return the standard deviation of drifts between heads over their mean, without the variation between texts.
 
     The variance is the covariance between the two halves of the texts, so that variation due to texts cancels.
@@ -127,7 +127,7 @@ def additivity(costs: QuantizationCosts, text_weights: np.ndarray) -> float:
 
 
 COST_STATISTICS: dict[str, CostStatistic] = {
-    SPREAD: cost_spread,
+    SPREAD: cost_variation_between_heads,
     COUPLING: head_pair_interaction,
     KEY_VALUE: key_to_value_drift_log2_ratio,
     "all at once, of the sum": additivity,

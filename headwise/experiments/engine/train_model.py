@@ -14,7 +14,7 @@ from headwise.distillation import DistillConfig, distill_loss_factory
 from headwise.experiments.engine.declared_code_versions import VERSIONS
 from headwise.experiments.engine.experiment_config import INITIALIZERS, ExperimentConfig, TrainedModel
 from headwise.experiments.engine.experiment_store import RESULTS_FILE, ExperimentStore
-from headwise.experiments.engine.peak_memory import peak_memory, peak_memory_available
+from headwise.experiments.engine.peak_process_memory import peak_memory, peak_memory_available
 from headwise.experiments.engine.single_thread import one_thread
 from headwise.model import Transformer
 from headwise.text import Corpus, make_tokenizer
@@ -56,7 +56,7 @@ def _train(config: ExperimentConfig, folder: Path, store: ExperimentStore) -> di
     def run() -> None:
         callback_every = int(np.gcd.reduce([*config.checkpoint_steps, recipe.steps]))
         result = train(
-            _initial_model(config, corpus), corpus, recipe, out=folder, valid=valid, tokenizer=config.tokenizer,
+            _spec_or_initialized_model(config, corpus), corpus, recipe, out=folder, valid=valid, tokenizer=config.tokenizer,
             loss=_loss_factory(config, corpus, store), callback=save_step if config.checkpoint_steps else None,
             callback_every=callback_every, progress=False,
         )  # fmt: skip
@@ -111,7 +111,7 @@ def evaluate_synthetic(model: Transformer, seed: int, documents: int = EVAL_DOCU
     return synthetic_eval(model, documents=documents, seed=EVAL_SEED_OFFSET + seed)
 
 
-def _initial_model(config: ExperimentConfig, corpus: Corpus) -> Any:
+def _spec_or_initialized_model(config: ExperimentConfig, corpus: Corpus) -> Any:
     """Return the spec for the default initialization, else a new model with the custom initialization applied."""
     initialize = INITIALIZERS[config.init]
     if initialize is None:

@@ -24,7 +24,7 @@ SWIGLU = {"silu": "swiglu", "swish": "swiglu"}
 
 
 @dataclass(frozen=True)
-class DecoderSettings:
+class DecoderDefaults:
     """Defaults of transformers for the settings of one model type.
 
     Attributes:
@@ -50,7 +50,7 @@ class DecoderSettings:
 
 def decoder_spec(
     config: Config,
-    defaults: DecoderSettings,
+    defaults: DecoderDefaults,
     *,
     attention: Mapping[str, Any],
     activations: Mapping[str, str] | None = None,
@@ -96,7 +96,7 @@ def decoder_spec(
     return ModelSpec(**fields | model_fields)
 
 
-def head_dim_of(config: Config, defaults: DecoderSettings) -> int:
+def head_dim_of(config: Config, defaults: DecoderDefaults) -> int:
     """Return the number of channels per head."""
     head_dim = positive_int_or_none(config, "head_dim", default=defaults.head_dim or None)
     heads = positive_int_setting(config, "num_attention_heads", default=32)
@@ -172,7 +172,7 @@ def layer_rope_settings(config: Config, layer_type: str, theta_name: str) -> Map
     return settings if theta_name not in config else {"rope_theta": config[theta_name], **settings}
 
 
-def read_rotary(config: Config, settings: Mapping[str, Any], defaults: DecoderSettings) -> Rotary:
+def read_rotary(config: Config, settings: Mapping[str, Any], defaults: DecoderDefaults) -> Rotary:
     """Convert rotary settings.
 
     Args:

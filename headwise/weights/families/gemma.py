@@ -6,7 +6,7 @@ from headwise.spec import ModelSpec, QKNorm
 from headwise.weights.families.decoder_config import (
     OUTPUT_NORM_NAMES,
     QK_NORM_NAMES,
-    DecoderSettings,
+    DecoderDefaults,
     decoder_config,
     decoder_mappings,
     decoder_spec,
@@ -32,9 +32,9 @@ from headwise.weights.families.family import (
 )
 from headwise.weights.families.llama import adjust_to_tensors
 
-GEMMA2 = DecoderSettings(8192, kv_heads=4, head_dim=256, tied=True, activation="hidden_activation")
-GEMMA3 = DecoderSettings(131072, kv_heads=4, head_dim=256, theta=1e6, tied=True, activation="hidden_activation")
-GEMMA3_LOCAL = DecoderSettings(131072, kv_heads=4, head_dim=256, theta=10000.0)
+GEMMA2 = DecoderDefaults(8192, kv_heads=4, head_dim=256, tied=True, activation="hidden_activation")
+GEMMA3 = DecoderDefaults(131072, kv_heads=4, head_dim=256, theta=1e6, tied=True, activation="hidden_activation")
+GEMMA3_LOCAL = DecoderDefaults(131072, kv_heads=4, head_dim=256, theta=10000.0)
 ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu", "silu": "swiglu"}
 ACTIVATION_NAMES = {"geglu_tanh": "gelu_pytorch_tanh", "geglu": "gelu", "swiglu": "silu"}
 KINDS = ("full_attention", "sliding_attention")

@@ -5,7 +5,7 @@ from typing import Any
 
 from headwise.errors import FileFormatError, UnsupportedModelError
 from headwise.spec import AttentionSpec, ModelSpec, Rotary
-from headwise.weights.families.decoder_config import DecoderSettings, read_rotary, rope_parameters, rope_settings
+from headwise.weights.families.decoder_config import DecoderDefaults, read_rotary, rope_parameters, rope_settings
 from headwise.weights.families.family import (
     Config,
     ModelFamilySpec,
@@ -59,7 +59,7 @@ def spec_from_config(config: Config) -> ModelSpec:
             or heads,
             bias=biased,
             out_bias=biased and model_type != "qwen2",
-            rotary=_rotary(config, DecoderSettings(DEFAULTS[model_type]["context"])),
+            rotary=_rotary(config, DecoderDefaults(DEFAULTS[model_type]["context"])),
             window=windows[0] if is_uniform else None,
         ),
         mlp_width=required_setting(config, "intermediate_size"),
@@ -98,7 +98,7 @@ def _windows(config: Config, model_type: str, layers: int) -> tuple[int | None, 
     return tuple(window_of_type[name] for name in layer_types)
 
 
-def _rotary(config: Config, defaults: DecoderSettings) -> Rotary:
+def _rotary(config: Config, defaults: DecoderDefaults) -> Rotary:
     """Read rope_parameters (transformers 5), or rope_scaling and rope_theta (4). rope_scaling takes precedence."""
     settings = rope_settings(config)
     for section in (config, settings):

@@ -5,7 +5,7 @@ from typing import Any
 
 from headwise.spec import ModelSpec, QueryScaling
 from headwise.weights.families.decoder_config import (
-    DecoderSettings,
+    DecoderDefaults,
     decoder_config,
     decoder_mappings,
     decoder_spec,
@@ -17,7 +17,7 @@ from headwise.weights.families.decoder_config import (
 from headwise.weights.families.family import Config, ModelFamilySpec, positive_int_or_none, required_setting
 from headwise.weights.families.llama import adjust_to_tensors
 
-DEFAULTS = DecoderSettings(context=262144, kv_heads=8, head_dim=128, norm_eps=1e-5)
+DEFAULTS = DecoderDefaults(context=262144, kv_heads=8, head_dim=128, norm_eps=1e-5)
 DEFAULT_ROPE = {
     "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,

@@ -5,7 +5,7 @@ from typing import Any
 
 from headwise.spec import AttentionSpec, ModelSpec
 from headwise.weights.families.decoder_config import (
-    DecoderSettings,
+    DecoderDefaults,
     layer_rope_settings,
     layer_types_of,
     layer_windows_and_rotaries,
@@ -31,8 +31,8 @@ from headwise.weights.keymap import TensorMapping
 
 KINDS = ("full_attention", "sliding_attention")
 DEFAULTS = {
-    "full_attention": DecoderSettings(8192, theta=160000.0),
-    "sliding_attention": DecoderSettings(8192, theta=10000.0),
+    "full_attention": DecoderDefaults(8192, theta=160000.0),
+    "sliding_attention": DecoderDefaults(8192, theta=10000.0),
 }
 THETA_NAMES = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
 ACTIVATIONS = {

@@ -7,7 +7,7 @@ from headwise.spec import ModelSpec, QKNorm
 from headwise.weights.families.decoder_config import (
     NAMES,
     QK_NORM_NAMES,
-    DecoderSettings,
+    DecoderDefaults,
     decoder_config,
     decoder_mappings,
     decoder_spec,
@@ -31,7 +31,7 @@ from headwise.weights.families.family import (
 )
 from headwise.weights.families.llama import adjust_to_tensors
 
-DEFAULTS = DecoderSettings(context=2048, norm_eps=1e-5)
+DEFAULTS = DecoderDefaults(context=2048, norm_eps=1e-5)
 OLMO3_DEFAULTS = replace(DEFAULTS, theta=500000.0)
 THETA_NAMES = {"full_attention": "rope_theta", "sliding_attention": ""}  # transformers reads the older setting once
 KINDS = ("full_attention", "sliding_attention")

@@ -4,7 +4,7 @@ from typing import Any
 
 from headwise.spec import ModelSpec
 from headwise.weights.families.decoder_config import (
-    DecoderSettings,
+    DecoderDefaults,
     decoder_config,
     decoder_mappings,
     decoder_spec,
@@ -17,7 +17,7 @@ from headwise.weights.families.family import Config, ModelFamilySpec, positive_i
 from headwise.weights.families.llama import adjust_to_tensors
 from headwise.weights.keymap import TensorMapping
 
-DEFAULTS = DecoderSettings(context=4096, norm_eps=1e-5, partial_rotary=True)
+DEFAULTS = DecoderDefaults(context=4096, norm_eps=1e-5, partial_rotary=True)
 
 
 def spec_from_config(config: Config) -> ModelSpec:

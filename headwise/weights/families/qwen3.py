@@ -5,7 +5,7 @@ from typing import Any
 from headwise.spec import ModelSpec, QKNorm
 from headwise.weights.families.decoder_config import (
     QK_NORM_NAMES,
-    DecoderSettings,
+    DecoderDefaults,
     decoder_config,
     decoder_mappings,
     decoder_spec,
@@ -27,7 +27,7 @@ from headwise.weights.families.family import (
 )
 from headwise.weights.families.llama import adjust_to_tensors
 
-DEFAULTS = DecoderSettings(context=32768, kv_heads=32, head_dim=128)
+DEFAULTS = DecoderDefaults(context=32768, kv_heads=32, head_dim=128)
 
 
 def spec_from_config(config: Config) -> ModelSpec:

@@ -5,7 +5,7 @@ from typing import Any
 from headwise.errors import FileFormatError
 from headwise.spec import ModelSpec
 from headwise.weights.families.decoder_config import (
-    DecoderSettings,
+    DecoderDefaults,
     decoder_config,
     decoder_mappings,
     decoder_spec,
@@ -29,7 +29,7 @@ from headwise.weights.families.family import (
 )
 from headwise.weights.families.llama import adjust_to_tensors
 
-DEFAULTS = DecoderSettings(context=32768, kv_heads=4, theta=2000000.0, tied=True)
+DEFAULTS = DecoderDefaults(context=32768, kv_heads=4, theta=2000000.0, tied=True)
 
 
 def spec_from_config(config: Config) -> ModelSpec:

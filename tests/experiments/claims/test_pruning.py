@@ -8,7 +8,7 @@ import torch
 from headwise.analysis.ablation.importance import importance
 from headwise.analysis.ablation.recorded_head_outputs import mean_activations
 from headwise.compression.pruning_curve import PruningCurves
-from headwise.compression.select_heads import kept_head_count
+from headwise.compression.select_heads import head_count_for_fraction
 from headwise.errors import HeadwiseError
 from headwise.experiments.claim import VERDICTS
 from headwise.experiments.claim_tests import pruning
@@ -98,7 +98,7 @@ def test_pruning_claim_given_model_gives_verdict(experiment):
 @pytest.mark.parametrize("heads", [4, 6, 7, 10, 16, 72, 270])
 def test_keep_fractions_include_a_quarter(heads):
     # The smallest number of heads that is at least the requested fraction is pruned.
-    remaining = [kept_head_count(heads, keep) for keep in keep_fractions(heads)]
+    remaining = [head_count_for_fraction(heads, keep) for keep in keep_fractions(heads)]
     num_pruned = min(heads - count for count in remaining if heads - count >= MIN_FRACTION * heads)
     assert num_pruned == -(-heads // 4)
     if heads == 16:

@@ -15,7 +15,7 @@ from headwise.experiments.claim_tests.quantization_coupling import (
     SYNTHETIC_MODELS,
     QuantizationCosts,
     additivity,
-    cost_spread,
+    cost_variation_between_heads,
     head_pair_interaction,
     key_to_value_drift_log2_ratio,
     measure_model,
@@ -65,11 +65,11 @@ def make_costs(n: int = 40, noise: float = 0.0) -> QuantizationCosts:
 
 def test_quantization_statistics_equal_closed_forms() -> None:
     costs, weights = make_costs(), np.ones(40)
-    assert cost_spread(costs, weights) == pytest.approx(np.std([1, 2, 3, 4], ddof=1) / 2.5)
+    assert cost_variation_between_heads(costs, weights) == pytest.approx(np.std([1, 2, 3, 4], ddof=1) / 2.5)
     assert head_pair_interaction(costs, weights) == pytest.approx(0.25)
     assert key_to_value_drift_log2_ratio(costs, weights) == pytest.approx(np.log2(3))
     assert additivity(costs, weights) == pytest.approx(2)
-    statistic = costs.bootstrap_statistic(cost_spread)
+    statistic = costs.bootstrap_statistic(cost_variation_between_heads)
     assert statistic.low == pytest.approx(statistic.high)  # texts all say the same
 
 
@@ -81,11 +81,13 @@ def test_cost_spread_excludes_text_variation() -> None:
     costs = replace(make_costs(n), drifts=drifts, counts=np.ones(n))
     plain = drifts.mean(1)
     assert plain.std(ddof=1) / plain.mean() > 0.1
-    statistic = costs.bootstrap_statistic(cost_spread)
+    statistic = costs.bootstrap_statistic(cost_variation_between_heads)
     assert statistic.mean < 0.15
     assert statistic.is_interval_below(quantization_coupling.MIN_SPREAD)
     uneven = replace(costs, drifts=drifts + np.arange(16)[:, None])
-    assert cost_spread(uneven, np.ones(n)) == pytest.approx(np.std(np.arange(16), ddof=1) / 8.5, rel=0.1)
+    assert cost_variation_between_heads(uneven, np.ones(n)) == pytest.approx(
+        np.std(np.arange(16), ddof=1) / 8.5, rel=0.1
+    )
 
 
 def test_coupling_excludes_noise() -> None:

@@ -8,7 +8,7 @@ import pytest
 import headwise as hw
 from headwise.compression import StreamingRequest
 from headwise.compression.cache_study import CacheStudyConfig, cache_study
-from headwise.compression.duo_attention_pattern_file import read_attention_pattern
+from headwise.compression.duo_attention_pattern_reader import read_attention_pattern
 from tests.distillation.tiny import make_model
 
 LINES = [f"{n} and {n} are {2 * n}, and so on and so on, and on it goes." for n in range(6)]

@@ -1,4 +1,4 @@
-"""`AttachedTorchModule`: the handle of an attached torch module that is not a transformers model."""
+"""`AttachedTorchModel`: the handle of an attached torch module that is not a transformers model."""
 
 import copy
 from collections.abc import Callable, Generator, Mapping
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise.attached.attached_model import AttachedModel
 from headwise.attached.attention_op_trace import TracedAttentionLayer, install_module_trace
-from headwise.attached.interface import stop_routing_module
+from headwise.attached.hooked_sdpa import stop_routing_module
 from headwise.attached.layer import MARK, AttachedLayer, LayerMark, layer_of
 from headwise.attached.layer_structure_check import check_reconstruction, probe_layers
 from headwise.attached.masks import MaskConverter
@@ -27,7 +27,7 @@ from headwise.spec.cache_policy import CachePolicies
 CallFunction = Callable[[Any, Any], Any]  # (model, call) → output or scalar loss
 
 
-class AttachedTorchModule(AttachedModel):
+class AttachedTorchModel(AttachedModel):
     """Handle of a torch module, created by `hw.attach`.
 
     Its corpus is a list of calls, because a torch module has no tokenizer. `forward(model, call)` runs one of them.
@@ -253,12 +253,12 @@ def make_module_layers(model: nn.Module) -> list[AttachedLayer]:
     return layers
 
 
-def active_module_handle(model: nn.Module) -> AttachedTorchModule | None:
+def active_module_handle(model: nn.Module) -> AttachedTorchModel | None:
     """Return the handle of an attached torch module, or None."""
     for module in model.modules():
         layer = layer_of(module) if MARK in module.__dict__ else None
         handle = None if layer is None else layer.handle()
-        if isinstance(handle, AttachedTorchModule) and handle.model is model:
+        if isinstance(handle, AttachedTorchModel) and handle.model is model:
             return handle
     return None
 
@@ -266,7 +266,7 @@ def active_module_handle(model: nn.Module) -> AttachedTorchModule | None:
 class ModuleAttachment:
     """Marks, replaced forwards and hooks of one handle on one torch module. `undo` removes them."""
 
-    def __init__(self, model: nn.Module, layers: list[AttachedLayer], handle: AttachedTorchModule) -> None:
+    def __init__(self, model: nn.Module, layers: list[AttachedLayer], handle: AttachedTorchModel) -> None:
         self.model, self.layers, self.handle = model, layers, ref(handle)
         self.is_active = True
         self._hooks: list[Any] = []

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from headwise.analysis.finding.head_search import find_heads
-from headwise.analysis.finding.job_examples import JobExample
+from headwise.analysis.finding.job_examples import LabeledExample
 from headwise.analysis.finding.per_input_scores import chosen_baselines
 from headwise.analysis.metrics.accumulator import Accumulator
 from headwise.analysis.metrics.metric import IDENTICAL, MetricSpec
@@ -26,7 +26,7 @@ class HeadJobMetric(TaskMetric):
         job: "pairs" or "alignment".
     """
 
-    def __init__(self, name: str, examples: Sequence[JobExample], job: str = "pairs") -> None:
+    def __init__(self, name: str, examples: Sequence[LabeledExample], job: str = "pairs") -> None:
         if job not in ("pairs", "alignment"):
             raise ArgumentError(
                 f"job={job!r}: a role is a pattern of attention, so only the jobs 'pairs' and 'alignment' have one."

@@ -26,7 +26,7 @@ from headwise.attached.infer_spec import infer_spec
 from headwise.attached.layer import AttachedLayer, bias_of, check_no_adapters
 from headwise.attached.masks import MaskConverter
 from headwise.attached.offload import copy_to_memory, is_offloaded
-from headwise.attached.per_head_packed_weights import PackedMatrix, is_packed
+from headwise.attached.per_head_packed_weights import PerHeadQuantizedMatrix, is_packed
 from headwise.attached.prune_in_place import expand_kv_groups, prune_layers
 from headwise.attached.quantize_in_place import blocks_with_mlps, quantization_of, quantize_in_place
 from headwise.attached.remote_code_export import check_remote_code, uniform_config, write_remote_code
@@ -199,7 +199,7 @@ def load_model_and_layers(
     stored = _load_weights(model, layers, folder)
     dtypes = _dtypes(architecture, folder, metadata, dtype)
     _cast(model, dtypes, set() if dtype else stored)
-    for packed in [module for module in model.modules() if isinstance(module, PackedMatrix)]:
+    for packed in [module for module in model.modules() if isinstance(module, PerHeadQuantizedMatrix)]:
         packed.to(model.dtype)  # the dtype of dequantized weights
     return model.to(device=device).eval(), layers
 

@@ -1,6 +1,6 @@
 """Run a GGUF file in stock llama.cpp, in a separate process: llama.cpp aborts its process on an invalid file.
 
-`python -m headwise.exporters.llama_cpp FILE …` reads a request as JSON from standard input and prints the answers as JSON.
+`python -m headwise.exporters.llama_cpp_runner FILE …` reads a JSON request from standard input and prints JSON.
 """
 
 import json
@@ -82,7 +82,7 @@ def tokenize(file: Path, texts: Sequence[str]) -> list[list[int]]:
 def _run_engine(files: Sequence[Path], request: dict[str, Any]) -> Any:
     if not is_available():
         raise MissingDependencyError("xllamacpp (llama.cpp) is not installed. Run: pip install 'headwise[deploy]'")
-    command = [sys.executable, "-m", "headwise.exporters.llama_cpp", *map(str, files)]
+    command = [sys.executable, "-m", "headwise.exporters.llama_cpp_runner", *map(str, files)]
     try:
         process = subprocess.run(
             command, input=json.dumps(request), capture_output=True, text=True, timeout=TIMEOUT_SECONDS
@@ -105,7 +105,9 @@ def _answer_stdin_request(files: list[str]) -> None:
     """Answer the request on standard input. Runs in the separate process."""
     request = json.load(sys.stdin)
     request["rows"] = min(MAX_PARALLEL_PROMPTS, len(request["prompts"])) if request["do"] == "generate" else 1
-    servers = [_start_server(file, request) for file in files]  # keep references: a server stops when it is collected
+    servers = [
+        _start_in_process_server(file, request) for file in files
+    ]  # keep references: a server stops when it is collected
     addresses = [server.listening_address for server in servers]
     if request["do"] == "benchmark":
         rounds = [
@@ -121,7 +123,7 @@ def _answer_stdin_request(files: list[str]) -> None:
     os._exit(0)  # servers do not end by themselves
 
 
-def _start_server(file: str, request: dict[str, Any]) -> Any:
+def _start_in_process_server(file: str, request: dict[str, Any]) -> Any:
     """Start a server that computes in float32. By default llama.cpp caches keys and values in 16 bits."""
     from importlib import import_module
 
