@@ -2,8 +2,8 @@
 
 The answers are tokens that depend on the role: the second copy of a list for heads that attend to the first copy, the closing
 bracket for heads that attend to the opening one, and so on. Controls are the same tokens in texts in which they follow for
-another reason (build_causal_trials.py). The ablated head outputs its z of another case of the same kind (resample ablation): common
-information, such as that a list is repeated, is preserved, and only the information about the current case is removed.
+another reason (build_causal_trials.py). The ablated head outputs its z of another case of the same kind (resample ablation):
+common information, such as that a list is repeated, is preserved, and only the information about the current case is removed.
 
 A head is causal if its cost (the loss increase of the answers)
 
