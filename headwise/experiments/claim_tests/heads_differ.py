@@ -132,7 +132,7 @@ CLAIM = Claim(
     judged=_judged_statistics,
     measure=measure,
     judge=judge,
-    plot=PlotSpec(("maps apart", "maps apart, by heads"), y="Jensen–Shannon divergence, nats"),
+    plot=PlotSpec(("maps apart", "maps apart, by heads"), x="heads", y="Jensen–Shannon divergence, nats", log_x=True),
     training_configs=training_configs,
     measure_model=measure_model,
 )

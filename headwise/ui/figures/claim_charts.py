@@ -76,7 +76,12 @@ def draw_training_curves(sweep: HeadSweep) -> FigureWithData:
 
 
 def _draw_bars(selected: dict[str, dict[Condition, Statistic]], y: str, title: str) -> FigureWithData:
-    """Plot a group of bars for each condition, with one bar per statistic."""
+    """Plot a group of bars for each condition, with one bar per statistic.
+
+    Nearly equal values of a single statistic, such as losses, are drawn as dots: bars from zero would hide their differences.
+    """
+    means = [statistic.mean for statistics in selected.values() for statistic in statistics.values()]
+    from_zero = len(selected) > 1 or min(means) <= 0 or max(means) > 1.25 * min(means)
     labels = list(dict.fromkeys(at for statistics in selected.values() for at in statistics))
     figure = make_figure(max(5.0, min(11.0, 1.2 + 0.75 * len(labels) * max(1, len(selected) / 2))), 4.2)
     axes = figure.subplots()
@@ -90,18 +95,21 @@ def _draw_bars(selected: dict[str, dict[Condition, Statistic]], y: str, title: s
                 bar_width,
                 statistic,
                 LINE_COLORS[i % len(LINE_COLORS)],
+                from_zero=from_zero,
             )
             rows.append(
                 {"figure": name, "at": at, "mean": statistic.mean, "low": statistic.low, "high": statistic.high}
             )
-        axes.bar([0], [0], color=LINE_COLORS[i % len(LINE_COLORS)], label=name)
+        if from_zero:
+            axes.bar([0], [0], color=LINE_COLORS[i % len(LINE_COLORS)], label=name)
     style_axes(axes, "", y)
     is_long = max((len(str(label)) for label in labels), default=0) > 10
     tick_labels = [escape_dollar("" if label is None else str(label)) for label in labels]
     axes.set_xticks(
         range(len(labels)), labels=tick_labels, rotation=25 if is_long else 0, ha="right" if is_long else "center"
     )
-    axes.axhline(0, color=TEXT_COLOR, linewidth=0.6)
+    if from_zero:
+        axes.axhline(0, color=TEXT_COLOR, linewidth=0.6)
     if len(selected) > 1:
         axes.margins(y=0.2 + 0.06 * len(selected))  # space for the legend above the bars
         axes.legend(fontsize=8, frameon=False, loc="upper right", labelcolor=TEXT_COLOR)
@@ -109,7 +117,10 @@ def _draw_bars(selected: dict[str, dict[Condition, Statistic]], y: str, title: s
     return FigureWithData(figure, rows)
 
 
-def _draw_bar(axes: "Axes", x: float, bar_width: float, statistic: Statistic, color: str) -> None:
-    axes.bar([x], [statistic.mean], bar_width * 0.92, color=color)
+def _draw_bar(axes: "Axes", x: float, bar_width: float, statistic: Statistic, color: str, *, from_zero: bool) -> None:
+    if not from_zero:
+        axes.plot([x], [statistic.mean], "o", color=color)
+    else:
+        axes.bar([x], [statistic.mean], bar_width * 0.92, color=color)
     if statistic.low is not None and statistic.high is not None:
         axes.vlines([x], [statistic.low], [statistic.high], color=TEXT_COLOR, linewidth=1)
