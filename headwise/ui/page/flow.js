@@ -10,7 +10,7 @@ import { paintMap } from "./heat.js";
 export async function flow(root) {
   const sight = await openSentence(state.sentence);
   if (sight === null) return root.append(el("p", { class: "note" }, "The report has no sentence."));
-  const layers = store.report.model.non_attention_layers.filter((one) => one.heads.some((head) => sight.has(head)));
+  const layers = store.report.model.layers.filter((one) => one.heads.some((head) => sight.has(head)));
   const layer = layers.find((one) => one.address === (state.layer || state.head.split(".").slice(0, -1).join("."))) ?? layers[0];
   const token = state.token >= 0 && state.token < sight.n && state.level === "token" ? state.token : sight.special.lastIndexOf(false);
   const heads = layer.heads.filter((head) => sight.has(head));

@@ -113,7 +113,7 @@ function setTheme() {
 
 function facts() {
   const { model, metadata: about, claims: tried } = store.report;
-  const sizes = [`${model.non_attention_layers.length} layers`, `${number(model.heads)} heads`, model.kind, model.width && `width ${model.width}`, model.parameters && (model.parameters < 1e6 ? `${number(model.parameters)} parameters` : `${number(model.parameters / 1e6, 1)} M parameters`)];
+  const sizes = [`${model.layers.length} layers`, `${number(model.heads)} heads`, model.kind, model.width && `width ${model.width}`, model.parameters && (model.parameters < 1e6 ? `${number(model.parameters)} parameters` : `${number(model.parameters / 1e6, 1)} M parameters`)];
   document.getElementById("model-name").textContent = model.name;
   if (model.heads === 0 && tried.length) return document.getElementById("model-facts").replaceChildren(`${counted(tried.length, "claim")} · ${seeds(tried)}`);
   document.getElementById("model-facts").textContent = `${sizes.filter(Boolean).join(" · ")}; measured on ${number(about.texts)} ${about.image_grid ? "images" : "texts"}, ${number(about.tokens)} tokens`;

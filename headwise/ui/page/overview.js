@@ -67,7 +67,7 @@ function roles() {
 // Rows of cells: one row per layer, or a wrapped list in another order.
 function rows() {
   if (state.sort === "layer")
-    return store.report.model.non_attention_layers.map((layer) => ({ name: layer.address, heads: layer.heads }));
+    return store.report.model.layers.map((layer) => ({ name: layer.address, heads: layer.heads }));
   const shown = store.report.heads.filter((head) => !state.role || hasRole(head, state.role));
   const key = {
     score: (head) => -(head.score ?? -1), evidence_level: (head) => -EVIDENCE_LEVELS.indexOf(head.evidence_level) - (head.score ?? 0) / 10,

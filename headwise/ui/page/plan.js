@@ -39,7 +39,7 @@ function treated(cost) {
 function board(sight, name) {
   const values = store.report.heads.map(sight.of).filter(Number.isFinite), most = Math.max(1e-12, ...values.map(Math.abs)), colors = ramp();
   const widest = Math.max(1, ...store.report.heads.map((head) => head.head + 1));
-  const rows = store.report.model.non_attention_layers.map((layer) => el("div", { class: "costs", role: "row", style: { "--wide": widest } }, el("span", { class: "name", role: "rowheader" }, layer.address),
+  const rows = store.report.model.layers.map((layer) => el("div", { class: "costs", role: "row", style: { "--wide": widest } }, el("span", { class: "name", role: "rowheader" }, layer.address),
     layer.heads.map((address) => cell(store.heads.get(address), sight, most, colors))));
   return el("div", {}, el("p", { class: "axis-name", "aria-hidden": "true" }, "↓ layer, → head"), el("div", { class: "scroll tall", role: "grid", "aria-label": `${name}, every head` }, rows));
 }
