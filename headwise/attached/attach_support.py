@@ -86,7 +86,7 @@ def check_supported(model: Any) -> None:
                 f"the class {model.__name__}",
                 f"Make a model first, with {model.__name__}.from_pretrained(…).",
             )
-        elif hasattr(model, "attention_layers"):
+        elif not getattr(model, "is_native", True):
             advice = "It is attached already and has .heads."
         raise ArgumentError(f"model: must be a transformers model or a torch module. Got {name}. {advice}")
     for path, module in model.named_modules():

@@ -71,18 +71,16 @@ def test_export_existing_export_is_replaced(tmp_path: Path) -> None:
     assert hw.export(attached, tmp_path / "m", check=True).parity is not None, "an attached model, in place of it"
 
 
-def test_export_encoder_decoder_raises(tmp_path: Path) -> None:
+def test_export_encoder_decoder_to_other_targets_raises(tmp_path: Path) -> None:
     config = T5Config(vocab_size=30, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     attached_t5 = hw.attach(T5ForConditionalGeneration(config).eval())
-    for to, name in (("gguf", "a.gguf"), ("onnx", "a"), ("torch", "a.pt2")):
+    spec = hw.ModelSpec(9, 9, 1, hw.AttentionSpec(8, 2), kind="encoder-decoder")
+    for to, name in (("onnx", "a"), ("torch", "a.pt2")):
         with pytest.raises(hw.HeadwiseError, match=r"encoder-decoder.*Use model\.save"):
             hw.export(attached_t5, tmp_path / name, to=to)
+    for to, name in (("gguf", "a.gguf"), ("onnx", "a"), ("torch", "a.pt2")):
         with pytest.raises(hw.HeadwiseError, match="encoder-decoder"):
-            hw.export(
-                hw.Transformer(hw.ModelSpec(9, 9, 1, hw.AttentionSpec(8, 2), kind="encoder-decoder")),
-                tmp_path / name,
-                to=to,
-            )
+            hw.export(hw.Transformer(spec), tmp_path / name, to=to)
     hw.export(attached_t5, tmp_path / "t5")
     with pytest.raises(hw.HeadwiseError, match="can be checked"):
         hw.export(attached_t5, tmp_path / "t5", check=True)
