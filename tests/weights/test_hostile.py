@@ -300,7 +300,7 @@ def test_load_gguf_invalid_header_raises(tmp_path: Path) -> None:
     ("arch", "message"),
     [
         ("mamba", "Supported: gpt2"),
-        ("t5", "read only for llama, qwen2, qwen3"),
+        ("t5", "'attention.key_length' is missing"),
         ("gpt2", "'attention.layer_norm_epsilon' is missing"),
         ("bert", "token_types.weight"),
     ],
